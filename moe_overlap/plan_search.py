@@ -15,65 +15,49 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from itertools import islice
-from typing import Any, Unpack
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Unpack
 
 from megatron.training.cli.arguments import expand_files
-from megatron.training.cli.sizes import describe_model
-from megatron.training.plan_flags import with_values
-from moe_overlap.api import Options, busiest_load, machine_for, problem_of
+from moe_overlap.api import Options, machine_for, problem_of
 from moe_overlap.changes import changes_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.finalists import does_not_fit, in_order, listed_alone, simulated_finalists, simulated_until_ahead
-from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
+from moe_overlap.free_search import FreeSearch, free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
-from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
+from moe_overlap.job import Job, read_job
 from moe_overlap.overlapped_search import SCREENED, Overlapped, OverlapSearch, decide_overlaps
-from moe_overlap.plan.capabilities import refuse_unsupported, shares_scales
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute
-from moe_overlap.plan.serialize import content_sha256
 from moe_overlap.report.search import Finalist, PlanSearch
 from moe_overlap.search_flags import PlansAsFlags, Target, with_precision, without_layout
+from moe_overlap.search_task import accepted, captured_ahead, layouts_of, run_of, task_of, with_dispatcher_of
 from moe_overlap.sharded_search import Processes, job_sha256, search_shards
 from moe_overlap.shards import Refused, Shard, share_of
-from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
-from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
 from moe_overlap.tuner.capture.library import Libraries
-from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
-from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, Side, runs, search_dispatchers
-from moe_overlap.tuner.search.fitting import module_sets
-from moe_overlap.tuner.search.hidden import HiddenLayout, search_hidden
-from moe_overlap.tuner.search.part_tables import PartTables
+from moe_overlap.tuner.search.dispatchers import FIRST, DispatcherOutcome, Side, runs, search_dispatchers
+from moe_overlap.tuner.search.hidden import search_hidden
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
     SEARCH_SPACES,
-    MemoryChoice,
-    Restriction,
-    Run,
     SearchSpace,
     UniformLayout,
-    uniform_layouts,
-    uniform_plan,
 )
-from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
-from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, variant_plans
+from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
-from moe_overlap.tuner.write.dispatcher_flags import by_dispatcher, with_dispatcher
-from moe_overlap.tuner.write.upstream_rules import is_upstream_plan
-from moe_overlap.tuner.write.upstream_values import values_of
+from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
+from moe_overlap.upstream_states import UPSTREAM, search_states
 
 SPACES = ("megatron", "recompute")
 """Search spaces of plans that are executed."""
@@ -81,8 +65,6 @@ BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
 """Search spaces with plans that no runtime executes today."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
-MODULE_SETS = 1
-"""The first so many sets of modules may be recomputed: each is captured on its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,95 +111,207 @@ def search_plan(
         ShardsMissingError: with a shard, where answers of the others are not there yet.
     """
     begun = time.monotonic()
-    bare, dropped, further, job = _asked(words, cluster, settings, options)
-    libraries = libraries or Libraries(CaptureFiles(cache_folder(), options.get("tell")))
-    on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
-    graphs = options.get("graphs") or (partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs)
-    # Plans are read from flags of their own, which stand in no file that names the model.
-    options = given_options = Options(**{**options, "graphs": graphs, "name": job.model.name})
-    space = _space(settings)
-    task, bounds = _task(job, cluster, narrow_space(space), graphs, options, settings.averages)
-    run = _run_of(job, cluster)
-    layouts = _layouts(job, run, space)
-    deadline = begun + settings.seconds
-    if graphs == libraries.graphs:
-        task = _captured_ahead(task, job, layouts, libraries)
-    accepts = _accepted(task, settings.target, bare)
-    said = PlansAsFlags(task, bare, settings.target, cluster.gpus)
-
-    def side(dispatcher: Dispatcher) -> Side:
-        under = _by(job, dispatcher)
-        other, other_bounds = _task(under, cluster, narrow_space(space), graphs, options, settings.averages)
-        return Side(task=dataclasses.replace(other, modules=task.modules), bounds=other_bounds)
-
-    admits = said.is_read if settings.target != "any" else lambda plan: True
-
-    def search(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
-        is_said = shard.index == 1 or settings.processes.shard is not None
-        progress = settings.progress if is_said else lambda done, total, best: None
-        own, costs = share_of(layouts, shard), UniformCosts(task)
-        shared = None if bar is None else (bar, shard.index - 1)
-        found = search_uniform(own, costs, bounds, accepts, admits, KEPT, deadline, progress=progress, shared=shared)
-        return found, said.refused
-
-    asked = (bare, settings.target, str(settings.space), settings.averages, str(settings.seconds))
-    sha256 = partial(job_sha256, asked, cluster, given_options)
-    found, said.refused = search_shards(search, settings.processes, sha256, KEPT)
-    found, outcomes = search_dispatchers(
-        found, layouts, task, further, side, KEPT, accepts, admits, deadline, settings.progress
-    )
-    staged: StageSearch | None = None
-    if settings.target == "any":
-        job, layouts, found = _of_one_dispatcher(job, layouts, found)
-        wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
-        # Beyond what runs whole layers are recomputed.
-        wide = dataclasses.replace(wide, modules=(), operators=(wide if layouts[0].dispatcher else task).operators)
-        shared = settings.progress, run, settings.processes.jobs
-        beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, *shared)
-        found, staged = beyond.uniform, beyond.staged
+    search = _Search(words, cluster, settings, libraries, options, deadline=begun + settings.seconds)
+    found, outcomes = search.uniform()
+    wider = search.beyond(found)
+    found, staged = wider.uniform, wider.staged
     is_interrupted = found.is_interrupted or (staged is not None and staged.is_interrupted)
     if found.solution.value is None and (staged is None or staged.solution.value is None):
         if is_interrupted:
             raise KeyboardInterrupt
-        raise does_not_fit(found, cluster, said.refused, task.machine.memory.certainty)
-    # The flags say the precision, and a plan file is of the user's own layout.
-    options = Options(**{**options, "precision": None, "plan": None})
-    if settings.target == "any":
-        extrapolating = machine_for(job, cluster, options)[1]
-        finalists = free_finalists(beyond, wide, KEPT, partial(said.read, layouts[0].dispatcher), extrapolating)
-    else:
-        finalists = _finalists(found, said, cluster, options)
-    if found.solution.status is Status.TIME_LIMIT or is_interrupted:
-        deadline = -math.inf
-    hidden = partial(search_hidden, found, layouts, task, bounds, SCREENED, accepts=accepts, admits=admits)
-    read = partial(said.finalist, cluster=cluster, options=options)
-    limits, seconds = settings.overlap_limits, settings.solver_seconds
-    overlaps = OverlapSearch(read=read, cluster=cluster, limits=limits, solver_seconds=seconds, deadline=deadline)
-    finalists, answered = _decided(finalists, hidden, overlaps, settings, options)
-    chosen = answered.chosen
+        raise does_not_fit(found, cluster, search.said.refused, search.task.machine.memory.certainty)
+    finalists = search.finalists(wider)
+    deadline = -math.inf if found.solution.status is Status.TIME_LIMIT or is_interrupted else search.deadline
+    finalists, answered = search.decided(found, finalists, deadline)
+    chosen, shards = answered.chosen, search.space.shards_operators
     answer = PlanSearch(
         target=settings.target,
-        space=space.name,
+        space=search.space.name,
         cluster=cluster,
-        words=tuple(bare),
+        words=tuple(search.bare),
         chosen=chosen,
         tuned=answered.tuned,
         screened=answered.screened,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         found=found,
-        refused=tuple(said.refused),
-        baseline=_baseline(words, cluster, given_options) if settings.has_baseline else None,
-        dropped=dropped,
-        sharding=search_sharding(chosen.problem, wide, deadline, answered.is_interrupted)
-        if space.shards_operators
-        else None,
+        refused=tuple(search.said.refused),
+        baseline=_baseline(words, cluster, search.given) if settings.has_baseline else None,
+        dropped=search.dropped,
+        sharding=search_sharding(chosen.problem, wider.task, deadline, answered.is_interrupted) if shards else None,
         seconds=time.monotonic() - begun,
         staged=staged,
         is_interrupted=is_interrupted or answered.is_interrupted,
         is_late=answered.is_late,
         dispatchers=outcomes,
     )
-    return _with_changes(answer, words, given_options, options)
+    return _with_changes(answer, words, search.given, search.options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Wider:
+    """The plans of the whole space.
+
+    Attributes:
+        job, layouts: under the dispatcher of the best plan of the narrow space, which a wider one keeps.
+        task: of the whole space.
+    """
+
+    uniform: UniformSearch
+    staged: StageSearch | None
+    job: Job
+    layouts: Sequence[UniformLayout]
+    task: UniformTask
+
+
+class _Search:
+    """The job, and what its plans are priced, accepted and read with.
+
+    Attributes:
+        bare: the user's flags without their layout.
+        dropped: flags that the run goes without, with the reason.
+        given: the options of the user; `options` are those of plans that are read from flags of their own.
+        task, bounds: of the narrow space.
+        said: reads plans as flags.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        cluster: Cluster,
+        settings: SearchSettings,
+        libraries: Libraries | None,
+        options: Options,
+        deadline: float,
+    ) -> None:
+        self.cluster, self.settings, self.deadline = cluster, settings, deadline
+        self.bare, self.dropped, self.further, self.job = _asked(words, cluster, settings, options)
+        libraries = libraries or Libraries(CaptureFiles(cache_folder(), options.get("tell")))
+        on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
+        captured = partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs
+        self.graphs: Graphs = options.get("graphs") or captured
+        # Plans are read from flags of their own, which stand in no file that names the model.
+        self.given = Options(**{**options, "graphs": self.graphs, "name": self.job.model.name})
+        # Those flags say the precision, and a plan file is of the user's own layout.
+        self.options = Options(**{**self.given, "precision": None, "plan": None})
+        self.space = _space(settings)
+        self.run = run_of(self.job, cluster)
+        self.layouts = layouts_of(self.job, self.run, self.space)
+        task, self.bounds = self._task_of(self.job, narrow_space(self.space))
+        if self.graphs == libraries.graphs:
+            task = captured_ahead(task, self.job, self.layouts, libraries)
+        self.task = task
+        self.accepts = accepted(task, settings.target, self.bare)
+        self.said = PlansAsFlags(task, self.bare, settings.target, cluster.gpus)
+        self.admits = self.said.is_read if settings.target != "any" else lambda plan: True
+
+    def _task_of(self, job: Job, space: SearchSpace) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
+        return task_of(job, self.cluster, space, self.graphs, self.given, self.settings.averages)
+
+    def uniform(self) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
+        """Uniform plans of the narrow space, under all dispatchers that are searched.
+
+        Raises:
+            ShardsMissingError: answers of other shards are not there yet.
+        """
+        settings = self.settings
+
+        def search(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
+            is_said = shard.index == 1 or settings.processes.shard is not None
+            found = search_uniform(
+                share_of(self.layouts, shard),
+                UniformCosts(self.task),
+                self.bounds,
+                self.accepts,
+                self.admits,
+                KEPT,
+                self.deadline,
+                progress=settings.progress if is_said else lambda done, total, best: None,
+                shared=None if bar is None else (bar, shard.index - 1),
+            )
+            return found, self.said.refused
+
+        def side(dispatcher: Dispatcher) -> Side:
+            task, bounds = self._task_of(with_dispatcher_of(self.job, dispatcher), narrow_space(self.space))
+            return Side(task=dataclasses.replace(task, modules=self.task.modules), bounds=bounds)
+
+        asked = (self.bare, settings.target, str(settings.space), settings.averages, str(settings.seconds))
+        found, self.said.refused = search_shards(
+            search, settings.processes, partial(job_sha256, asked, self.cluster, self.given), KEPT
+        )
+        rules = self.accepts, self.admits
+        return search_dispatchers(
+            found, self.layouts, self.task, self.further, side, KEPT, *rules, self.deadline, settings.progress
+        )
+
+    def beyond(self, found: UniformSearch) -> _Wider:
+        """The plans of the whole space, where it is wider than the narrow one."""
+        settings = self.settings
+        if self.space == narrow_space(self.space) and settings.target != "any":
+            return _Wider(uniform=found, staged=None, job=self.job, layouts=self.layouts, task=self.task)
+        job, layouts, found = _of_one_dispatcher(self.job, self.layouts, found)
+        task, bounds = self._task_of(job, self.space)
+        staged: StageSearch | None = None
+        jobs, progress = settings.processes.jobs, settings.progress
+        if settings.target == "any":
+            # Beyond what runs whole layers are recomputed.
+            operators = (task if layouts[0].dispatcher else self.task).operators
+            task = dataclasses.replace(task, modules=(), operators=operators)
+            free = search_beyond(found, layouts, task, bounds, KEPT, self.deadline, progress, self.run, jobs)
+            found, staged = free.uniform, free.staged
+        elif found.solution.status is not Status.TIME_LIMIT:
+            rules = self.accepts, self.admits
+            found = search_states(found, layouts, task, bounds, rules, KEPT, self.deadline, jobs, progress)
+        return _Wider(uniform=found, staged=staged, job=job, layouts=layouts, task=task)
+
+    def finalists(self, wider: _Wider) -> list[Finalist]:
+        """The ranked plans, predicted, in the order of the search.
+
+        Raises:
+            ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
+        """
+        if self.settings.target != "any":
+            return _finalists(wider.uniform, self.said, self.cluster, self.options)
+        extrapolating = machine_for(wider.job, self.cluster, self.options)[1]
+        read = partial(self.said.read, wider.layouts[0].dispatcher)
+        free = FreeSearch(uniform=wider.uniform, staged=wider.staged)
+        return free_finalists(free, wider.task, KEPT, read, extrapolating)
+
+    def decided(
+        self, found: UniformSearch, finalists: list[Finalist], deadline: float
+    ) -> tuple[list[Finalist], Overlapped]:
+        """The finalists in the order of their simulated steps, and the fastest with its overlap."""
+        settings, options = self.settings, self.options
+        try:
+            if settings.target == "any":
+                finalists = simulated_until_ahead(finalists, deadline)
+            else:
+                finalists = simulated_finalists(finalists, deadline, settings.processes.jobs)
+            # A search that takes all micro-batches for their mean answers with what it takes for the best.
+            finalists = finalists if settings.averages else in_order(finalists)
+        except KeyboardInterrupt:
+            finalists = listed_alone(finalists)
+            return finalists, Overlapped(chosen=finalists[0], tuned=None, is_interrupted=True)
+        overlaps = OverlapSearch(
+            read=partial(self.said.finalist, cluster=self.cluster, options=options),
+            cluster=self.cluster,
+            limits=settings.overlap_limits,
+            solver_seconds=settings.solver_seconds,
+            deadline=deadline,
+        )
+        if overlaps.is_late or settings.target != "moe-overlap":
+            return finalists, Overlapped(chosen=finalists[0], tuned=None, is_late=overlaps.is_late)
+        hidden = partial(
+            search_hidden,
+            found,
+            self.layouts,
+            self.task,
+            self.bounds,
+            SCREENED,
+            accepts=self.accepts,
+            admits=self.admits,
+        )
+        hidden = partial(hidden, deadline=deadline, progress=settings.progress)
+        return finalists, decide_overlaps(finalists, hidden, overlaps, **options)
 
 
 def _asked(
@@ -232,7 +326,7 @@ def _asked(
     bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
     bare = with_precision(bare, options.get("precision"))
     bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
-    job = _by(_described(words, bare, cluster, options), FIRST if further else "")
+    job = with_dispatcher_of(_described(words, bare, cluster, options), FIRST if further else "")
     flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
     return bare, dropped, further, dataclasses.replace(job, flags=flags)
 
@@ -252,16 +346,6 @@ def _with_changes(answer: PlanSearch, words: Sequence[str], given: Options, opti
     return dataclasses.replace(answer, changes=changes)
 
 
-def _by(job: Job, dispatcher: str) -> Job:
-    """The job with the dispatcher of a layout."""
-    if not dispatcher:
-        return job
-    values: dict[str, Any] = {"moe.moe_token_dispatcher_type": "flex" if dispatcher in LIBRARIES else dispatcher}
-    if dispatcher in LIBRARIES:
-        values["device.moe_flex_dispatcher_backend"] = dispatcher
-    return dataclasses.replace(job, config=with_values(job.config, values))
-
-
 def _of_one_dispatcher(
     job: Job, layouts: list[UniformLayout], found: UniformSearch
 ) -> tuple[Job, list[UniformLayout], UniformSearch]:
@@ -271,7 +355,7 @@ def _of_one_dispatcher(
     name = found.solution.value.layout.dispatcher
     under = [dataclasses.replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
     ranked = tuple(plan for plan in found.ranked if plan.layout.dispatcher == name)
-    return _by(job, name), under, dataclasses.replace(found, ranked=ranked)
+    return with_dispatcher_of(job, name), under, dataclasses.replace(found, ranked=ranked)
 
 
 def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:
@@ -311,6 +395,11 @@ def _space(settings: SearchSettings) -> SearchSpace:
     """
     if isinstance(settings.space, SearchSpace):
         return settings.space
+    if settings.space in UPSTREAM and settings.target == "megatron-lm":
+        return UPSTREAM[settings.space]
+    if settings.space in UPSTREAM and settings.target == "moe-overlap":
+        rule = "has plans that this fork does not execute (ZeRO 0, 2 and 3, offloading)"
+        raise ConfigError("--search-space", settings.space, rule, "add --target megatron-lm or --target any")
     if settings.space in BEYOND and settings.target != "any":
         rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
         raise ConfigError("--search-space", settings.space, rule, "add --target any")
@@ -319,142 +408,6 @@ def _space(settings: SearchSettings) -> SearchSpace:
             "--search-space", settings.space, "is no search space", f"use {', '.join((*SPACES, *BEYOND))}"
         )
     return SEARCH_SPACES[settings.space]
-
-
-def _run_of(job: Job, cluster: Cluster) -> Run:
-    """The run that layouts are enumerated for."""
-    links = cluster.group_of(0)
-    return Run(
-        gpus=cluster.gpus,
-        domain_gpus=max(links.domain_gpus, links.gpus_per_node),
-        sequence_length=job.plan.sequence_length,
-        global_batch_size=job.plan.global_batch_size,
-    )
-
-
-def _layouts(job: Job, run: Run, space: SearchSpace) -> list[UniformLayout]:
-    """The uniform layouts of a space.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    layouts = [
-        layout
-        for layout in uniform_layouts(job.model, run)
-        if space.has(layout, run.gpus) and _has_dispatcher(job, layout)
-    ]
-    if layouts:
-        return layouts
-    if space.meshes == (Restriction.ONE_DEVICE,) and run.gpus > job.model.num_layers:
-        rule = (
-            f"a stage on each of {run.gpus} GPUs needs as many layers, and {job.model.name} has {job.model.num_layers}"
-        )
-        raise ConfigError("--search-space", space.name, rule, "use fewer GPUs, or another space")
-    rule = f"no layout of {run.gpus} GPUs divides the batch and the model"
-    raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
-
-
-def _has_dispatcher(job: Job, layout: UniformLayout) -> bool:
-    """Whether the flags' dispatcher runs a layout: megatron-core's flex dispatcher wants ranks that exchange tokens."""
-    is_flex = job.model.num_experts > 0 and job.config.moe.moe_token_dispatcher_type == "flex"
-    return not is_flex or layout.expert * layout.expert_tensor > 1
-
-
-def _task(
-    job: Job, cluster: Cluster, space: SearchSpace, graphs: Graphs, options: Options, averages: bool = False
-) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
-    """The task of the search, and the bounds of its layouts."""
-    config = with_values(job.config, {"parallel.sequence_parallel": True})
-    described: dict[int, tuple[Plan, ModelDescription]] = {}
-
-    def template(tensor: int) -> tuple[Plan, ModelDescription]:
-        if tensor not in described:
-            padded = with_values(config, {"parallel.tensor_model_parallel_size": tensor})
-            model = describe_model(padded, vocabulary_of(padded)[0], job.model.name)
-            every = Devices(mesh=(1, cluster.gpus), ranks=tuple(range(cluster.gpus)))
-            stage = dataclasses.replace(job.plan.stages[0], devices=every, recompute=Recompute(), offload=Offload())
-            named = Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model)))
-            described[tensor] = dataclasses.replace(job.plan, model=named, stages=(stage,)), model
-        return described[tensor]
-
-    def captured(plan: Plan, model: ModelDescription) -> Mapping[int, CapturedModel]:
-        return graphs(capturable(config), model, plan, job.flags)
-
-    features = features_of(job.config, job.plan.precision, job.flags)
-    machine, _ = machine_for(job, cluster, options)
-    recorded = options.get("expert_load")
-
-    @cache
-    def load(expert: int) -> float:
-        return 1.0 if recorded is None else busiest_load(recorded, job.model.num_experts, expert)
-
-    has_modules = space.recomputes and not space.all_layers
-    task = UniformTask(
-        templates=template,
-        graphs=captured,
-        machine=machine,
-        features=features,
-        space=space,
-        load=load,
-        averages=averages,
-        modules=tuple(islice(module_sets(template(1)[0], job.model, features), MODULE_SETS if has_modules else 0)),
-    )
-    of_tensor: dict[int, Bounds] = {}
-
-    def bounds(layout: UniformLayout) -> Bounds:
-        if layout.tensor not in of_tensor:
-            plan, model = template(layout.tensor)
-            of_tensor[layout.tensor] = Bounds(
-                model=model, template=plan, machine=machine, features=features, space=space
-            )
-        return of_tensor[layout.tensor]
-
-    return task, bounds
-
-
-def _captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> UniformTask:
-    """The task, for which one process has captured what nearly all layouts are put together from."""
-    config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
-    first = {layout.ranks: layout for layout in layouts}
-    requests: list[Request] = []
-    plain: dict[tuple[int, int, int, int], Request] = {}
-    for layout in first.values():
-        (plan, model), before = task.templates(layout.tensor), len(requests)
-        for variant in variant_plans(task, uniform_plan(plan, model.num_layers, layout)):
-            requests += [
-                request for of_stage in stage_requests(config, model, variant).values() for request in of_stage
-            ]
-        (plain[layout.ranks], *_) = requests[before:]
-    libraries.prepare(requests, all_layouts=False)
-    library = libraries.of(requests[0])
-    tables = PartTables(library, plain, layouts, job.plan.sequence_length)
-    return dataclasses.replace(task, operators=tables.of)
-
-
-def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:
-    """Whether the target runs a plan."""
-
-    said = grouped(bare)
-    recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
-
-    @cache
-    def settings_by(dispatcher: str) -> Mapping[str, Any]:
-        return values_of(grouped(by_dispatcher(bare, dispatcher)))
-
-    def accepts(layout: UniformLayout, memory: MemoryChoice) -> bool:
-        template, model = task.templates(layout.tensor)
-        plan = uniform_plan(template, model.num_layers, layout, memory)
-        if target == "any":
-            return True
-        if target == "megatron-lm":
-            return is_upstream_plan(plan, settings_by(layout.dispatcher))
-        try:
-            refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
-        except ConfigError:
-            return False
-        return not shares_scales(recipe, len(plan.stages))
-
-    return accepts
 
 
 def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, options: Options) -> list[Finalist]:
@@ -474,30 +427,6 @@ def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, optio
     if not finalists:
         raise ConfigError("the search", "", f"no plan is left: {said.refused[-1][1]}", "use more GPUs")
     return finalists
-
-
-def _decided(
-    finalists: list[Finalist],
-    hidden: Callable[..., Sequence[HiddenLayout]],
-    search: OverlapSearch,
-    settings: SearchSettings,
-    options: Options,
-) -> tuple[list[Finalist], Overlapped]:
-    """The finalists in the order of their simulated steps, and the fastest with its overlap."""
-    try:
-        if settings.target == "any":
-            finalists = simulated_until_ahead(finalists, search.deadline)
-        else:
-            finalists = simulated_finalists(finalists, search.deadline, settings.processes.jobs)
-        # A search that takes all micro-batches for their mean answers with what it takes for the best.
-        finalists = finalists if settings.averages else in_order(finalists)
-    except KeyboardInterrupt:
-        finalists = listed_alone(finalists)
-        return finalists, Overlapped(chosen=finalists[0], tuned=None, is_interrupted=True)
-    if search.is_late or settings.target != "moe-overlap":
-        return finalists, Overlapped(chosen=finalists[0], tuned=None, is_late=search.is_late)
-    hidden = partial(hidden, deadline=search.deadline, progress=settings.progress)
-    return finalists, decide_overlaps(finalists, hidden, search, **options)
 
 
 def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Prediction | None:

@@ -63,6 +63,7 @@ from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.uniform import RankedLayout
+from moe_overlap.upstream_states import UPSTREAM
 
 SHARDS = "shards"
 """Folder of the answers of shards, in that of the output."""
@@ -295,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
         "--search-space",
         metavar="NAME",
         default="recompute",
-        help=f"{', '.join(SPACES)}; with --target any {', '.join(BEYOND)}",
+        help=f"{', '.join(SPACES)}; with --target megatron-lm {', '.join(UPSTREAM)}; with --target any {', '.join(BEYOND)}",
     )
     search.add_argument(
         "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"

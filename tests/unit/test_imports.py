@@ -109,7 +109,7 @@ def test_what_the_rule_allows(folder: str, line: str) -> None:
     assert forbidden(folder, line) == []
 
 
-BRIDGES = {"moe_overlap/api.py", "moe_overlap/job.py", "moe_overlap/plan_search.py", "moe_overlap/search_flags.py"}
+BRIDGES = {f"moe_overlap/{name}.py" for name in ("api", "job", "plan_search", "search_flags", "search_task")}
 """The files outside of commands and `tuner/capture` that import both `megatron.training` and the tuner."""
 
 

@@ -59,6 +59,12 @@ class Published:
     why: str
 
     @property
+    def space(self) -> str:
+        """The search space that has what Megatron-LM was told of states: Megatron-FSDP and offloading are in a wider one."""
+        flags = flags_of(self.row)
+        return "offload" if {"--use-megatron-fsdp", "--cpu-offloading-num-layers"} & set(flags) else "recompute"
+
+    @property
     def row(self) -> Row:
         """The row of its published layout, with the features that it is known to have."""
         return published_pair()[OVERLAPPED_NAME] if self.number == EP32 else row_of(self.number)
@@ -94,7 +100,7 @@ def row_of(number: int) -> Row:
 def searched(published: Published, seconds: float = SECONDS) -> PlanSearch:
     """The search of a configuration."""
     row = published.row
-    settings = SearchSettings(target="megatron-lm", seconds=seconds)
+    settings = SearchSettings(target="megatron-lm", space=published.space, seconds=seconds)
     cluster = shipped_cluster(row["gpu"], row.gpus)
     return search_plan(flags_of(row), cluster, settings, software=row["release"] or None)
 

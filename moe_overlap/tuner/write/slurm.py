@@ -72,8 +72,9 @@ def run_environment(
     stage = plan.stages[0]
     if target != "megatron-lm" or architecture in AFTER_HOPPER or stage.tensor * stage.context == 1:
         return {}
-    # Its overlap of all-to-alls needs kernels of several streams at once; the parser then takes either.
-    return {MAX_CONNECTIONS: "32" if "--overlap-moe-expert-parallel-comm" in flags else "1"}
+    # Its overlap of all-to-alls and FSDP need kernels of several streams at once; the parser then takes either.
+    several = {"--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp"} & flags.keys()
+    return {MAX_CONNECTIONS: "32" if several else "1"}
 
 
 def words_to_add(flags: Collection[str], target: Target) -> str:

@@ -449,6 +449,10 @@ def _optimizer_fits(run: _Run) -> Errors:
 def _fsdp_fits(run: _Run) -> Errors:
     if run[_FSDP] and run["--ckpt-format"] != "fsdp_dtensor":
         yield _E("--ckpt-format", run["--ckpt-format"], f"{_FSDP} writes fsdp_dtensor", "use fsdp_dtensor")
+    if run[_FSDP] and run.number(_STAGES) > 1:
+        yield _E(_STAGES, run.number(_STAGES), f"{_FSDP} runs no pipelines", "use 1, or drop it")
+    if run[_FSDP] and run["--use-tp-pp-dp-mapping"]:
+        yield _E("--use-tp-pp-dp-mapping", "", f"does not go with {_FSDP}", "drop one of the two")
     if run["--ckpt-format"] == "fsdp_dtensor" and not run[_FSDP]:
         yield _E("--ckpt-format", "fsdp_dtensor", f"is the format of {_FSDP}", "use torch_dist")
     if not run["--use-torch-fsdp2"]:

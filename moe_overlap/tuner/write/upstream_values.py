@@ -187,6 +187,8 @@ def _state_values(plan: Plan, stage: StagePlan) -> dict[str, Value]:
     if stage.zero_level > 1:
         strategy = "optim_grads" if stage.zero_level == 2 else "optim_grads_params"
         values |= {"--data-parallel-sharding-strategy": strategy, "--ckpt-format": "fsdp_dtensor"}
+        # It gathers and reduces beside computation where these say so.
+        values |= {"--overlap-grad-reduce": True, "--overlap-param-gather": True}
     if offloaded:
         values |= {"--optimizer-offload-fraction": offloaded, "--use-precision-aware-optimizer": True}
     return values

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.config import Config
-from moe_overlap import plan_search
+from moe_overlap import search_task
 from moe_overlap.api import predict
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import GIB, shipped_cluster
@@ -211,7 +211,8 @@ def test_no_layout_divides() -> None:
     ("words", "expected"),
     [
         (["--search-space", "full"], "--search-space full: has plans that nothing executes today"),
-        (["--search-space", "zero", "--target", "megatron-lm"], "or stages that differ); add --target any"),
+        (["--search-space", "zero"], "does not execute (ZeRO 0, 2 and 3, offloading); add --target megatron-lm or"),
+        (["--search-space", "full", "--target", "megatron-lm"], "or stages that differ); add --target any"),
         (
             ["--search-space", "intra-only"],
             "--search-space intra-only: has plans that nothing executes today",
@@ -285,9 +286,9 @@ def test_scales_of_whole_passes_are_kept_on_one_stage(words: str, several: bool)
     task: Any = SimpleNamespace(templates=lambda tensor: (job.plan, job.model))
     one = dataclasses.replace(ranked.layout, tensor=1, context=1, expert=1, expert_tensor=1, pipeline=1)
     two = dataclasses.replace(one, pipeline=2)
-    accepts = plan_search._accepted(task, "moe-overlap", [*SMALL, *words.split()])
+    accepts = search_task.accepted(task, "moe-overlap", [*SMALL, *words.split()])
     assert (accepts(one, ranked.memory), accepts(two, ranked.memory)) == (True, several)
-    assert plan_search._accepted(task, "any", [*SMALL, *words.split()])(two, ranked.memory)
+    assert search_task.accepted(task, "any", [*SMALL, *words.split()])(two, ranked.memory)
 
 
 def test_a_precision_is_written_as_it_was_said() -> None:

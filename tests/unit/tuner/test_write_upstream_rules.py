@@ -133,6 +133,7 @@ CASES = [
     ("--optimizer-cpu-offload", "--optimizer-cpu-offload: steps by the precision-aware optimizer"),
     # sharding and precision
     ("--use-megatron-fsdp", "--ckpt-format torch_dist: --use-megatron-fsdp writes fsdp_dtensor"),
+    ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", "--pipeline-model-parallel-size 4: --use-megatron-fsdp runs no"),
     ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: other types belong to --use-precision-aware-optimizer"),
     ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: is an Adam"),
     (f"{NARROW} mxfp8 --fp4-format e2m1", "--fp4-format e2m1: stands beside --fp8-format"),
@@ -326,6 +327,7 @@ def test_zero_2_and_offloading_become_flags() -> None:
     assert " ".join(state_arguments(dataclasses.replace(plan, stages=stages))) == (
         "--use-distributed-optimizer --use-megatron-fsdp --optimizer-cpu-offload "
         "--data-parallel-sharding-strategy optim_grads --ckpt-format fsdp_dtensor "
+        "--overlap-grad-reduce --overlap-param-gather "
         "--optimizer-offload-fraction 0.5 --use-precision-aware-optimizer"
     )
 

@@ -1,0 +1,197 @@
+"""What a plan search prices: the run and its layouts, the task with the rules of the target, and captures that are made ahead.
+
+`task_of` describes the run to tuner/search, `layouts_of` enumerates what is searched, `accepted` says what the target runs;
+`captured_ahead` captures in one process what nearly all layouts are put together from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from megatron.training.cli.sizes import describe_model
+from megatron.training.plan_flags import with_values
+from moe_overlap.api import Options, busiest_load, machine_for
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.job import Job, capturable, features_of, vocabulary_of
+from moe_overlap.plan.capabilities import refuse_unsupported, shares_scales
+from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute
+from moe_overlap.plan.serialize import content_sha256
+from moe_overlap.search_flags import Target
+from moe_overlap.tuner.capture.cache import Graphs, stage_requests
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.capture.library import Libraries
+from moe_overlap.tuner.capture.request import Request
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.dispatchers import LIBRARIES
+from moe_overlap.tuner.search.fitting import module_sets
+from moe_overlap.tuner.search.part_tables import PartTables
+from moe_overlap.tuner.search.space import (
+    MemoryChoice,
+    Restriction,
+    Run,
+    SearchSpace,
+    UniformLayout,
+    uniform_layouts,
+    uniform_plan,
+)
+from moe_overlap.tuner.search.uniform import Accepts
+from moe_overlap.tuner.search.uniform_cost import UniformTask, variant_plans
+from moe_overlap.tuner.write.dispatcher_flags import by_dispatcher
+from moe_overlap.tuner.write.upstream_rules import is_upstream_plan
+from moe_overlap.tuner.write.upstream_values import values_of
+
+MODULE_SETS = 1
+"""The first so many sets of modules may be recomputed: each is captured on its own."""
+
+
+def with_dispatcher_of(job: Job, dispatcher: str) -> Job:
+    """The job with the dispatcher of a layout."""
+    if not dispatcher:
+        return job
+    values: dict[str, Any] = {"moe.moe_token_dispatcher_type": "flex" if dispatcher in LIBRARIES else dispatcher}
+    if dispatcher in LIBRARIES:
+        values["device.moe_flex_dispatcher_backend"] = dispatcher
+    return dataclasses.replace(job, config=with_values(job.config, values))
+
+
+def run_of(job: Job, cluster: Cluster) -> Run:
+    """The run that layouts are enumerated for."""
+    links = cluster.group_of(0)
+    return Run(
+        gpus=cluster.gpus,
+        domain_gpus=max(links.domain_gpus, links.gpus_per_node),
+        sequence_length=job.plan.sequence_length,
+        global_batch_size=job.plan.global_batch_size,
+    )
+
+
+def layouts_of(job: Job, run: Run, space: SearchSpace) -> list[UniformLayout]:
+    """The uniform layouts of a space.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    layouts = [
+        layout
+        for layout in uniform_layouts(job.model, run)
+        if space.has(layout, run.gpus) and _has_dispatcher(job, layout)
+    ]
+    if layouts:
+        return layouts
+    if space.meshes == (Restriction.ONE_DEVICE,) and run.gpus > job.model.num_layers:
+        rule = (
+            f"a stage on each of {run.gpus} GPUs needs as many layers, and {job.model.name} has {job.model.num_layers}"
+        )
+        raise ConfigError("--search-space", space.name, rule, "use fewer GPUs, or another space")
+    rule = f"no layout of {run.gpus} GPUs divides the batch and the model"
+    raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
+
+
+def _has_dispatcher(job: Job, layout: UniformLayout) -> bool:
+    """Whether the flags' dispatcher runs a layout: megatron-core's flex dispatcher wants ranks that exchange tokens."""
+    is_flex = job.model.num_experts > 0 and job.config.moe.moe_token_dispatcher_type == "flex"
+    return not is_flex or layout.expert * layout.expert_tensor > 1
+
+
+def task_of(
+    job: Job, cluster: Cluster, space: SearchSpace, graphs: Graphs, options: Options, averages: bool = False
+) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
+    """The task of the search, and the bounds of its layouts."""
+    config = with_values(job.config, {"parallel.sequence_parallel": True})
+    described: dict[int, tuple[Plan, ModelDescription]] = {}
+
+    def template(tensor: int) -> tuple[Plan, ModelDescription]:
+        if tensor not in described:
+            padded = with_values(config, {"parallel.tensor_model_parallel_size": tensor})
+            model = describe_model(padded, vocabulary_of(padded)[0], job.model.name)
+            every = Devices(mesh=(1, cluster.gpus), ranks=tuple(range(cluster.gpus)))
+            stage = dataclasses.replace(job.plan.stages[0], devices=every, recompute=Recompute(), offload=Offload())
+            named = Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model)))
+            described[tensor] = dataclasses.replace(job.plan, model=named, stages=(stage,)), model
+        return described[tensor]
+
+    def captured(plan: Plan, model: ModelDescription) -> Mapping[int, CapturedModel]:
+        return graphs(capturable(config), model, plan, job.flags)
+
+    features = features_of(job.config, job.plan.precision, job.flags)
+    machine, _ = machine_for(job, cluster, options)
+    recorded = options.get("expert_load")
+
+    @cache
+    def load(expert: int) -> float:
+        return 1.0 if recorded is None else busiest_load(recorded, job.model.num_experts, expert)
+
+    has_modules = space.recomputes and not space.all_layers
+    task = UniformTask(
+        templates=template,
+        graphs=captured,
+        machine=machine,
+        features=features,
+        space=space,
+        load=load,
+        averages=averages,
+        modules=tuple(islice(module_sets(template(1)[0], job.model, features), MODULE_SETS if has_modules else 0)),
+    )
+    of_tensor: dict[int, Bounds] = {}
+
+    def bounds(layout: UniformLayout) -> Bounds:
+        if layout.tensor not in of_tensor:
+            plan, model = template(layout.tensor)
+            of_tensor[layout.tensor] = Bounds(
+                model=model, template=plan, machine=machine, features=features, space=space
+            )
+        return of_tensor[layout.tensor]
+
+    return task, bounds
+
+
+def captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> UniformTask:
+    """The task, for which one process has captured what nearly all layouts are put together from."""
+    config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
+    first = {layout.ranks: layout for layout in layouts}
+    requests: list[Request] = []
+    plain: dict[tuple[int, int, int, int], Request] = {}
+    for layout in first.values():
+        (plan, model), before = task.templates(layout.tensor), len(requests)
+        for variant in variant_plans(task, uniform_plan(plan, model.num_layers, layout)):
+            requests += [
+                request for of_stage in stage_requests(config, model, variant).values() for request in of_stage
+            ]
+        (plain[layout.ranks], *_) = requests[before:]
+    libraries.prepare(requests, all_layouts=False)
+    library = libraries.of(requests[0])
+    tables = PartTables(library, plain, layouts, job.plan.sequence_length)
+    return dataclasses.replace(task, operators=tables.of)
+
+
+def accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:
+    """Whether the target runs a plan."""
+
+    said = grouped(bare)
+    recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
+
+    @cache
+    def settings_by(dispatcher: str) -> Mapping[str, Any]:
+        return values_of(grouped(by_dispatcher(bare, dispatcher)))
+
+    def accepts(layout: UniformLayout, memory: MemoryChoice) -> bool:
+        template, model = task.templates(layout.tensor)
+        plan = uniform_plan(template, model.num_layers, layout, memory)
+        if target == "any":
+            return True
+        if target == "megatron-lm":
+            return is_upstream_plan(plan, settings_by(layout.dispatcher))
+        try:
+            refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
+        except ConfigError:
+            return False
+        return not shares_scales(recipe, len(plan.stages))
+
+    return accepts

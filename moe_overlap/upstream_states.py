@@ -1,0 +1,74 @@
+"""Plans whose states Megatron-LM shards or offloads (`--target megatron-lm` with `--search-space zero` or `offload`).
+
+1. `UPSTREAM` is the part of the wider spaces that Megatron-LM executes: Megatron-FSDP shards gradients and weights over the
+   replicas (ZeRO-2 and 3), and activations of whole layers may wait in host memory. It does neither in pipelines.
+2. `search_states` looks for such plans that are faster than the best of the narrow space, under the rules of
+   tuner/write/upstream_rules.py, and ranks them among those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from moe_overlap.sharded_search import Processes, search_shards
+from moe_overlap.shards import Refused, Shard, share_of
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.shared_bar import SharedBar
+from moe_overlap.tuner.search.space import SEARCH_SPACES, UniformLayout
+from moe_overlap.tuner.search.uniform import (
+    Accepts,
+    Progress,
+    RankedLayout,
+    UniformSearch,
+    search_uniform,
+    widened,
+)
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+
+UPSTREAM = {
+    "zero": dataclasses.replace(SEARCH_SPACES["zero"], zero_levels=(1, 2, 3)),
+    # Its offloaded optimizer steps on the CPU, which is not priced.
+    "offload": dataclasses.replace(SEARCH_SPACES["offload"], zero_levels=(1, 2, 3), offloads=("activations",)),
+}
+
+
+def search_states(
+    found: UniformSearch,
+    layouts: Sequence[UniformLayout],
+    task: UniformTask,
+    bounds: Callable[[UniformLayout], Bounds],
+    rules: tuple[Accepts, Callable[[RankedLayout], bool]],
+    keep: int,
+    deadline: float,
+    jobs: int,
+    progress: Progress,
+) -> UniformSearch:
+    """The search of the narrow space with the plans of a wider one that are faster than its best.
+
+    Args:
+        found: of the narrow space.
+        task: its space is one of `UPSTREAM`.
+        rules: whether Megatron-LM runs a plan, and whether its flags are read.
+        jobs: processes of this host that share the search.
+    """
+    one_stage = [layout for layout in layouts if layout.pipeline == 1]
+    costs, before = UniformCosts(task), found.solution.value
+
+    def search(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
+        said = progress if shard.index == 1 else lambda done, total, best: None
+        further = search_uniform(
+            share_of(one_stage, shard),
+            costs,
+            bounds,
+            *rules,
+            keep,
+            deadline,
+            known=found.solution.objective,
+            progress=lambda done, total, best: said(done, total, best or before),
+            shared=None if bar is None else (bar, shard.index - 1),
+        )
+        return further, []
+
+    further, _ = search_shards(search, Processes(jobs=jobs), lambda: "", keep)
+    return widened(found, further, keep)

@@ -1,0 +1,113 @@
+"""`--target megatron-lm --search-space zero` and `offload`: plans of Megatron-FSDP, and activations on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.training.cli.arguments import expand_files
+from moe_overlap.api import predict, problem_of
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.report.search import PlanSearch, write_search
+from moe_overlap.sharded_search import Processes
+from moe_overlap.tuner.write.upstream_rules import upstream_errors
+from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
+from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+
+WORDS = [*SMALL, "--num-layers", "6", "--overlap-grad-reduce", "--overlap-param-gather"]
+WHOLE = "--recompute-granularity full --recompute-method block --recompute-num-layers"
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
+
+
+GIBS = 3.5
+"""A capacity in which sharded weights and gradients leave room for larger passes."""
+
+
+def with_memory(gib: float, host_gb_per_s: float | None = None) -> Cluster:
+    (group,) = H100.groups
+    group = dataclasses.replace(group, gpu=dataclasses.replace(group.gpu, memory_gib=gib))
+    return dataclasses.replace(
+        H100, groups=(dataclasses.replace(group, host_gb_per_s=host_gb_per_s or group.host_gb_per_s),)
+    )
+
+
+@cache
+def searched(space: str, jobs: int = 1, host_gb_per_s: float | None = None) -> PlanSearch:
+    settings = SearchSettings(target="megatron-lm", space=space, processes=Processes(jobs=jobs))
+    return search_plan(WORDS, with_memory(GIBS, host_gb_per_s), settings, **OPTIONS)
+
+
+def test_fsdp_is_found_where_it_is_the_fastest_that_fits() -> None:
+    """No plan of a grid of Megatron-FSDP's is faster."""
+    narrow, found = searched("recompute"), searched("zero")
+    assert found.plan.stages[0].zero_level in (2, 3) and len(found.plan.stages) == 1
+    assert found.prediction.predicted.step_seconds < 0.99 * narrow.prediction.predicted.step_seconds
+    for finalist in (found.chosen, *found.others):
+        ranked = next(plan for plan in found.found.ranked if plan.name == finalist.name)
+        assert finalist.seconds == pytest.approx(ranked.seconds, rel=1e-9)
+    steps = []
+    for tensor, expert, samples, strategy, layers in itertools.product(
+        (1, 2), (1, 2, 4), (1, 2), ("optim_grads", "optim_grads_params"), (0, 3, 6)
+    ):
+        words = f"{FSDP} {strategy} --pipeline-model-parallel-size 1 --tensor-model-parallel-size {tensor}"
+        words += f" --expert-model-parallel-size {expert} --micro-batch-size {samples}"
+        words += " --sequence-parallel --expert-tensor-parallel-size 1" if tensor > 1 else ""
+        words += f" {WHOLE} {layers}" if layers else ""
+        prediction = predict([*WORDS, *words.split()], with_memory(GIBS), **OPTIONS)
+        steps += [prediction.predicted.step_seconds] if prediction.fits else []
+    assert len(steps) > 5 and found.found.solution.objective <= min(steps) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("space", "host_gb_per_s"), [("zero", None), ("offload", 5000.0)])
+def test_flags_are_those_of_megatron_lm(space: str, host_gb_per_s: float | None, tmp_path: Path) -> None:
+    """Its parser and its rules accept them, they are predicted as they were found, and kernels of several streams may run."""
+    found = searched(space, host_gb_per_s=host_gb_per_s)
+    write_search(tmp_path, found)
+    words = [f"@{tmp_path / 'megatron_args.txt'}"]
+    flags = grouped(tuple(expand_files(words)))
+    assert {"--use-megatron-fsdp", "--overlap-grad-reduce", "--overlap-param-gather"} <= flags.keys()
+    assert ("--cpu-offloading-num-layers" in flags) == (space == "offload")
+    assert not parser_errors(flags) and not upstream_errors(values_of(flags), 8)
+    again = predict(words, with_memory(GIBS, host_gb_per_s), **OPTIONS)
+    assert again.predicted == found.prediction.predicted
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in (tmp_path / "launch.sbatch").read_text()
+
+
+def test_processes_that_share_the_search_answer_as_one() -> None:
+    alone, shared = searched("zero"), searched("zero", 2)
+    assert [each.name for each in (shared.chosen, *shared.others)] == [
+        each.name for each in (alone.chosen, *alone.others)
+    ]
+    assert shared.found.solution.objective == alone.found.solution.objective
+
+
+def test_activations_wait_on_the_host_where_that_is_faster() -> None:
+    """Weights and gradients stay, as no flag moves them; so does the optimizer, whose step on the CPU is not priced."""
+    found = searched("offload", host_gb_per_s=5000.0)
+    assert found.plan.stages[0].offload.activations == 0.5
+    assert found.chosen.seconds < searched("zero", host_gb_per_s=5000.0).chosen.seconds
+    for finalist in (found.chosen, *found.others):
+        offload = finalist.plan.stages[0].offload
+        assert (offload.weights, offload.gradients, offload.optimizer) == (0.0, 0.0, 0.0)
+        assert not offload.activations or len(finalist.plan.stages) == 1
+
+
+def test_this_fork_does_not_search_what_it_does_not_execute() -> None:
+    for space in ("zero", "offload"):
+        with pytest.raises(
+            ConfigError, match=f"--search-space {space}: .* does not execute .*add --target megatron-lm"
+        ):
+            search_plan(WORDS, H100, SearchSettings(space=space), **OPTIONS)
+
+
+def test_flags_of_fsdp_are_read_as_its_level() -> None:
+    for strategy, level in (("optim_grads", 2), ("optim_grads_params", 3)):
+        words = [*WORDS, *f"{FSDP} {strategy} --pipeline-model-parallel-size 1".split()]
+        assert problem_of(words, H100, OPTIONS).plan.stages[0].zero_level == level
