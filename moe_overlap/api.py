@@ -53,11 +53,11 @@ class Options(TypedDict, total=False):
     """Options of a prediction beside the flags and the machines."""
 
     precision: Precision | None
-    """In place of what the flags say."""
+    """Precision in place of what the flags say."""
     plan: str | None
     """File of a plan that decides in place of the flags."""
     name: str | None
-    """Of the model, where no file of flags names it."""
+    """Name of the model, where no file of flags names it."""
     software: str | None
     """Release whose losses count; default the GPU's median release."""
     expert_load: str | None
@@ -69,7 +69,7 @@ class Options(TypedDict, total=False):
     tell: Tell | None
     """Is told before operators are recorded, which takes seconds to minutes."""
     constants: Constants | None
-    """Default those of constants.json."""
+    """Constants of the cost model; default those of constants.json."""
 
 
 def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> Prediction:

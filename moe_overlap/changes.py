@@ -42,18 +42,18 @@ DEFAULTS: Final[Flags] = {
     "--pipeline-model-parallel-size": ("1",),
     "--micro-batch-size": ("1",),
 }
-"""What a flag stands for where it is not written."""
+"""Flag -> the value that it stands for where it is not written."""
 
 
 def changes_of(
     flags: Flags, planned: Flags, baseline: Prediction, cluster: Cluster, **options: Unpack[Options]
 ) -> tuple[Change, ...]:
-    """What a plan changes in a user's flags.
+    """The decisions in which a plan differs from a user's flags.
 
     Args:
         flags: the user's, with their values.
         planned: the flags of the run under its plan.
-        baseline: of the user's flags as they are.
+        baseline: prediction of the user's flags as they are.
     """
     gone = layout_flags()
     before = by_decision({name: values for name, values in flags.items() if name in gone})

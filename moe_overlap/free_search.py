@@ -51,7 +51,7 @@ def silent(done: int, total: int, best: Candidate | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSearch:
-    """What was found beyond the narrow space.
+    """The results of the searches beyond the narrow space.
 
     Attributes:
         uniform: over plans whose stages share everything but their layers.

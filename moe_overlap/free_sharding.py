@@ -22,7 +22,7 @@ from moe_overlap.tuner.search.space import UniformLayout, uniform_plan
 from moe_overlap.tuner.search.uniform_cost import UniformTask
 
 SOLVER_SECONDS = 120.0
-"""Of all programs, where no time limit leaves less."""
+"""Most seconds of all integer programs together, where no time limit leaves less."""
 ON_ONE_RANK = UniformLayout(tensor=1, context=1, expert=1, expert_tensor=1, pipeline=1, virtual=1, micro_batch=1)
 
 

@@ -43,7 +43,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """As `--shard` takes it."""
+        """The share as `--shard` takes it, such as `1/4`."""
         return f"{self.index}/{self.count}"
 
     @staticmethod

@@ -59,7 +59,7 @@ def _leave_no_process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _leave_no_losses_of_routers() -> Iterator[None]:
-    """What megatron-core keeps for the whole process: losses by layer of the first model, and a scale whose shape a run sets."""
+    """Cleanup of megatron-core's process-wide values: losses by layer of the first model, and a scale whose shape a run sets."""
     yield
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if moe_utils is not None:

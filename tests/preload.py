@@ -1,4 +1,4 @@
-"""What every process of tests.spawn needs, imported once: by the server that they are forked from.
+"""Modules that every process of tests.spawn needs, imported once: by the server that they are forked from.
 
 The server starts no thread and touches no device: whether there is one is asked of the driver's library alone.
 """

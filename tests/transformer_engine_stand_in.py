@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class WeightGradStore:
-    """What backward passes leave for `backward_dw`, first in, first out."""
+    """Weight gradients that backward passes leave for `backward_dw`, first in, first out."""
 
     def __init__(self, delay_wgrad_compute: bool = False, ub_bulk_wgrad: bool = False) -> None:
         assert not (delay_wgrad_compute and ub_bulk_wgrad)

@@ -183,7 +183,7 @@ def lancet() -> Iterator[Row]:
 COMET_MODELS = {"mixtral-8x7b": 8, "qwen2-moe-2.7b": 8, "phi-3.5-moe": 8}
 """Model -> expert ranks on the 8 GPUs of figure 1(a), which names no layout: that of FasterMoE in figure 9, EP = W."""
 COMET_TOKENS = (4096, 8192)
-"""Of one sample; the paper's sweep of input lengths, without its layouts of tensor-parallel experts."""
+"""Tokens of one sample; the paper's sweep of input lengths, without its layouts of tensor-parallel experts."""
 DISPATCHERS = ("alltoall", "allgather")
 """The paper names none; `allgather` is the default of its Megatron-LM's flags."""
 

@@ -94,7 +94,7 @@ REFUSED = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FirstRun:
-    """What the command line says.
+    """The run that the command line asks for.
 
     Attributes:
         link: namespaces, emulator or none.
@@ -120,11 +120,11 @@ class FirstRun:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """What a plain step takes, by rank-averaged medians.
+    """Seconds and bytes of a plain step, by rank-averaged medians.
 
     Attributes:
         compute_seconds: without the all-to-alls, forward and backward.
-        exchange_seconds: of its all-to-alls.
+        exchange_seconds: the time of its all-to-alls.
         sent_bytes: that leave a rank.
     """
 
@@ -270,7 +270,7 @@ class Console:
         print(f"{name:<11} {text}", flush=True)
 
     def doing(self, text: str) -> None:
-        """What is under way: it replaces the last such line on a terminal, else one in QUIET_SECONDS is printed."""
+        """Say what is under way: the line replaces the last such one on a terminal, else one in QUIET_SECONDS is printed."""
         if self._moving:
             sys.stderr.write(f"\r\x1b[K            … {text}")
         elif time.monotonic() - self._said > QUIET_SECONDS:

@@ -70,7 +70,7 @@ SHARDS = "shards"
 JOBS = 4
 """Most processes that search unless more are asked for: each has prices of its own, up to some GiB in the widest spaces."""
 SOLVER_SECONDS = 5.0
-"""Of each weight-gradient schedule."""
+"""Seconds of solver time for each weight-gradient schedule."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

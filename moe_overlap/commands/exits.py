@@ -76,7 +76,7 @@ class LaunchFolder:
             (self.path / f"rank-{self.attempt}-{rank}").write_text(activity)
 
     def activity(self, rank: int) -> str:
-        """What a rank of this attempt was doing when it last said so."""
+        """The activity that a rank of this attempt has noted last; `start` before its first note."""
         try:
             return (self.path / f"rank-{self.attempt}-{rank}").read_text()
         except OSError:

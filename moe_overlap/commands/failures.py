@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank was when it failed.
+    """The place at which a rank failed.
 
     Attributes:
         activity: `step 3`, `evaluation after step 3`, `save after step 3` or `start`.

@@ -27,7 +27,7 @@ PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float3
 PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags that say a precision; prefixes."""
 ELSEWHERE = "see --help all; flags of the training go into a file that --megatron-args names"
-"""What to do with a flag that these tools have not."""
+"""The fix that a refusal names for a flag that these tools have not."""
 PRICES = "what seconds and bytes are computed from"
 DISPATCHER, MOE = ("--moe-token-dispatcher-type", "alltoall"), ("--moe-grouped-gemm",)
 

@@ -174,7 +174,7 @@ def _of_first(items: list[Key], ranks: Ranks) -> list[Key]:
 
 
 def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Database, seconds: float) -> None:
-    """Collectives inside a node, then between nodes with one rank of each; then an exchange beside products."""
+    """Collectives inside a node, then between nodes with one rank of each; then an all-to-all beside products."""
     import torch.distributed as dist
 
     from moe_overlap.tuner.profile.measure.links import COLLECTIVES, collective_seconds, slowdown_of_both

@@ -1,4 +1,4 @@
-"""What tools/autotune.py does where it searches more than one plan: `--target both`, or several numbers of GPUs."""
+"""The searches of tools/autotune.py for more than one plan: `--target both`, or several numbers of GPUs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Unreadable(Exception):
 
     @property
     def fix(self) -> str:
-        """What to do about it: the name is wrong, or the content."""
+        """The fix that a refusal names: correct the path where the name is wrong, else the file."""
         named_wrongly = str(self).startswith("cannot be read: ") and not str(self).endswith("text")
         return "correct the path" if named_wrongly else "correct the file"
 

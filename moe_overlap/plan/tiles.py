@@ -44,12 +44,12 @@ class Holding:
 
     @property
     def place(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """What replicas have in common."""
+        """The rank's samples and tokens, which its replicas hold too."""
         return self.batch, self.sequence
 
 
 def holdings_of(stage: StagePlan, samples: int, sequence_length: int, repeated: bool = False) -> tuple[Holding, ...]:
-    """What every rank of a stage has of a boundary tensor.
+    """The samples and tokens of a boundary tensor that every rank of a stage holds.
 
     Args:
         samples: a multiple of those of a micro-batch.

@@ -30,9 +30,9 @@ Curve = Sequence[tuple[float, float]]
 """Times in seconds at which a number of bytes changes, and the bytes from then on."""
 MEMORY_TRACK = "kept bytes"
 MOST_MICROSECONDS = 1e18
-"""Of a span: some ten thousand years, also where a clock counts from 1970."""
+"""Latest start and longest duration of a span: some ten thousand years, also where a clock counts from 1970."""
 MOST_TRACE_BYTES = 1 << 26
-"""Of a trace that is read: some three hundred thousand spans. Every rank of a run writes a file of its own."""
+"""Largest trace file that is read: some three hundred thousand spans. Every rank of a run writes a file of its own."""
 
 
 @dataclass(frozen=True, slots=True)

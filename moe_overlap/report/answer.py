@@ -50,7 +50,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What is said about a plan.
+    """A plan with everything that an answer says about it.
 
     Attributes:
         chosen: the sentence on what runs; default `plan_sentence`.
@@ -85,7 +85,7 @@ def answer_lines(answer: Answer) -> list[str]:
 
 
 def beware_lines(prediction: Prediction) -> list[str]:
-    """What a reader must know before trusting a prediction."""
+    """The warnings that a reader must know before trusting a prediction."""
     return [_line("beware", text) for text in _beware(prediction)]
 
 
@@ -275,7 +275,7 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
 
 
 def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, is_searched: bool = False) -> list[str]:
-    """What may be worth a look, from what a plan waits for or lacks; the largest term decides, and none below a twentieth.
+    """Advice from what a plan waits for or lacks; the largest term decides, and none below a twentieth of the step.
 
     Behind a search only what it cannot decide is advice: the batch, and who runs the plan.
     """

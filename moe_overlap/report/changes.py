@@ -1,4 +1,4 @@
-"""What a chosen plan changes in a user's own flags, one decision at a time, with the predicted effect of each alone."""
+"""The changes that a plan makes to a user's own flags, one decision at a time, with the predicted effect of each alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Change:
         return 0.0 if self.alone is None else baseline.predicted.step_seconds - self.alone.predicted.step_seconds
 
     def effect(self, baseline: Prediction) -> str:
-        """What the change does alone, as predicted."""
+        """The predicted effect of the change alone, as text."""
         if self.alone is None:
             return f"only together with others: {self.rule}"
         seconds = self.alone.predicted.step_seconds - baseline.predicted.step_seconds

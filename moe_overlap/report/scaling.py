@@ -31,7 +31,7 @@ class ScalingRow:
 
     @property
     def folder(self) -> str:
-        """Where the plan is written, inside the folder of the answer."""
+        """The folder of the plan, inside the folder of the answer."""
         return f"{self.cluster.gpus}-gpus"
 
 

@@ -47,7 +47,7 @@ class Finalist:
         arguments: the flags of the whole run; `said` are those that say the plan.
         refusal: why pretrain_moe.py refuses the plan; None where it, or the target, executes it.
         simulated: simulated seconds of the step over the predicted ones; None where the plan was not simulated.
-        lacks_lists: whether the prediction of a plan on unlike meshes is a closed form as yet, in which nothing waits for tiles.
+        lacks_lists: whether a plan on unlike meshes is predicted by an analytic cost as yet, in which nothing waits for tiles.
     """
 
     name: str
@@ -156,7 +156,7 @@ class PlanSearch:
 
     @property
     def prediction(self) -> Prediction:
-        """Of the chosen plan, with its overlap."""
+        """The prediction of the chosen plan, with its overlap."""
         overlapped = self.tuned.chosen.prediction if self.tuned is not None else None
         return overlapped or self.chosen.prediction
 
@@ -286,7 +286,7 @@ def _solution(search: PlanSearch) -> Solution[Any]:
 
 
 def _staged_json(staged: StageSearch) -> dict[str, Any]:
-    """What the search over unlike stages proved, of the layouts that it looked at."""
+    """JSON of the search over unlike stages: its size, and what it proved of the layouts that it looked at."""
     solution = staged.solution
     return {
         "layouts": staged.layouts,
@@ -342,7 +342,7 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
 
 
 def detail_lines(search: PlanSearch) -> list[str]:
-    """What --verbose adds: every change of the user's flags, the plans that rules refuse, and what no layout shards."""
+    """The lines of --verbose: every change of the user's flags, the plans that rules refuse, and what no layout shards."""
     changes = [] if search.baseline is None else change_lines(search.changes, search.baseline)
     sharding = [] if search.sharding is None else sharding_details(search.sharding)
     return [

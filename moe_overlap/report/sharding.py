@@ -1,4 +1,4 @@
-"""What the answer of a search says of a sharding that is free for every operator: a few lines, details, and JSON.
+"""A search's answer on a sharding that is free for every operator: a few lines, details, and JSON.
 
 The plan of the answer has a layout of megatron-core. Beside it stand the best sharding of all, what is lost because megatron-core
 cannot execute it, and the operators where that happens, with what each would gain alone.
@@ -23,7 +23,7 @@ SHARED = 1e-6
 SHOWN = 3
 """Operators in the short answer."""
 TERMS = "with nothing recomputed and communication exposed"
-"""Of the seconds of both: they are not those of the plan's prediction."""
+"""Assumptions behind the seconds of both shardings, which are therefore not those of the plan's prediction."""
 SPLITS = {"expert": "experts", "output": "outputs", "input": "inputs", "flat": "elements"}
 """Dimension of an operator -> its word here, where that is another."""
 
@@ -46,7 +46,7 @@ class SearchedSharding:
 
     @property
     def lost_seconds(self) -> float:
-        """Of a step: between the best layout of megatron-core and the best sharding; infinite where either is missing."""
+        """Seconds per step by which the best sharding beats megatron-core's best layout; infinite where either is missing."""
         answer = self.answer
         if answer is None or answer.best is None or answer.nearest is None:
             return math.inf
@@ -95,7 +95,7 @@ def _sentence(searched: SearchedSharding) -> str:
 
 
 def sharding_details(searched: SearchedSharding) -> list[str]:
-    """What --verbose adds: the problem, the other operators that megatron-core executes otherwise, and those with no gain."""
+    """Lines of --verbose: the problem, the other operators that megatron-core executes otherwise, and those with no gain."""
     answer = searched.answer
     if answer is None or answer.best is None:
         return []
@@ -163,7 +163,7 @@ def operator_lines(operator: LostOperator, shape: tuple[int, int]) -> list[str]:
 
 
 def way_sentence(way: LostWay, shape: tuple[int, int]) -> str:
-    """What one pass or a weight would split, and what it splits in megatron-core."""
+    """The split of one pass or weight in the best sharding, beside its split in megatron-core."""
     wanted, done = split_words(way.free, shape), split_words(way.executed, shape)
     if way.free_zero != way.executed_zero:
         wanted, done = f"{wanted}, ZeRO-{way.free_zero},", f"{done}, ZeRO-{way.executed_zero}"
@@ -181,7 +181,7 @@ def part_words(kind: str) -> str:
 
 
 def split_words(split: AxisWords, shape: tuple[int, int]) -> str:
-    """What the axes of a mesh split, and by how much."""
+    """The dimensions that the axes of a mesh split, and over how many ranks."""
     sizes: dict[str, int] = {}
     for axis, ranks in zip(split, shape, strict=True):
         if ranks > 1:

@@ -19,7 +19,7 @@ class Undisturbed:
     ended: Ended
     folder: Path
     losses: Path
-    """What --log-json wrote on rank 0."""
+    """The file that --log-json wrote on rank 0."""
 
 
 @pytest.fixture(scope="session")

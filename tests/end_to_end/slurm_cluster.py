@@ -67,7 +67,7 @@ wait -n
 
 
 def lacking() -> str | None:
-    """What this machine lacks for a cluster, or None."""
+    """The programs or rights that a cluster needs and this machine lacks; None where it lacks nothing."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"no {', '.join(missing)}"
@@ -109,7 +109,7 @@ class SlurmCluster:
         (folder / "gres.conf").write_text("AutoDetect=off\n" + "".join(gpus))
 
     def run(self, *command: str) -> str:
-        """What a command such as `squeue` prints, run inside the cluster from the repository's root."""
+        """The output of a command such as `squeue`, run inside the cluster from the repository's root."""
         place = f"/proc/{self._namespaces.pid}/ns"
         enter = ["nsenter", f"--mount={place}/mnt", f"--net={place}/net", f"--pid={place}/pid_for_children"]
         words = [*enter, "env", f"--chdir={ROOT}", *command]

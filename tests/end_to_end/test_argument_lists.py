@@ -76,7 +76,7 @@ LEFT_OUT = {
     "--pipeline-model-parallel-layout": 1,
     "--wandb-project": 1,
 }
-"""What the CPU refuses, this fork does not execute yet, or a package must be installed for, with its number of values."""
+"""Flags that the CPU refuses, this fork does not execute yet, or a package must be installed for -> their number of values."""
 
 
 def without_refused(words: list[str]) -> list[str]:

@@ -61,7 +61,7 @@ def pip(*words: str) -> None:
 
 
 def look(python: Path, folder: Path) -> dict[str, object]:
-    """What an installed copy imports, seen from a folder that holds no sources."""
+    """The facts that LOOK prints of an installed copy, seen from a folder that holds no sources."""
     ended = subprocess.run([python, "-W", "ignore", "-c", LOOK], cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, object] = json.loads(ended.stdout)

@@ -42,7 +42,7 @@ DECIDED = {
         "--seq-length 32 --micro-batch-size 2 --global-batch-size 8",
     ),
 }
-"""What flags alone say of the run -> what the plan says, too."""
+"""Name -> the flags that say what no plan says, and the flags that the plan says, too."""
 
 
 STARTED = "overlapped"

@@ -67,7 +67,7 @@ def sign(path: Path, **changed: Any) -> None:
 
 
 def load(folder: Path, **flags: Any) -> str:
-    """What a load answers before tensors are asked for."""
+    """The answer of a load, before tensors are asked for."""
     from megatron.training.checkpoint.loader import NEEDED_FILES, CommonLoad, index_of
 
     words = {"load": str(folder), "exit_on_missing_checkpoint": True, **flags}
@@ -244,7 +244,7 @@ SIGNED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         f"/metadata.json: is not what a save writes there; {OTHER}",
     ),
 }
-"""What somebody writes who signs it, too: name -> what is broken, how, and the line behind the step's folder."""
+"""Faults written by somebody who signs them, too: name -> what is broken, how, and the line behind the step's folder."""
 
 
 def _signed(change: Callable[[Path], object]) -> Callable[[Path], str]:

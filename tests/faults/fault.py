@@ -41,7 +41,7 @@ class Fault:
     price: Price = "fast"
 
     def answer(self, folder: Path) -> str:
-        """What the user reads, with `F` for the folder."""
+        """The text that the user reads, with `F` for the folder."""
         return self.call(folder).replace(str(folder), "F")
 
     def agrees(self, answer: str) -> bool:
@@ -59,7 +59,7 @@ def refusal(work: Callable[[], Any]) -> str:
 
 
 def command(words: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """What the training program answers to a command line that it refuses, before any rank is started."""
+    """The training program's answer to a command line that it refuses, before any rank is started."""
     from moe_overlap.commands.train import main
 
     error, out = io.StringIO(), io.StringIO()

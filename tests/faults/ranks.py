@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What a rank is put into.
+    """The trouble that a rank is put into.
 
     Attributes:
         rank: which rank; None for all.

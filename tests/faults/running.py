@@ -33,7 +33,7 @@ SPACE = "free space, correct permissions, or choose another"
 
 
 def told(ended: Sequence[Ended], expected: Sequence[int]) -> str:
-    """What the ranks say on stderr, and statuses that were not expected."""
+    """The lines of the ranks on stderr, and the statuses that were not expected."""
     said = [
         " | ".join(
             [*(f"rank {rank}: {line}" for line in one.err.splitlines()), *unlike(rank, one.status, expected[rank])]

@@ -25,7 +25,7 @@ from tests.fuzz.targets import Target, targets
 
 CORPUS = Path(__file__).with_name("corpus")
 IN_MEMORY = Path("/dev/shm")
-"""Where Linux keeps files that never reach a disk: a million are written."""
+"""The folder of Linux whose files never reach a disk: a million are written."""
 ROUND = 200
 """Inputs of a target of weight 1 before the next target has its turn."""
 MOST_KEPT = 5
@@ -34,7 +34,7 @@ MOST_KEPT = 5
 
 @dataclass(slots=True)
 class Tally:
-    """What came of a target's inputs."""
+    """The counts of a target's inputs, failures and reasons."""
 
     inputs: int = 0
     seconds: float = 0.0

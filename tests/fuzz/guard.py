@@ -36,7 +36,7 @@ _HOOKED: list[bool] = []
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a reader did wrong: one of KINDS, and a sentence for the one who mends it."""
+    """The fault of a reader: one of KINDS, and a sentence for the one who mends it."""
 
     kind: str
     text: str
@@ -80,7 +80,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 def failure(target: Target, content: bytes, slow_seconds: float = SLOW_SECONDS) -> Failure | None:
-    """What a reader does wrong with an input; None where it reads it or says in one line why not."""
+    """The fault that a reader shows with an input; None where it reads it or says in one line why not."""
     watch_for_code()
     _EXECUTED.clear()
     before = signal.signal(signal.SIGALRM, _ring)

@@ -67,7 +67,7 @@ from tests.fuzz.mutate import (
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPECTED = (ConfigError, Damaged, Refused, Unreadable, CorruptFileError)
-"""What a reader may raise: each is printed as one line."""
+"""Errors that a reader may raise: each is printed as one line."""
 JSON, LINES = either(bytes_changed, json_changed, json_changed), either(bytes_changed, lines_changed, lines_changed)
 Read = Callable[[bytes], object]
 

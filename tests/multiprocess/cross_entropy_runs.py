@@ -1,4 +1,4 @@
-"""What test_cross_entropy_ranks.py runs on two ranks."""
+"""Runs of test_cross_entropy_ranks.py on two ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VOCABULARY = 40
 
 
 def losses_and_gradients() -> dict[str, Any]:
-    """Of whole logits on one rank, and of halves of their vocabulary; gradients are those of this rank's half."""
+    """Losses and gradients of whole logits on one rank and of halves on two; gradients are those of this rank's half."""
     import torch
     import torch.distributed as dist
 

@@ -25,7 +25,7 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run ended with on one rank."""
+    """The result of a run on one rank."""
 
     steps: tuple[tuple[float, float], ...]
     """Loss and gradient norm of every step."""

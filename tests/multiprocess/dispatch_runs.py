@@ -100,7 +100,7 @@ class Experts:
 
 
 def run_stages(dispatcher: Any, inputs: Any, experts: Any) -> SimpleNamespace:
-    """A pass as an executor makes it: compute as autograd islands, exchanges outside autograd."""
+    """A pass as an executor makes it: compute as autograd segments, all-to-alls outside autograd."""
     import torch
 
     hidden, probs = inputs.hidden.requires_grad_(), inputs.probs.requires_grad_()

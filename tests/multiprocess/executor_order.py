@@ -1,4 +1,4 @@
-"""What the executor did in one step, held against its instruction list. Called in the processes of a launch."""
+"""Checks of one step of the executor against its instruction list. Called in the processes of a launch."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 from tests.multiprocess.checkpoint_runs import MODEL, TRAINING, train
 
 Rows = list[dict[str, Any]]
-"""What --log-json wrote, a row for every step."""
+"""The rows that --log-json wrote, one for every step."""
 
 EP2, PP2 = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -110,7 +110,7 @@ def slow_runs(place: str) -> dict[str, Rows]:
 
 
 def stopped(folder: Path, flags: str) -> Rows:
-    """What a run says that must not go on."""
+    """The error of a run that must not go on; no row where it has none."""
     from megatron.training.training import TrainingFailed
 
     with contextlib.suppress(StopIteration):

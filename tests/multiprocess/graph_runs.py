@@ -1,4 +1,4 @@
-"""What the ranks of test_graph_ranks.py run: the same job by the executor's segments and by graphs of a stand-in for CUDA's."""
+"""Runs of the ranks of test_graph_ranks.py: the same job by the executor's segments and by graphs of a stand-in for CUDA's."""
 
 from __future__ import annotations
 

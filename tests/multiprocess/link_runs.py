@@ -1,4 +1,4 @@
-"""What two processes see of emulated links. Called in the processes of a launch."""
+"""Runs of two processes on emulated links. Called in the processes of a launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS = ((3, 5), (2, 7))
 
 
 def exchanges() -> dict[str, Any]:
-    """Two exchanges under way at once, waited for in reverse, on a clock that stands still."""
+    """Two all-to-alls under way at once, waited for in reverse, on a clock that stands still."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_expert_loads.py run: the same steps in every layout, with the routers' decisions counted."""
+"""Runs of the ranks of test_expert_loads.py: the same steps in every layout, with the routers' decisions counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_partitions.py run: the same job through megatron-core's schedule and through the executor."""
+"""Runs of the ranks of test_partitions.py: the same job through megatron-core's schedule and through the executor."""
 
 from __future__ import annotations
 

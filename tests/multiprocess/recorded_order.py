@@ -1,4 +1,4 @@
-"""What a step recorded, held against the instruction list. Called in the processes of a launch."""
+"""Checks of the recorded spans of a step against the instruction list. Called in the processes of a launch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def differences(spans: Any, instructions: Any) -> dict[str, str]:
 
 
 def recorded_steps(spans: Any) -> dict[str, list[Step]]:
-    """Channel -> what ran on it, in order; a gate that the exchange of counts has cut in two counts once."""
+    """Channel -> what ran on it, in order; a gate that the all-to-all of counts has cut in two counts once."""
     steps: dict[str, list[Step]] = {}
     for span in operator_spans(spans):
         if span.channel == "pp":

@@ -1,4 +1,4 @@
-"""What tests/multiprocess/test_routing_ranks.py runs on two ranks."""
+"""Runs of tests/multiprocess/test_routing_ranks.py on two ranks."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def failing(folder: Path, flags: str) -> str:
 
 
 def all_runs(place: str) -> dict[str, Any]:
-    """What one rank saw."""
+    """The results of one rank: checkpoints seen, the run's steps, those of a resumed run, and an error line."""
     folder = Path(place)
     saved, full = folder / "saved", folder / "full"
     flags = f"{EP2} --train-iters 5 --save-interval 2 --async-save --save"

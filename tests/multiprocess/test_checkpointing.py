@@ -72,7 +72,7 @@ def message_of(folder: Path, flags: str) -> str:
 
 
 def all_resumes(place: str) -> dict[str, Any]:
-    """What one rank saw: pairs of runs, resharded runs, error lines."""
+    """The results of one rank: pairs of runs, resharded runs, error lines."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -84,7 +84,7 @@ def message_of(flags: str, break_queue: Any, max_bytes: int | None = None) -> st
 
 
 def everything(folder: str) -> dict[str, Any]:
-    """What one rank saw of every layout."""
+    """The results of one rank: pairs of runs in every layout, and runs of broken queues."""
     import torch.distributed as dist
 
     pairs = {name: (train(flags), train_deferred(flags)) for name, flags in TOGETHER.items()}

@@ -151,7 +151,7 @@ def _or_zero(leaf: Any) -> Any:
 
 
 def _bytes(case: Case, rank: int) -> int:
-    """What one pass must send from one rank, forward and backward, counted from the maps."""
+    """Bytes that one pass must send from one rank, forward and backward, counted from the maps."""
     ranks = case.expert_ranks * case.tensor_ranks
     size = 2 if case.half_precision else 4
     row, packed = WIDTH * size, WIDTH * size + 4

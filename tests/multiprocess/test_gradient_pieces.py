@@ -1,4 +1,4 @@
-"""Gradients reduced in pieces between exchanges, against one reduction at the end of the step."""
+"""Gradients reduced in buckets between all-to-alls, against one reduction at the end of the step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_sum_is_bitwise_the_same_on_two_ranks(found, name):
 
 
 def test_pieces_travel_alone():
-    """No piece shares the link with an exchange, and what is complete before the last one is on its way by then."""
+    """No bucket shares the link with an all-to-all, and what is complete before the last one is on its way by then."""
     for spans in run(2, spans_of_a_step, f"{OVERLAPPED['deferred']} {PIECES}", timeout_seconds=200):
         exchanges = [(start, end) for name, channel, start, end in spans if channel == "ep"]
         pieces = [(start, end) for name, channel, start, end in spans if name.startswith("gradients.")]

@@ -266,7 +266,7 @@ def test_gpt_oss_survives_the_cut():
 
 @pytest.mark.slow
 def test_recomputed_activations_are_not_kept():
-    """With recomputation the executor needs a fifth more than megatron-core at most: exchanges under way and parts."""
+    """With recomputation the executor needs a fifth more than megatron-core at most: all-to-alls under way and partitions."""
     deep = f"{EP} --num-layers 8"
     recomputes = {"nothing": "", "layers": f"{UNIFORM} 1", "MoE layers": f"{SELECTIVE} moe"}
     overlaps = {"plain": "", "deferred": DEFER, "two parts": TWO}

@@ -32,7 +32,7 @@ ALIGNMENT, DESTROYED = 64, 0xFF
 
 
 class CaptureError(RuntimeError):
-    """What a capture or a replay must not do."""
+    """The error of a capture or a replay that does what it must not."""
 
 
 class _Tracked(np.ndarray):
@@ -50,7 +50,7 @@ class _Block:
 
 
 class _Place:
-    """Where an operator reads or writes: a view of a block, or of a storage outside of the pool, which it keeps not alive."""
+    """The place an operator reads or writes: a view of a block, or of a storage outside of the pool, which it keeps not alive."""
 
     def __init__(self, tensor: Tensor, block: _Block | None) -> None:
         self._layout = (tensor.storage_offset(), tensor.size(), tensor.stride())

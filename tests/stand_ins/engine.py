@@ -84,7 +84,7 @@ class NVFP4BlockScaling:
 
 @dataclass(frozen=True)
 class Call:
-    """What a module was called with.
+    """A call of a module, and the context that it stands in.
 
     Attributes:
         recipe: class name of the recipe of the context around it; None outside of one.
@@ -101,7 +101,7 @@ class Call:
 
 
 class Log:
-    """What the package has seen."""
+    """The contexts, calls and products that the package has seen."""
 
     entered: ClassVar[list[tuple[str, str, object]]] = []
     """Recipe, format and group of every context."""

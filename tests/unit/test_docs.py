@@ -119,7 +119,7 @@ def test_flags_in_sentences_exist(path: Path) -> None:
 
 
 def test_paths_of_contributing_exist() -> None:
-    """What tells where to edit names files that are there."""
+    """The files that CONTRIBUTING.md names as places to edit are there."""
     named = re.findall(r"`((?:moe_overlap|megatron|tests|tools)/[\w./-]+)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).exists()] == []
@@ -147,7 +147,7 @@ SHORTEST = 8
 
 
 def fragments(symptom: str) -> list[str]:
-    """What the source says of a printed line: it is put together of subject, rule and fix, with values between them."""
+    """The parts of a printed line that the source holds: the line joins subject, rule and fix, with values between them."""
     parts = re.split(r"…|: |; |\?$|^error: |(?<=-size) 1\b", symptom)
     return [part.strip(" ()") for part in parts if len(part.strip(" ()")) >= SHORTEST]
 

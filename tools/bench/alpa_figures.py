@@ -39,7 +39,7 @@ PAPER = {
         64: "37, DeepSpeed fails, intra-only 0.2, inter-only out of memory",
     },
 }
-"""Of the paper's artifact: Alpa's plan, beside others."""
+"""Family -> GPUs -> figures of the paper's artifact: Alpa's plan, beside others."""
 
 ALPA = SearchSpace("Alpa's", recomputes=True, zero_levels=LEVELS, frees_stages=True, meshes=(Restriction.FREE,))
 SPACES = (

@@ -22,9 +22,9 @@ UNFUSED = ("--attention-backend", "unfused")
 A100_GIB, A100_NETWORK = 40.0, 6.25
 """AWS, table 3: 400 Gb/s for eight A100 of 40 GB."""
 LAYERS = (32, 48, 64, 80)
-"""Of figure 14; the text names 80."""
+"""Numbers of layers of figure 14; the text names 80."""
 BATCHES = (128, 256, 512, 1024)
-"""Of figure 15."""
+"""Global batch sizes of figure 15."""
 
 
 def _space(name: str, **free: object) -> SearchSpace:
@@ -173,14 +173,14 @@ def figure_15() -> Figure:
 
 
 def averaging() -> Figure:
-    """What it costs to take all micro-batches for their mean (section 3.2)."""
+    """The cost of taking all micro-batches for their mean (section 3.2)."""
     paper = "7B on 8 L4: prediction wrong by at most 21.55 %; on average 9 % slower plans (figure 13)"
     cases = tuple(job("gpt", size, Machines(gpu=L4, gpus=gpus), paper=paper) for size, gpus in GPUS.items())
     return Figure(name="Mist 3.2, averaging", spaces=(MEAN, FULL), cases=cases, columns=averaged)
 
 
 def uniform() -> Figure:
-    """What one decision for all stages loses (section 3.3): 2.7B as in figure 2, 7B as in figure 3."""
+    """The loss of one decision for all stages (section 3.3): 2.7B as in figure 2, 7B as in figure 3."""
     cases = tuple(
         replace(case, paper=paper)
         for figure, paper in ((figure_2(), "loses 26 %"), (figure_3(), "loses 20 %"))

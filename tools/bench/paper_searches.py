@@ -57,7 +57,7 @@ class Machines:
     like: str | None = None
 
     def cluster(self) -> Cluster:
-        """As a cluster file would describe them."""
+        """The machines as a cluster file would describe them."""
         node = min(self.node, self.gpus)
         group = node_group(known_gpu(self.gpu, "--gpu"), self.gpus // node, node)
         group |= {} if self.network_gb_per_s is None else {"network_gb_per_s": self.network_gb_per_s}
@@ -93,11 +93,11 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a search gave.
+    """The outcome of a search.
 
     Attributes:
         seconds: step of the plan, as simulated where it was, by which searches order plans; None without one.
-        predicted: the same by closed forms.
+        predicted: the same by analytic costs.
         objective: the step in the terms of the search: that of mean micro-batches where it averages them.
         plan: its name, or why there is none.
         status: how the search ended.

@@ -178,7 +178,7 @@ def _entry(key: Any, value: Any) -> TensorStorageMetadata | BytesStorageMetadata
 
 
 def _place(info: Any, file_bytes: Mapping[str, int]) -> _StorageInfo:
-    """Where a piece of data is: a range inside a data file of this checkpoint, neither compressed nor elsewhere."""
+    """The range of a data file of this checkpoint that holds a piece of data, neither compressed nor elsewhere."""
     _require(type(info) is _StorageInfo and type(info.relative_path) is str)
     if not info.relative_path.endswith(".distcp") or info.relative_path not in file_bytes:
         raise Refused(f"points to {printable(info.relative_path)}, which is no data file of this checkpoint")

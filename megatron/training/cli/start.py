@@ -53,7 +53,7 @@ def cuda_is_there() -> bool:
 
 
 VARIABLE = re.compile(r"\$\{\w+\}")
-"""What is left of a variable that a shell script expects from outside."""
+"""The `${NAME}` that is left where a shell script expects a variable from outside."""
 
 
 def require_startable(parsed: ParsedArguments, machine: Machine) -> None:

@@ -76,7 +76,7 @@ class Datasets:
     order: str
     """Names the first samples of training: seed, split, sequence length and the number of epochs decide which they are."""
     files: WatchedFiles
-    """What the samples are read from."""
+    """Files that the samples are read from."""
 
 
 def build_datasets(

@@ -25,7 +25,7 @@ class ModelFile:
     notes: tuple[str, ...]
     """Lines that say where megatron-core computes otherwise than the source of the file."""
     dtype: str | None = None
-    """What a config.json says of its weights, as `bfloat16`: the precision of a run where nothing else says one."""
+    """The type of a config.json's weights, as `bfloat16`: the precision of a run where nothing else says one."""
 
     @property
     def arguments(self) -> list[str]:

@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 MOST_DIGITS = 18
-"""Of a number; a shell has 64 bits."""
+"""Most digits of a number; a shell has 64 bits."""
 _MOST_WORDS = 200
-"""Of the longest condition that is decided."""
+"""Most words of a condition that is decided."""
 _MOST_TERMS = 200
 """Characters of the longest sum that is worked out."""
 _NUMBERS: Final[dict[str, Callable[[int, int], bool]]] = {

@@ -398,7 +398,7 @@ def _changed(text: str) -> list[str]:
 
 
 def _of_slurm(text: str) -> dict[str, str]:
-    """What Slurm sets for a batch script, by its header."""
+    """The variables that Slurm sets for a batch script, by its header."""
     given = {("nodes" if name == "-N" else name.lstrip("-")): value for name, value in _HEADER.findall(text)}
     nodes, tasks = given.get("nodes"), given.get("ntasks-per-node")
     values = {} if nodes is None else {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes}

@@ -55,7 +55,7 @@ class SyntaxProblem(Exception):
 
 DECLARING: Final = frozenset(("export", "declare", "local", "readonly", "typeset"))
 OPERATORS: Final = (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#")
-"""Of `${NAME...}`, longest first where one begins with another; others are not followed."""
+"""Operators of `${NAME...}`, longest first where one begins with another; others are not followed."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,9}|[@*#?$!-]")
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]\n]*\])?(\+?)=")
 _FUNCTION = re.compile(
@@ -447,7 +447,7 @@ class _Parser:
                 self._place += 1
 
     def _expansion(self, is_quoted: bool) -> Piece:
-        """What begins with `$` or a backquote."""
+        """The piece that begins with `$` or a backquote."""
         text, begin = self._text, self._place
         if text[begin] == "`":
             return Substitution(self._backquoted())

@@ -48,7 +48,7 @@ Piece = Text | Parameter | Substitution | Sum
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What becomes one or several words of a command.
+    """Text that becomes one or several words of a command.
 
     Attributes:
         has_quotes: whether a part of it is quoted, so that it is a word even where it is empty.

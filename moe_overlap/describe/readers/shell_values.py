@@ -26,7 +26,7 @@ _MOST_CUT = 4096
 _BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 
 Values = tuple[str, ...]
-"""Of an array the elements; of a plain variable one."""
+"""The elements of an array, or the one value of a plain variable."""
 
 
 class TooLong(Exception):

@@ -266,7 +266,7 @@ def _bits(probs_N: Tensor, rows_dtype: torch.dtype, extra: int) -> Tensor:
 
 
 def _probs(bits_NX: Tensor, probs_dtype: torch.dtype) -> Tensor:
-    """What `_bits` was given."""
+    """The probabilities [N] of columns [N, X]: the inverse of `_bits`."""
     bits = bits_NX.view(-1)
     if bits.dtype == probs_dtype:
         return bits

@@ -220,7 +220,7 @@ class Gate(TopKRouter):
         """Choose the experts of one partition's tokens, capacity aside; returns (weights_TE, 0 outside the map; map_TE)."""
 
     def balance_scores(self, logits_TE: Tensor, wanted_TE: Tensor, padding_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Where each token counts in the balancing losses, and its scores there; by megatron-core's rule."""
+        """The [T, E] map by which tokens count in the balancing losses, and their scores there; by megatron-core's rule."""
         found: tuple[Tensor, Tensor] = compute_routing_scores_for_aux_loss(
             logits_TE, self.topk, self.score_function, self.config.moe_router_fusion, padding_T
         )

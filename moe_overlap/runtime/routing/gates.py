@@ -83,7 +83,7 @@ class TopKGate(Gate):
         return self.score_function == "softmax" and not special and not replaced
 
     def balance_scores(self, logits_TE: Tensor, wanted_TE: Tensor, padding_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `Gate`; where the highest logits decide, those of highest score have been found already."""
+        """Map and scores as in `Gate`; where the highest logits decide, `wanted_TE` is already the map of the highest scores."""
         if padding_T is not None or not self._chooses_plainly():
             return super().balance_scores(logits_TE, wanted_TE, padding_T)
         return wanted_TE, torch.softmax(logits_TE, dim=-1, dtype=torch.float32)

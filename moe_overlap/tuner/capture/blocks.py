@@ -368,7 +368,7 @@ def arranged(backbone: NamedPart, of_block: Mapping[str, NamedPart]) -> NamedPar
 def _emptied(
     backbone: NamedPart, of_block: Mapping[str, NamedPart], block_of_op: Mapping[OpName, str]
 ) -> tuple[StorageName, ...]:
-    """What is filled again in the backward pass, in the order of the backbone's blocks."""
+    """The storages that the backward pass fills again, in the order of the backbone's blocks."""
     own = {
         block: [name for name in source.emptied if _home(name, block_of_op) == block]
         for block, source in of_block.items()

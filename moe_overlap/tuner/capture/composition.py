@@ -106,7 +106,7 @@ class Composite:
     whole: NamedPart
     scalings: Mapping[Size, Scaling]
     axes: tuple[str, ...]
-    """Of its collectives."""
+    """Parallel axes of its collectives, each named once."""
     is_of_experts: bool
     """Whether it has operators or storages for each expert, or such that have replicas of their own."""
 

@@ -74,7 +74,7 @@ def _gpu_name() -> str | None:
 
 LEAST_LATENCY_SECONDS = 1e-7
 LEAST_PACED_SHARE = 0.02
-"""Of seconds that do not grow with the size, what is taken to do so all the same: no link is infinitely fast."""
+"""Least share of the seconds that is taken to grow with the size where none does: no link is infinitely fast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatcherOutcome:
-    """What became of a dispatcher.
+    """The outcome of the search for one dispatcher.
 
     Attributes:
         best: its fastest plan that was looked for; None where it has none that is faster than the first dispatcher's best.
@@ -94,7 +94,7 @@ def uncalibrated(name: Dispatcher, gpu: str) -> list[str]:
 
 
 def runs(name: str, layout: UniformLayout) -> bool:
-    """Whether a dispatcher runs a layout: megatron-core's flex dispatcher wants ranks that exchange tokens."""
+    """Whether a dispatcher runs a layout: megatron-core's flex dispatcher wants ranks that send each other tokens."""
     return name not in LIBRARIES or layout.expert * layout.expert_tensor > 1
 
 
@@ -104,7 +104,7 @@ class Floors(UniformCosts):
     Args:
         task: under the first dispatcher.
         is_hosted: whether a pass takes at least as long as the host needs to launch it. Tokens travel while the host launches,
-            so that what an exchange takes is added to prices without a host only.
+            so that what an all-to-all takes is added to prices without a host only.
     """
 
     def __init__(self, task: UniformTask, is_hosted: bool = True) -> None:
@@ -179,7 +179,7 @@ class Floors(UniformCosts):
 
 
 def is_of_dispatcher(op: Op) -> bool:
-    """Whether an operator may run otherwise, or not at all, under another dispatcher: exchanges and permutations of rows.
+    """Whether an operator may run otherwise, or not at all, under another dispatcher: all-to-alls and permutations of rows.
 
     Experts compute the same products and activations of their rows, which are as many.
     """

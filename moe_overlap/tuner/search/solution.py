@@ -1,4 +1,4 @@
-"""What every solver answers: the best that it found, and how good that is.
+"""The answer of every solver: the best value that it found, and how good that is.
 
 All solvers minimise. `bound` is below every feasible objective, whether the solver has seen it or not; it is never above
 `objective`, since what remains between the two after a proof is the rounding of floating-point sums.

@@ -1,4 +1,4 @@
-"""What a solver's own C code prints, kept away from the answer.
+"""The output of a solver's own C code, kept away from the answer.
 
 HiGHS prints a debug line now and then (`transformNewIntegerFeasibleSolution: …`), whatever its parameters say. It goes to the
 process's standard output, where a search may print its answer in JSON.

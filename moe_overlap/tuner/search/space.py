@@ -27,11 +27,11 @@ MOST_SAMPLES = 32
 LEVELS = (0, 1, 2, 3)
 """Levels of ZeRO."""
 ON_HOST = ("weights", "gradients", "optimizer", "activations")
-"""What may wait in host memory; fields of `Offload`."""
+"""Tensors that may wait in host memory; fields of `Offload`."""
 
 
 class Restriction(StrEnum):
-    """What the stages of plans on sub-meshes may be (pipeline/sub_meshes.py)."""
+    """A restriction on the stages of plans on sub-meshes (pipeline/sub_meshes.py)."""
 
     FREE = "free"
     EQUAL_OPERATORS = "equal operators"
@@ -42,7 +42,7 @@ class Restriction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What a search decides beside the layout.
+    """The decisions that a search makes beside the layout.
 
     Attributes:
         recomputes: layers and modules to compute again.
@@ -133,7 +133,7 @@ class UniformLayout:
 
     @property
     def name(self) -> str:
-        """As a reader of Megatron's papers writes it."""
+        """The layout in the notation of Megatron's papers, such as `TP2 PP4, micro-batch 1`."""
         degrees = [("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline), ("VPP", self.virtual)]
         degrees += [("EP", self.expert)]
         shown = [f"{axis}{size}" for axis, size in degrees if size > 1] or ["DP only"]
@@ -312,7 +312,7 @@ def uniform_plan(template: Plan, num_layers: int, layout: UniformLayout, memory:
 
 
 def recompute_of(memory: MemoryChoice, chunks: Sequence[tuple[int, int]]) -> Recompute:
-    """What a stage with these chunks recomputes."""
+    """The recomputation of a stage with these chunks."""
     longest = max(last - first for first, last in chunks)
     if memory.modules:
         return Recompute(layers=longest, granularity="selective", modules=memory.modules)

@@ -74,7 +74,7 @@ class Counts:
     """Left out: the lower bound of their step is above the plans that are kept."""
     evaluated: int
     fitting: int
-    """Of the evaluated ones."""
+    """Evaluated layouts that have a plan that fits."""
     stages: int
     """Complete stages that were priced."""
 
@@ -290,7 +290,7 @@ class _Kept:
 
     @property
     def frontier(self) -> tuple[RankedLayout, ...]:
-        """Of all evaluated plans those that no other beats in both seconds and bytes."""
+        """The evaluated plans that no other beats in both seconds and bytes."""
         return least_of_both(self._points)
 
     def add(self, evaluated: Evaluated, accepts: Accepts) -> bool:

@@ -140,7 +140,7 @@ class UniformCosts:
         return self._through[key]
 
     def part_table(self, table: OpTable) -> OpTable:
-        """What of a part counts in `through_seconds`: all of it."""
+        """The operators of a part that count in `through_seconds`: all of them."""
         return table
 
     def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription) -> float:
@@ -281,7 +281,7 @@ class UniformCosts:
         return one_way_seconds(plan, sent, self.task.machine_of(layout))
 
     def rules(self, layout: UniformLayout) -> PipelineRules:
-        """What holds for all stages of a layout's pipeline."""
+        """The rules that hold for all stages of a layout's pipeline."""
         constants = self.task.machine_of(layout).constants
         beside = constants.overlap_slowdown if self.task.features.overlap_transfers else None
         return PipelineRules(virtual=layout.virtual, beside=beside, fixed=constants.step_seconds)
@@ -382,12 +382,12 @@ class _Prices:
     evaluator: StageEvaluator
     rows: Mapping[Row, int]
     kinds: tuple[str, ...]
-    """Of every layer."""
+    """Kind of every layer."""
     predictions: tuple[str, ...]
     """Kinds of the multi-token-prediction layers."""
     boundary_bytes: float
     parts: tuple[Part, ...]
-    """Of the rows; kept, as costs are known by the identity of their parts."""
+    """The parts behind the rows; kept alive, as costs are cached by the identity of their parts."""
 
 
 def recompute_choices(task: UniformTask, plan: Plan) -> list[MemoryChoice]:

@@ -31,7 +31,7 @@ AFTER_HOPPER = ("Blackwell",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmJob:
-    """What a job asks its cluster for.
+    """The resources that a job asks its cluster for.
 
     Attributes:
         gpu_option: how the cluster counts GPUs; the other form stands beside it as a comment.
@@ -78,7 +78,7 @@ def run_environment(
 
 
 def words_to_add(flags: Collection[str], target: Target) -> str:
-    """What a job of these flags still has to be told, as it is appended to `sbatch`; capitals stand for the user's values.
+    """The arguments that a job of these flags still needs, as appended to `sbatch`; capitals stand for the user's values.
 
     Megatron-LM has no default tokenizer; this runtime has bytes.
     """

@@ -204,7 +204,7 @@ def state_arguments(plan: Plan) -> list[str]:
 
 
 def unsayable(plan: Plan) -> Iterator[ConfigError]:
-    """What Megatron-LM has no flag for."""
+    """The fields of a plan that Megatron-LM has no flag for, as errors."""
     first = plan.stages[0]
     if plan.transfers:
         yield ConfigError(

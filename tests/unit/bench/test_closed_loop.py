@@ -191,7 +191,7 @@ def test_late_and_unknown_operators_are_told(time: Time) -> None:
 
 
 def test_a_rank_reads_the_plan_that_a_layout_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the search writes for an overlap has its layout and its micro-batch in a plan, not in flags."""
+    """A search's answer for an overlap has its layout and its micro-batch in a plan, not in flags."""
     job = job_of("moe")
     layout = ["--expert-model-parallel-size", "2", "--micro-batch-size", "2", "--vocab-size", "1000"]
     save_plan(read_job([*job, *layout], 4).plan, tmp_path / "plan.json")

@@ -1,4 +1,4 @@
-"""Predictions for a bed: spans as the recorder has them, the cost of starting exchanges, the host's time, errors."""
+"""Predictions for a bed: spans as the recorder has them, the cost of starting all-to-alls, the host's time, errors."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_reach_behind_a_gate_of_the_whole_micro_batch() -> None:
 
 
 def test_more_reach_cuts_more() -> None:
-    """What the list holds in partitions grows by exactly the operators that were reached."""
+    """The set of operators that the list holds in partitions grows by exactly those that were reached."""
     cut = [
         {i.name for i in lower(reaching(plan(), model(), reach), model(), 0) if i.partition and "." not in i.name[3:]}
         for reach in range(4)

@@ -1,4 +1,4 @@
-"""What the record writer makes of series, and that its command lines are understood."""
+"""Tests of the record writer: the tables that it makes of series, and that its command lines are understood."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from moe_overlap.report.trace import read_trace, rows_of
 
 
 def spans(scale: float, *further: Span) -> list[Span]:
-    """A step of 10 ms: attention of two layers, an exchange under the second."""
+    """A step of 10 ms: attention of two layers, an all-to-all under the second."""
     made = [
         Span("L0.attention", "compute", 0, 0, 1.000, 1.000 + 4e-3 * scale),
         Span("L1.attention", "compute", 0, 0, 1.004, 1.004 + 2e-3 * scale),

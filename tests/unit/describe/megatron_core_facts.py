@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def counts(flags: str, world_size: int) -> list[tuple[int, int]]:
-    """Parameters of each rank: built by megatron-core, and by the closed formulas."""
+    """Parameters of each rank: built by megatron-core, and by the analytic formulas."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

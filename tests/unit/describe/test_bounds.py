@@ -1,4 +1,4 @@
-"""What would fill the memory, or never end, is one line within 512 MiB: the list of what was tried against every reader.
+"""Tests of every reader's bounds: what would fill the memory, or never end, is refused in one line within 512 MiB.
 
 Time is not asked for: a reader that hangs meets the limit on the processor's seconds, which is far above what any needs.
 """

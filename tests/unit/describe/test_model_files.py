@@ -52,7 +52,7 @@ def test_every_family_has_a_small_sibling() -> None:
 
 
 def shape(name: str) -> tuple[object, ...]:
-    """What a family has in common, sizes left out."""
+    """The traits that a family's models have in common, sizes left out."""
     config = parse([f"@{EXAMPLES}/{name}.args"]).config
     model, moe = config.model, config.moe
     some_layers = isinstance(moe.moe_layer_freq, tuple) and len(set(moe.moe_layer_freq)) > 1

@@ -69,7 +69,7 @@ OTHER_DEFAULTS = {
 
 @pytest.fixture(scope="module")
 def megatron_core() -> Any:
-    """What megatron_core_facts.py prints."""
+    """The facts that megatron_core_facts.py prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("megatron_core_facts.py")
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)

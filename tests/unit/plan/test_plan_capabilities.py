@@ -1,4 +1,4 @@
-"""What is not executed is refused by field; what plain flags can say is accepted."""
+"""Tests of the capabilities: what is not executed is refused by field; what plain flags can say is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module computes first in a step it also differentiates first, where a micro-batch is not cut.
+"""Tests of first calls: a module's first call in a step is also differentiated first, where no micro-batch is partitioned.
 
 Transformer Engine's products overwrite the sum of their weight gradients in the backward pass of their first call in a step, and
 add to it in every other: a gradient that came earlier would be lost. Partitions run backward last to first, so that models that

@@ -102,7 +102,7 @@ def test_recomputation_runs_the_kernels_again(recompute: Recompute) -> None:
 
 @pytest.mark.parametrize("deferred", [("fc2", "fc1"), ("fc2",), ("fc1",)])
 def test_weight_gradients_may_wait_for_an_exchange_of_another_layer(deferred: tuple[str, ...]) -> None:
-    """What waits is saved by its kernel's backward, which then leaves the layer's gradients alone."""
+    """The inputs of a deferred gradient are saved by its kernel's backward, which then leaves the layer's gradients alone."""
     slots = {"L0.moe.combine.backward": tuple(f"L1.moe.experts.{weight}.dW" for weight in deferred)}
     made = made_of(plan_of(LayerOverlap(layer=0, weight_gradient_slots=slots), FUSED, max_deferred_bytes=1 << 40))
     by_name = {i.name: i for i in made}

@@ -1,4 +1,4 @@
-"""Gradient reductions between exchanges: where the pieces stand, against an obvious reading of the list."""
+"""Gradient reductions between all-to-alls: where the buckets stand, against an obvious reading of the list."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def before(made: Sequence[Instruction], last: Instruction, among: str) -> set[in
 
 
 def test_a_piece_never_shares_the_link() -> None:
-    """Every exchange listed before a piece has finished when it starts, and it has when a later exchange starts."""
+    """Every all-to-all listed before a bucket has finished when it starts, and it has when a later all-to-all starts."""
     seen = 0
     for made in lists():
         check_races(made)
@@ -105,7 +105,7 @@ def test_pieces_are_those_of_complete_parts() -> None:
 
 
 def gaps(made: Sequence[Instruction]) -> list[list[str]]:
-    """What runs from the moment no exchange is under way to the next exchange, gap after gap; the executor's waits."""
+    """The operators from the moment no all-to-all is under way to the next one, gap after gap; the executor's waits."""
     found: list[list[str]] = []
     pending: set[int] = set()
     for i in made:

@@ -1,4 +1,4 @@
-"""A backward and a forward pass interleaved: the same operators, the same results, and each under the other's exchanges."""
+"""A backward and a forward pass interleaved: the same operators, the same results, and each under the other's all-to-alls."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_deferral_alone() -> None:
 
 
 def test_every_gradient_goes_under_the_next_exchange() -> None:
-    """Dense layers give theirs to the exchange before them in the model; what no exchange follows stays inside."""
+    """Dense layers give theirs to the all-to-all before them in the model; what no all-to-all follows stays inside."""
     slots = default_slots(range(4), plan_samples.model("dmdm", shared_expert_hidden_size=64), True, holds_head=True)
     assert slots == {
         3: {

@@ -140,7 +140,7 @@ def test_same_expressions_as_without_partitions() -> None:
 
 
 def test_order_of_one_pipeline_across_layers() -> None:
-    """Shared experts run under the first exchange of either direction; nothing stands between the layers."""
+    """Shared experts run under the first all-to-all of either direction; nothing stands between the layers."""
     words = OverlapWords(partitions=2, range_word="around", gate="topk")
     plan, model = with_words(words, "mm", 64, micro_batches=1, stage=EP2)
     made = [line(i) for i in lower(plan, model, 0) if i.name.startswith("L")]
@@ -266,7 +266,7 @@ def test_weight_gradients_stand_behind_the_last_issue_of_their_slot() -> None:
 
 
 def test_a_range_ends_with_its_virtual_stage() -> None:
-    """What follows the last layer of a chunk is another rank's."""
+    """The operator behind the last layer of a chunk is another rank's."""
     words = OverlapWords(partitions=2, range_word="after", gate="topk")
     plan, model = with_words(words, "mmmm", stages=2, chunks=2, stage=EP2)
     made = lower(plan, model, 0)

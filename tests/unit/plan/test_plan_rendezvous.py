@@ -213,7 +213,7 @@ def random_overlap(draw: random.Random) -> tuple[Plan, ModelDescription]:
 
 
 def test_five_hundred_random_plans_end() -> None:
-    """Partitions, two micro-batches at a time, chunks of capacity, slots behind sends, ZeRO 2 and 3: `lower` itself checks."""
+    """Partitions, two micro-batches at a time, capacity chunks, bubble slots, ZeRO 2 and 3: `lower` itself checks."""
     draw, forms, bounded = random.Random(11), set(), 0
     for _ in range(500):
         plan, model = random_overlap(draw)

@@ -50,7 +50,7 @@ def with_slots(plan: Plan, index: int, slots: dict[str, tuple[str, ...]], layer:
 
 
 def filled(plan: Plan, model: ModelDescription) -> Plan:
-    """What the stages of a plan compute inside their backward passes moves behind the send, every second gradient of it."""
+    """The plan with every second weight gradient of its stages' backward passes moved behind the send."""
     stages = []
     for index, stage in enumerate(plan.stages):
         layers = {one.layer: one for one in stage.overlap.layers}
@@ -142,7 +142,7 @@ def test_lists_are_sound_and_compute_the_same(shape: tuple[str, int, int], words
 
 
 def has_gradient_behind_a_send(made: Sequence[Instruction]) -> bool:
-    """Of the same micro-batch and chunk."""
+    """Whether a weight gradient stands behind a send of the same micro-batch and chunk."""
     sent: set[tuple[int | None, int | None]] = set()
     for i in made:
         if i.name.startswith("send.") and i.name.endswith(".backward"):

@@ -111,7 +111,7 @@ def test_everything_crosses_once_and_all_ranks_finish(shapes: Any) -> None:
 
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_a_piece_belongs_to_the_micro_batches_of_its_samples(shapes: Any) -> None:
-    """What a rank sends of a micro-batch is all that it has of it."""
+    """The tokens that a rank sends of a micro-batch are all that it has of it."""
     plan, model = unlike(shapes)
     for transfer in plan.transfers:
         for side, number in (("source", transfer.from_stage), ("target", transfer.to_stage)):

@@ -97,7 +97,7 @@ class DeviceMode(TorchDispatchMode):
         return [number for number, (start, read) in pairs if COMPUTED not in self.issued[start:read]]
 
     def waits_of(self, i: Instruction) -> list[str]:
-        """What the host waited for in one instruction."""
+        """The operators in one instruction that the host waited for."""
         return [operator for instruction, operator in self.waits if instruction == i]
 
 
@@ -174,7 +174,7 @@ class _Arrived:
 def _answered(
     wire: AllToAll, rows: Tensor, received: Tensor, sent: Sequence[int], expected: Sequence[int], tag: int, name: str
 ) -> _Arrived:
-    """What a peer sends that has sent what this rank has: no more than one copy, and no operator of the executor's own."""
+    """The rows from a peer that sends what this rank has sent: no more than one copy, and no operator of the executor's own."""
     with torch.no_grad(), _unseen():
         received.zero_()
         for peer, (own, part) in enumerate(zip(rows.split(list(sent)), received.split(list(expected)), strict=True)):

@@ -40,7 +40,7 @@ SHARED = "--moe-shared-expert-intermediate-size 24"
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """What a model is built from."""
+    """The configuration, plan and groups that a model is built from."""
 
     config: Config
     model: ModelDescription

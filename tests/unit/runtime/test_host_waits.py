@@ -1,4 +1,4 @@
-"""Where the executor's host would wait for the device in a step, counted by instruction on one rank of two."""
+"""Tests of the executor's host waits: where it would wait for the device in a step, by instruction on one rank of two."""
 
 from __future__ import annotations
 

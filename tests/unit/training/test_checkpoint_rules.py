@@ -1,4 +1,4 @@
-"""What a checkpoint must share with the run that loads it."""
+"""Tests of the checkpoint rules: what a checkpoint must share with the run that loads it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fresh(program: str) -> str:
-    """What a new interpreter prints."""
+    """The output of a new interpreter."""
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -62,7 +62,7 @@ assert torch.cuda.current_device is before[0] and torch.zeros is before[1]
 
 @needs_no_cuda
 def test_a_run_installs_before_megatron_core_comes() -> None:
-    """What pretrain_moe.py imports up to that point."""
+    """Importing pretrain_moe.py imports neither torch nor megatron-core."""
     program = "import sys, pretrain_moe; print([name for name in sys.modules if name in ('torch', 'megatron.core')])"
     assert fresh(program) == "[]"
 

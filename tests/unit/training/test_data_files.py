@@ -1,4 +1,4 @@
-"""What data flags name: blends, splits, and indexed datasets whose two files do not fit each other."""
+"""Tests of the data flags: blends, splits, and indexed datasets whose two files do not fit each other."""
 
 from __future__ import annotations
 

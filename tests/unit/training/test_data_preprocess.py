@@ -175,7 +175,7 @@ class FakeParquetFile:
 def test_rows_of_parquet_become_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What we make of the package's rows; the package itself is stood in for."""
+    """The documents that we make of the package's rows; the package itself is stood in for."""
     fake = SimpleNamespace(ArrowException=ValueError, parquet=SimpleNamespace(ParquetFile=FakeParquetFile))
     monkeypatch.setitem(sys.modules, "pyarrow", fake)
     monkeypatch.setattr(preprocess_data, "is_installed", lambda name: True)

@@ -1,4 +1,4 @@
-"""What a dry run prints, that it needs no torch, and what it does with the argument lists of real jobs."""
+"""Tests of the dry run: what it prints, that it needs no torch, and its answers to the argument lists of real jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedules that a run's flags choose, against their closed formulas."""
+"""The schedules that a run's flags choose, against their analytic formulas."""
 
 from __future__ import annotations
 

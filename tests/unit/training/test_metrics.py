@@ -1,4 +1,4 @@
-"""Where a run's figures go: JSON fields as documented, the console's line, files per rank, TensorBoard, W&B, expert loads."""
+"""Tests of a run's figures: documented JSON fields, the console's line, files per rank, TensorBoard, W&B, expert loads."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_expert_loads(tmp_path: Path) -> None:
 
 
 class FakeRun:
-    """What wandb.init returns."""
+    """The run that wandb.init returns."""
 
     def __init__(self) -> None:
         self.points: list[tuple[dict[str, float], int]] = []

@@ -1,4 +1,4 @@
-"""What a resumed run may not change in silence: flags that no tensor shows, batch size, seed, and the text itself."""
+"""Tests of the resume rules: flags that no tensor shows, batch size, seed and the text itself may not change in silence."""
 
 from __future__ import annotations
 

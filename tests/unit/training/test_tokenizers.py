@@ -165,7 +165,7 @@ class FakePieces:
 
 
 def test_sentence_piece_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What we make of the package's answers; the package itself is stood in for."""
+    """The tokenizer that we make of the package's answers; the package itself is stood in for."""
     monkeypatch.setattr(packages, "is_installed", lambda name: name == "sentencepiece")
     monkeypatch.setitem(sys.modules, "sentencepiece", SimpleNamespace(SentencePieceProcessor=FakePieces))
     for name, content in {"good": "2 0", "same": "2 2", "no_end": "-1 0", "broken": "x"}.items():

@@ -49,7 +49,7 @@ COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "red
 def request(
     flags: str, implementation: Implementation = "torch", variant: str = NO_RECOMPUTATION, vocabulary: int = 192
 ) -> Request:
-    """Of flags, under the layout in them."""
+    """The capture request of flags, under the layout in them."""
     config = parse(flags.split()).config
     parallel = config.parallel
     layout = Layout(

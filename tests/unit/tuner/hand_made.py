@@ -221,7 +221,7 @@ class Maker:
         run.stream("norm", operator, self.local * self.hidden * 5)
 
     def experts(self, run: Pass, phase: str) -> None:
-        """Router, exchange, experts, exchange, merge; the shared experts beside."""
+        """Router, all-to-all, experts, all-to-all, merge; the shared experts beside."""
         model, layout = self.model, self.layout
         rows = self.local * model.router_topk
         local = model.num_experts // layout.expert

@@ -76,7 +76,7 @@ def whole() -> CapturedModel:
 
 
 def collectives(layout: Layout) -> list[Row]:
-    """What a layout's ranks send, in order; counts of rows and sums of the router apart, which are a few numbers."""
+    """The collectives of a layout's ranks, in order; counts of rows and sums of the router apart, which are a few numbers."""
     rows = json.loads(COLLECTIVES.read_text(encoding="utf-8"))[_key(layout)]
     return [
         (part, operator, Collective(kind=kind, axis=axis, size=size, payload_bytes=Expression.parse(payload)))

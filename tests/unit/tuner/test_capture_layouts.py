@@ -24,7 +24,7 @@ MODULES = {
     "deepseek-v3-mtp": "layernorm+mla_up_proj+mlp+moe_act+shared_experts",
     "gpt-oss-120b": "layernorm+moe_act",
 }
-"""What is recomputed of each family. Of whole MoE layers a block's graph depends on more than its class: those are captured."""
+"""Modules that each family recomputes, but not `moe`: its graphs are captured, as they depend on more than a block's class."""
 FEWER_LAYOUTS = 12
 
 

@@ -1,4 +1,4 @@
-"""Captured graphs of the real model: against real runs, against single batches, against the closed parameter counts."""
+"""Captured graphs of the real model: against real runs, against single batches, against the analytic parameter counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan changes in a user's flags: every decision alone, as `predict` has it."""
+"""Tests of the changes that a plan makes to a user's flags: every decision alone, as `predict` has it."""
 
 from __future__ import annotations
 

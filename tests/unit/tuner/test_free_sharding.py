@@ -216,7 +216,7 @@ def test_a_plan_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]
 
 
 class _Task:
-    """What of a task is read."""
+    """A task with the only field that is read."""
 
     space = dataclasses.make_dataclass("Space", [("zero_levels", tuple, (0, 1, 2, 3))])()
 

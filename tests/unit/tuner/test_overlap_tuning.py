@@ -103,7 +103,7 @@ def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:
     ],
 )
 def test_a_precision_that_lists_do_not_execute_is_not_overlapped(words: str, refused: str) -> None:
-    """What the runtime refuses to start is not chosen, however slow the links: it stays with megatron-core's schedule."""
+    """A plan that the runtime refuses to start is not chosen, however slow the links: megatron-core's schedule stays."""
     found = tuned(100.0, "--bf16", *words.split())
     assert found.chosen.name == "plain megatron-core"
     assert found.others and all(other.refused.startswith(refused) for other in found.others)

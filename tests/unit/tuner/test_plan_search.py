@@ -106,7 +106,7 @@ def test_the_written_flags_are_predicted_as_the_search_has_them(target: Target, 
 
 
 def test_overlap_is_decided_for_this_runtime() -> None:
-    """Where all-to-alls are slow, a plan that overlaps them is predicted to be faster than any plain one."""
+    """A plan that overlaps slow all-to-alls is predicted to be faster than any plan without overlap."""
     group = H100.groups[0]
     slow = dataclasses.replace(H100, groups=(dataclasses.replace(group, domain_gb_per_s=8.0, node_gb_per_s=8.0),))
     # Experts do not fit one GPU, so that tokens must travel.
@@ -119,7 +119,7 @@ def test_overlap_is_decided_for_this_runtime() -> None:
 
 
 def test_ties_are_broken_towards_less_memory() -> None:
-    """Of three plans within a hundredth the smallest leads, whatever the others need; a slower one does not."""
+    """The smallest of three plans within a hundredth leads, whatever the others need; a slower one does not."""
     chosen = searched("megatron-lm").chosen
 
     def finalist(name: str, slower: float, factor: int) -> Finalist:
@@ -281,7 +281,7 @@ def test_a_rule_across_flags_loses_no_plan_that_it_allows() -> None:
     ],
 )
 def test_scales_of_whole_passes_are_kept_on_one_stage(words: str, several: bool) -> None:
-    """As a start of the runtime demands; Megatron-LM has a group for them."""
+    """One stage keeps such scales, as a start of the runtime demands; Megatron-LM has a group for them."""
     ranked, job = searched("moe-overlap").found.ranked[0], read_job(SMALL, 8)
     task: Any = SimpleNamespace(templates=lambda tensor: (job.plan, job.model))
     one = dataclasses.replace(ranked.layout, tensor=1, context=1, expert=1, expert_tensor=1, pipeline=1)

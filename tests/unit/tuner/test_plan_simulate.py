@@ -1,4 +1,4 @@
-"""The simulator against a slow twin, closed forms of pipelines and Mist's objective; what it says of lists that block."""
+"""The simulator against a slow twin, analytic costs of pipelines and Mist's objective; what it says of lists that block."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def compute(number: int, channel: str, after: tuple[int, ...] = (), kind: Any = 
 
 
 def test_interference_by_hand() -> None:
-    """Half speed together: the exchange of 2 s ends after 4 s, 3 of 5 s of computation are left. Two exchanges share the link."""
+    """Half speed together: an all-to-all of 2 s ends after 4 s, 3 of 5 s of computation are left. Collectives share the link."""
     half = Interference({**NO_INTERFERENCE.factors, "1100": (2.0, 2.0)})
     lists = {0: [compute(0, "compute"), compute(1, "ep", kind="collective")]}
     alone = {0: 5.0, 1: 2.0, 2: 1.0}

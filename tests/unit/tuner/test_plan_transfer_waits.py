@@ -1,4 +1,4 @@
-"""What transfers add to a step, in closed form, against simulated lists, over a grid of pipelines of equal stages."""
+"""Tests of the analytic cost of transfers between stages, against simulated lists, over a grid of pipelines of equal stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is priced is what runs: predictions lower the list that training lowers on the cluster's devices."""
+"""Tests that the priced list is the executed one: predictions lower what training lowers on the cluster's devices."""
 
 from __future__ import annotations
 

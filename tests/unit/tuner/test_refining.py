@@ -71,7 +71,7 @@ def task(slower: float, words: Sequence[str] = ONE_STAGE) -> Problem:
 
 
 def recorded(step: SimulatedStep, rank: int) -> list[Span]:
-    """What the runtime would record: a span of an exchange ends where its rank has waited for it."""
+    """The spans that the runtime would record: that of an all-to-all ends where its rank has waited for it."""
     mine = [one for one in step.simulation.ran if one.rank == rank]
     starts: dict[int, float] = {}
     for one in mine:
@@ -96,7 +96,7 @@ def measure(path: Path, world: Problem, truth: Refined, plan: Plan) -> float:
 
 @pytest.mark.parametrize(("flags", "slower"), [("", 8.0), (PARTS, 40.0)], ids=["plain", "in parts"])
 def test_factors_are_found_again(tmp_path: Path, flags: str, slower: float) -> None:
-    """What is computed to a hundredth, beside exchanges too; exchanges that are waited for to a twentieth."""
+    """Factors of computation are found to a hundredth, also beside all-to-alls; those of awaited all-to-alls to a twentieth."""
     many = [*ONE_STAGE, "--global-batch-size", "512"]
     world, truth = task(slower, many), truth_of(1.5)
     words = [*many, *EXECUTED, *flags.split()] if flags else many

@@ -110,7 +110,7 @@ def test_equals_brute_force() -> None:
 
 
 def test_what_overshoots_is_left_to_a_later_slot() -> None:
-    """The paper's greedy puts both under the first exchange."""
+    """The paper's greedy puts both under the first all-to-all."""
     given = problem([100, 1000], [(95, 1, 0), (1000, 1, 0)])
     assert by_algorithm_1(given) == pytest.approx(100 * US)
     found = solve(given, (), 5.0)
@@ -125,7 +125,7 @@ def test_what_overshoots_runs_where_no_later_slot_hides_more() -> None:
 
 
 def test_a_gap_is_a_slot_like_an_exchange() -> None:
-    """A bubble behind the exchanges of a pass takes what they have left."""
+    """A bubble behind the all-to-alls of a pass takes what they have left."""
     exchanges_only = problem([50, 50], [(50, 1, 0), (50, 1, 0), (400, 1, 1)])
     with_gap = problem([50, 50, 500], [(50, 1, 0), (50, 1, 0), (400, 1, 1)])
     assert solve(exchanges_only, (), 5.0).value == pytest.approx(100 * US)
@@ -179,11 +179,11 @@ def test_of_equal_weight_gradients_the_latest_run() -> None:
 
 
 PERIOD = [(60, 3, 0), (40, 2, 1), (70, 2, 1), (30, 1, 2)]
-"""Of one layer: microseconds, bytes, slots of the layer in front."""
+"""Weight gradients of one layer: microseconds, bytes, and how many of the layer's slots stand in front of each."""
 
 
 def repeated(layers: int, slots: tuple[int, int] = (100, 100)) -> tuple[AssignmentProblem, list[LayerSpan]]:
-    """Layers alike, with a head of another kind in front."""
+    """Equivalent layers, with a head of another kind in front."""
     gradients = [(500, 9, 0)] + [(t, size, 2 * n + first) for n in range(layers) for t, size, first in PERIOD]
     gradients = [one for one in gradients if one[2] < 2 * layers]
     spans = [LayerSpan((0, 1), (0, 0))]

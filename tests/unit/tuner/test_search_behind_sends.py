@@ -1,4 +1,4 @@
-"""Weight gradients behind sends: every way to place them, tried; bytes; and what many micro-batches change."""
+"""Weight gradients in bubble slots: every way to place them, tried; bytes; and what many micro-batches change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRICED = ("experts.fc2.dW", "attention.proj.dW", "output.dW")
 
 
 def every_plan(plan: Plan, model_has_head: int) -> list[Plan]:
-    """All placements of weight gradients of two one-layer stages: inside, under an exchange, behind the send."""
+    """All placements of weight gradients of two one-layer stages: inside, under an all-to-all, in the bubble slot."""
     options: list[tuple[int, str, list[str]]] = []
     for index, stage in enumerate(plan.stages):
         (layer,), (send,) = stage.layers, sends_of(plan, index)
@@ -55,7 +55,7 @@ def seconds_of(plan: Plan, case: Case) -> float:
 
 @pytest.mark.parametrize(("words", "micro_batches"), INSTANCES.values(), ids=INSTANCES)
 def test_no_way_to_place_them_is_shorter(words: str, micro_batches: int) -> None:
-    """Within a hundredth; exchanges alone leave more."""
+    """Within a hundredth; all-to-alls alone leave more."""
     case = found, step, model = scheduled(f"{words} --global-batch-size {64 * micro_batches}")
     plan = step.prices[0].plan
     assert plan.stages[0].gradient_accumulation_steps == micro_batches
@@ -119,7 +119,7 @@ def some_problem(seed: int) -> tuple[AssignmentProblem, Assignment]:
 
 
 def test_thinned_and_completed_assignments() -> None:
-    """Nothing that stays hides less than its share; nothing moves between exchanges; what has room and takes time waits."""
+    """Nothing that stays hides less than its share; nothing moves between all-to-alls; what fits and takes time waits."""
     seen = 0
     for seed in range(400):
         problem, assignment = some_problem(seed)

@@ -66,7 +66,7 @@ def stream_sums(steps: list[Step], seconds: list[float], parts: int) -> list[flo
 
 
 def test_two_parts_by_hand() -> None:
-    """Compute 2, exchange 3, compute 2: the first stage 0-2-4, exchanges 2-5-8, the last stage 5-7 and 8-10."""
+    """Compute 2, all-to-all 3, compute 2: the first stage 0-2-4, all-to-alls 2-5-8, the last stage 5-7 and 8-10."""
     steps = [Step(False), Step(True, (0,)), Step(False, (1,))]
     assert [(one.step, one.part, one.start, one.end) for one in run(steps, [2, 3, 2], 2)] == [
         (0, 0, 0, 2),
@@ -132,7 +132,7 @@ def every_order(steps: list[Step], seconds: list[float], parts: int) -> float:
 
 
 def test_the_best_order_is_the_best_of_all() -> None:
-    """Parts that are alike need not be told apart."""
+    """Equivalent partitions need not be told apart."""
     seen = 0
     for case in CASES:
         steps, seconds, parts = drawn(case, most=4)

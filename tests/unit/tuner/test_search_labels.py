@@ -120,7 +120,7 @@ def accepts(whole: Plan, slot: str, name: str, described: str) -> bool:
 
 
 def test_a_reduction_bounds_what_its_sum_waits_for() -> None:
-    """A bucket that is reduced between two exchanges, on their links: its weight gradient cannot run under the second."""
+    """A bucket that is reduced between two all-to-alls, on their links: its weight gradient cannot run under the second."""
 
     def made(reduced: bool) -> tuple[Instruction, ...]:
         drafts = [

@@ -76,7 +76,7 @@ def test_the_solver_agrees_with_backtracking(form: Form) -> None:
 
 
 def axis(first: str, last: str, form: Form) -> str:
-    """Of a range by its ends; empty where it cannot be cut."""
+    """The partition axis of the range with these ends; empty where it cannot be cut."""
     places = [str(one) for one in CHUNK]
     answer = solve(AxisProblem.of(CHUNK[places.index(first) : places.index(last) + 1], form))
     return "" if answer is None else answer.axis

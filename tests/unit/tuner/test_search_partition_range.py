@@ -98,7 +98,7 @@ def test_instances_are_not_trivial() -> None:
 
 
 def chain(groups: int, **changes: object) -> RangeProblem:
-    """Compute 1, exchange 2, and so on; parts cost nothing."""
+    """Compute 1, all-to-all 2, and so on; partitions cost nothing."""
 
     def seconds(span: Span, parts: int) -> float:
         steps = [Step(place % 2 == 1, (place - span[0] - 1,) if place > span[0] else ()) for place in range(*span)]

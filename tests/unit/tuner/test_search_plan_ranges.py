@@ -111,7 +111,7 @@ CASES = {
 def test_predicted_seconds_are_those_of_the_simulated_list(
     words: str, limits: SearchLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the ranges save by themselves is what they save in the list, which is valid and lowered; both without copies."""
+    """The seconds that ranges save by themselves are those saved in the list, which is valid and lowered; both without copies."""
     monkeypatch.setattr(instruction_seconds, "copied_bytes", lambda *_: {})
     monkeypatch.setattr(cost_predict, "point_to_point_seconds", lambda *_: np.zeros(()))
     job = task(words)

@@ -32,7 +32,7 @@ ENOUGH = 8
 def test_uniform_plans_drawn_at_random_are_simulated_as_predicted(layers: str, gpu: str, network: float) -> None:
     """Within a hundredth where stages are equal and micro-batches many; no plan is further away than the search counts on.
 
-    With few micro-batches, or chunks of unlike sizes, a pipeline fills otherwise than the closed form says.
+    With few micro-batches, or chunks of unlike sizes, a pipeline fills otherwise than the analytic cost says.
     """
     words = ("--global-batch-size", "64", "--num-layers", layers)
     case, draw = case_of(*words, gpu=gpu, network_gb_per_s=network), random.Random(f"{layers} {gpu} {network}")
@@ -89,7 +89,7 @@ def test_emitted_plans_are_simulated_as_predicted() -> None:
 
 
 def test_simulated_steps_order_the_plans() -> None:
-    """Of two plans the one leads whose simulated step is shorter, although its prediction is longer."""
+    """The plan whose simulated step is shorter leads, although its prediction is longer."""
     chosen = searched("megatron-lm").chosen
 
     def finalist(name: str, slower: float, simulated: float | None) -> Finalist:

@@ -1,4 +1,4 @@
-"""Plans on sub-meshes: the search against every plan by the closed form, its plans against `predict`, and spaces compared."""
+"""Plans on sub-meshes: the search against every plan by its analytic cost, its plans against `predict`, and spaces compared."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_stages_fit_where_predictions_do() -> None:
 
 
 def test_plans_are_valid_and_predicted_alike() -> None:
-    """Where neighbours are equal the closed form is the prediction; else lists are simulated, and ranks wait for tiles."""
+    """The analytic cost is the prediction where neighbours are equal; else lists are simulated, and ranks wait for tiles."""
     case, _ = small()
     unlike = 0
     for candidate in searched().ranked[:3]:

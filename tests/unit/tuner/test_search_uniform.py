@@ -368,7 +368,7 @@ def test_the_frontier_trades_seconds_for_bytes() -> None:
 
 
 def test_modules_are_recomputed_where_the_fastest_does_not_fit() -> None:
-    """Of all layouts, as an enumeration finds; where everything fits nothing is recomputed, and no module is priced."""
+    """The search agrees with an enumeration of all layouts; where everything fits, no module is recomputed or priced."""
     case = least_memory(case_of("--global-batch-size", "64", gpus=4), 0.055)
     agree(with_modules(case))
     with_freedom, without = with_modules(case).search(keep=3), case.search(keep=3)

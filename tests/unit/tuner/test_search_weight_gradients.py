@@ -98,7 +98,7 @@ def test_a_schedule_is_valid_and_not_slower(words: str) -> None:
 
 
 def test_what_is_hidden_is_what_the_step_loses() -> None:
-    """One micro-batch at a time, whole exchanges: the simulated gain is the hidden seconds, slowed down on both sides."""
+    """One micro-batch at a time, whole all-to-alls: the simulated gain is the hidden seconds, slowed down on both sides."""
     found, step, _ = scheduled("")
     (chunk,) = found.chunks
     gain = step.simulation.step_seconds - found.simulated_seconds["solved"]
@@ -198,7 +198,7 @@ def test_limits_that_allow_nothing(changes: dict[str, float], message: str) -> N
 
 
 def test_a_captured_layer_has_labels_too() -> None:
-    """Reachability over operators: what nothing waits for runs under the exchanges, what stands between them does not."""
+    """Reachability over operators: what nothing waits for runs under the all-to-alls, what stands between them does not."""
     part = scheduled("").step.prices[0].graph.part("moe")
     before = ancestors([op.after for op in part.ops])
     exchanges = [op.id for op in part.ops if op.collective is not None and op.phase == "backward"]

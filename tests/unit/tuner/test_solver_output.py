@@ -1,4 +1,4 @@
-"""What C code prints while a solver runs does not stand in an answer."""
+"""Tests that what C code prints while a solver runs does not stand in an answer."""
 
 from __future__ import annotations
 

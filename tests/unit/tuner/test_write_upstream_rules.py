@@ -1,4 +1,4 @@
-"""What unmodified Megatron-LM accepts: its rules one by one, real jobs' lists, and plans held against the same rules."""
+"""Tests of unmodified Megatron-LM's rules: one by one, on real jobs' lists, and plans held against the same rules."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_what_is_missing_is_named(missing: str, message: str) -> None:
 
 
 def test_a_layout_counts_its_chunks_as_virtual_stages() -> None:
-    """Of a layout of eight chunks on four stages the overlap has what it needs."""
+    """A layout of eight chunks on four stages has what the overlap needs."""
     layout = "Et*4|(t*4|)*6t*4L"
     assert complaints([*JOB, OVERLAP, "--pipeline-model-parallel-layout", layout]) == []
     assert complaints([*JOB, OVERLAP, "--pipeline-model-parallel-layout", "Et*8|(t*8|)*2t*8L"]) != []

@@ -1,4 +1,4 @@
-"""What has changed between the run that saved a checkpoint and the run that resumes it. No torch.
+"""Rules on what may change between the run that saved a checkpoint and the run that resumes it. No torch.
 
 Tensor shapes and the fingerprint refuse another model. The flags compared here change what the same tensors compute, or what
 they are trained on, and would change it in silence: a resume refuses them by name, or lists them with --resume-with-changes.
@@ -147,7 +147,7 @@ DEFAULTS = {
     "attention.yarn_beta_fast": 32.0,
     "attention.yarn_beta_slow": 1.0,
 }
-"""What a field stands for that is not given: written out it is no change."""
+"""Field -> the value that it stands for when it is not given: written out it is no change."""
 SAMPLES, DIGEST, ORDER = "samples_per_step", "data", "order"
 _FACTS = {
     SAMPLES: "--global-batch-size",
@@ -194,7 +194,7 @@ def require_same_run(
 def changes(
     saved: Config, config: Config, saved_facts: Mapping[str, Any], facts: Mapping[str, Any], weights_alone: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs, by name: the saved value and this run's."""
+    """The saved value and this run's, by name, of every field that differs."""
     differing = {}
     paths = FUNCTION if weights_alone else (*FUNCTION, *TRAINING)
     if not (weights_alone or config.optimizer.override_opt_param_scheduler):

@@ -23,7 +23,7 @@ class AscendingExperts(torch.nn.ModuleList):
     def named_modules(
         self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As of any module, children in reverse."""
+        """The names and modules that any module yields, with the children in reverse."""
         memo = set() if memo is None else memo
         if self in memo:
             return

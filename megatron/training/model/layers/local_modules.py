@@ -207,7 +207,7 @@ class GroupedExperts(SequentialMLP):
         return self.grouped_product(hidden_TI, [expert.linear_fc2 for expert in self.local_experts], ends_E), None
 
     def _ends_of(self, tokens_per_expert: Tensor, device: torch.device) -> Tensor:
-        """Where the rows of each expert end: int32, on the device of the rows."""
+        """The end of each expert's rows, [E] int32, on the device of the rows."""
         if tokens_per_expert.is_cuda or not self.config.moe_pad_expert_input_to_capacity:
             return _without_waiting(tokens_per_expert.cumsum(0, dtype=torch.int32), device)
         # The same few numbers in every micro-batch: a captured graph must not copy them from memory that the host frees.

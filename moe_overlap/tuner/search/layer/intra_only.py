@@ -113,7 +113,7 @@ class NearestLayout:
 
 @dataclass(frozen=True, slots=True)
 class Executable:
-    """What megatron-core executes of the best sharding on one mesh.
+    """The best sharding on one mesh, and the best one there that megatron-core executes.
 
     Attributes:
         free, restricted: the best sharding of all and of megatron-core's; chosen places are those of the stage's problem.
@@ -254,7 +254,7 @@ def _losses(shape: _Shape, solution: Solution[Chosen], seconds: float) -> Losses
 
 
 def _out_of_time(shape: tuple[int, int]) -> ShapeResult:
-    """Of a shape that nothing is known of."""
+    """The result of a mesh shape that was not searched in time: nothing is known of it."""
     nothing: Solution[Chosen] = Solution(
         value=None, objective=math.inf, bound=0.0, status=Status.TIME_LIMIT, seconds=0.0
     )
@@ -262,7 +262,7 @@ def _out_of_time(shape: tuple[int, int]) -> ShapeResult:
 
 
 def executable(stage: StageProblem, seconds: float = 60.0, zero_levels: tuple[int, ...] = ZERO_LEVELS) -> Executable:
-    """What megatron-core executes of the best sharding on the mesh of a stage, and what it loses.
+    """The best sharding on the mesh of a stage, the best one there that megatron-core executes, and what that one loses.
 
     Args:
         seconds: time limit of the solver.

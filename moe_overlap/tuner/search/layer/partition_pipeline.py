@@ -149,7 +149,7 @@ def gap_to_best(steps: Sequence[Step], seconds: Sequence[float], parts: int) -> 
 def best_order_seconds(steps: Sequence[Step], seconds: Sequence[float], parts: int) -> float:
     """The shortest time over all orders of both streams: every sequence of starts, cut off where it cannot win.
 
-    Parts of a step are alike, so that it is enough to start them in ascending order.
+    Partitions of a step are equivalent, so that it is enough to start them in ascending order.
     """
     counts = [1 if step.whole else parts for step in steps]
     best = pipeline_seconds(steps, seconds, parts)

@@ -454,7 +454,7 @@ class _ChunkSearch:
         return axis
 
     def _range(self, span: Span, partitions: int, axis: Axis) -> CutRange:
-        """A range that holds an exchange."""
+        """A range that holds an all-to-all."""
         first, last = self._ends(span)
         operators = self._operators[slice(*self._places(span))]
         owner = next(operator.layer for operator in operators if operator.part == GATE)

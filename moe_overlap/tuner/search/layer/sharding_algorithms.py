@@ -65,7 +65,7 @@ SHAPES: dict[str, tuple[tuple[Dim, ...], ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What a mesh computes in a step.
+    """The computation of a mesh in a step, and the prices of it.
 
     Attributes:
         micro_batches: of a step; `samples` of `tokens` each over the whole mesh.
@@ -104,7 +104,7 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class WeightChoice:
-    """Where a weight, its gradient and its states live.
+    """The placement of a weight, its gradient and its optimizer states.
 
     Attributes:
         split: spec in which products use it.

@@ -415,7 +415,7 @@ class _Builder:
         return node
 
     def _merge_gradient(self, op: Op) -> Node | None:
-        """What only adds to a weight's gradient joins the product that made it."""
+        """An operator that only adds to a weight's gradient joins the product that computed it."""
         graph, written = self.result, {self.part.storages[index].name for index in op.writes}
         for node in graph.nodes:
             made = {self.part.storages[index].id for heavy in node.heavy for index in self.part.ops[heavy].writes}

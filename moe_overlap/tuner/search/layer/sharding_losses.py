@@ -1,4 +1,4 @@
-"""What is lost because megatron-core executes layouts, and not any sharding, operator by operator.
+"""The seconds lost because megatron-core executes layouts, and not any sharding, operator by operator.
 
 The best sharding is compared with the cheapest layout on the same mesh. An operator is its forward and its backward pass and its
 weight; an embedding and a head with one weight are one operator, since they choose its blocks together. An operator is *lost*
@@ -75,7 +75,7 @@ class LostOperator:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """What the cheapest layout on a mesh loses against the best sharding there.
+    """The loss of the cheapest layout on a mesh against the best sharding there.
 
     Attributes:
         layout_seconds: of one step.
@@ -94,7 +94,7 @@ class Losses:
 def losses(
     stage: StageProblem, free: Chosen, cheapest: tuple[MeshLayout, Chosen], layouts: Layouts, seconds: float = 30.0
 ) -> Losses:
-    """What a layout loses.
+    """The loss of the cheapest layout against the best sharding.
 
     Args:
         free: choices of the best sharding.

@@ -44,9 +44,9 @@ class Dim(IntEnum):
     EXPERT = 3
     """Experts, of weights and of the rows that are sorted by them."""
     OUTPUT = 4
-    """Of a weight: the dimension that becomes the width of the product."""
+    """Dimension of a weight that becomes the width of the product."""
     INPUT = 5
-    """Of a weight: the dimension that is summed over."""
+    """Dimension of a weight that is summed over."""
     FLAT = 6
     """Any elements of a weight or its states, as ZeRO splits a flat buffer."""
 

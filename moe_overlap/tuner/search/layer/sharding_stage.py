@@ -41,7 +41,7 @@ from moe_overlap.tuner.search.layer.sharding_specs import Floats, Mesh
 
 EMBEDDING, HEAD = "embedding", "head"
 PARAMETER_BYTES = 2.0
-"""Of a captured parameter."""
+"""Bytes per parameter of a captured graph."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,8 +207,8 @@ class Schedule:
 
     Attributes:
         chosen: which of the simulated plans it is.
-        simulated_seconds: of the step of each, by which it was chosen: one of few micro-batches, or where something stands
-            behind sends the whole one.
+        simulated_seconds: of the step of each, by which it was chosen: one of few micro-batches, or the whole one where a
+            bubble slot is filled.
         behind_seconds: by stage, seconds of the weight gradients that one micro-batch has behind its sends.
     """
 

@@ -167,7 +167,7 @@ _NEEDED = ("forward", "backward", "turn", "waited", "first", "behind", "drain", 
 
 
 def _radix(problem: PipelineProblem) -> list[int]:
-    """What a layer, and a device of each type, counts in a state: no choice takes so many devices that they count as layers."""
+    """Place values of a layer, and of a device of each type, in a state; no choice's devices carry over into the layers."""
     sizes = [1]
     for kind, count in reversed([*enumerate(problem.devices)]):
         most = sum(int(stage.devices[:, kind].max(initial=0)) for stage in problem.stages)

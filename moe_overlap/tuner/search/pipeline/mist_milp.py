@@ -228,7 +228,7 @@ def _left(relaxed: AdditiveBound, best: _Best, lowest: float, least: float, limi
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What the solver says."""
+    """The solver's answer."""
 
     choice: Choice | None
     objective: float
@@ -265,7 +265,7 @@ class _Program:
         self.model.minimize(step + filling + update)
 
     def _ends(self) -> tuple[Terms, Terms, Terms]:
-        """As in pipeline.py: when first forward passes end, what is left behind each last backward pass, and with that pass."""
+        """Per stage, as in pipeline.py: end of its first forward pass, time behind its last backward pass, and with that pass."""
         virtual = self._problem.rules.virtual
         passed, delay = self._forward[0], self._chosen(0, "first")
         come, left = [passed + self._largest([delay, self._late(0)])], [self._chosen(0, "tail")]
@@ -342,7 +342,7 @@ class _Program:
         model.add_linear_constraint(end == float(problem.layers))
 
     def _transfers(self) -> tuple[list[mathopt.LinearTypes], mathopt.LinearTypes]:
-        """What transfers add to every stage, and to filling and draining, by pipeline.py's rules; they are linear."""
+        """Times that transfers add to every stage, and to filling and draining, by pipeline.py's rules; they are linear."""
         problem, model = self._problem, self.model
         count, rules = len(problem.stages), problem.rules
         if count == 1:

@@ -269,7 +269,7 @@ class _Freed:
         return [_joined(of_stage) for of_stage in lots] if all(lots) else []
 
     def places(self) -> Iterator[StagePlace]:
-        """Stages that are likely to be priced, one for each that is played alike."""
+        """Stages that are likely to be priced, one of each set of equivalent stages."""
         known: set[object] = set()
         for index in range(self._layout.pipeline):
             for chunks in self._chunks_of(index, self._is_far_too_slow):
@@ -327,7 +327,7 @@ class _Freed:
         return chunks if self._keeps_layers else self._named(*chunks[0])
 
     def _own_memory(self, index: int) -> MemoryChoice | None:
-        """What a stage decides about memory in the uniform plan."""
+        """The memory choice of a stage in the uniform plan; None where there is no such plan."""
         if self._uniform is None:
             return None
         memory = self._uniform.memory
@@ -337,7 +337,7 @@ class _Freed:
         return replace(memory, layers=min(memory.layers, max(sizes)))
 
     def _named(self, first: int, last: int) -> Chunks:
-        """A range of layers; where all layers are alike, the first of as many."""
+        """A range of layers; where all layers are equivalent, the first of as many."""
         return ((first, last),) if self._differ else ((0, last - first),)
 
     @property

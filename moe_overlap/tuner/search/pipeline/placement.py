@@ -53,7 +53,7 @@ def logical_shapes(mesh: SubMesh) -> tuple[tuple[int, int], ...]:
 
 
 def place(meshes: Sequence[SubMesh], nodes: int, per_node: int) -> list[Placed]:
-    """Where the sub-mesh of every stage stands; the same order as `meshes`.
+    """The place of every stage's sub-mesh among the nodes, in the order of `meshes`.
 
     Args:
         meshes: of the stages of a pipeline, all devices together.

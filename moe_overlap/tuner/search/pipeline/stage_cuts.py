@@ -1,4 +1,4 @@
-"""Where to cut a model into stages, and on which sub-mesh each of them runs: Alpa's dynamic program, exactly.
+"""Alpa's dynamic program, exactly: where to cut a model into stages, and on which sub-mesh each of them runs.
 
 Contract. Layers 0..L-1 are cut into stages of neighbouring layers; a stage takes an option: a sub-mesh, of a node type where
 nodes are unlike. All devices of all types are used. t is the seconds of a stage's stable micro-batch, its transfers included. It
@@ -51,7 +51,7 @@ CELLS = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutProblem:
-    """What to cut.
+    """The layers to cut, the options of a stage, and the devices.
 
     Attributes:
         seconds: [P, L, L, O] seconds of a stable micro-batch of a stage of layers first..last (both within) on an option, with
@@ -324,7 +324,7 @@ class _Ways:
         return below.restricted(below.through(behind) < most)._shortest_by_length(threshold)
 
     def _shortest_of_any_length(self, sums: Floats) -> _Plan | None:
-        """As fast as stages can be with any number of stages behind; sums are the suffixes of that."""
+        """The plan of stages as fast as with any number of stages behind them; `sums` are the suffix sums of those seconds."""
         node, state, chosen = 0, self.all_devices, []
         if not math.isfinite(sums[node, state]):
             return None

@@ -47,7 +47,7 @@ class StageOptions:
 
     Attributes:
         layers: how many a candidate takes.
-        devices: [n, K] devices that it takes of each of K node types; of one type where nodes are alike.
+        devices: [n, K] devices that it takes of each of K node types; of one type where nodes are equal.
         times: seconds without transfers, as in pipeline.py.
         optimizer: seconds of the update behind the last micro-batch.
         fits: whether its peak is within the memory, with the micro-batches that this stage holds.

@@ -55,14 +55,14 @@ DEPTHS = (1, 2, 3)
 SENT = 3
 """Most different seconds of a transfer in the state of the program: each further one makes it slower."""
 FAR = 1.25
-"""Plans that are slower than a known one by this factor are not looked for: no simulated step is so far from its closed form."""
+"""Plans that are slower than a known one by this factor are not looked for: no simulated step is so far from its analytic one."""
 CUT_SECONDS = 20.0
 """Most seconds of one dynamic program: an interrupt is noticed when it returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshStage:
-    """What one stage has; `layout` has its ranks and its micro-batch, on `mesh.devices` devices."""
+    """One stage of a plan; `layout` has its ranks and its micro-batch, on `mesh.devices` devices."""
 
     first: int
     last: int
@@ -257,7 +257,7 @@ def search_meshes(
 
 
 class _Meshes:
-    """What all micro-batches have in common."""
+    """Sub-meshes, layouts and costs that the searches of all micro-batch sizes share."""
 
     def __init__(self, task: UniformTask, run: Run, levels: tuple[int, ...], contexts: tuple[int, ...]) -> None:
         group = task.machine.cluster.group_of(0)
@@ -354,7 +354,7 @@ class _Meshes:
         )
 
     def prediction(self, candidate: MeshPlan) -> Prediction:
-        """The closed form of a plan."""
+        """The analytic cost of a plan."""
         plan, machine = candidate.plan(self.template, self.model.num_layers), self.task.machine_of(candidate.layout)
         families = prepare(plan, self.model, self.task.graphs(plan, self.model), self.task.features, machine.load)
         return price(plan, self.model, families, machine, self.task.features)
@@ -458,7 +458,7 @@ class _Table:
             self.chosen[better, a, b, option] = begin + way[better]
 
     def _key(self, first: int, last: int) -> object:
-        """What the cost of a range depends on."""
+        """The equivalence key of a range of layers: ranges with one key have one cost."""
         search = self._search
         layers = range(search.units[first][0], search.units[last][1])
         ends = first == 0, last == len(search.units) - 1

@@ -56,7 +56,7 @@ def whole(router: TopKRouter, seed: int, mask: torch.Tensor | None = None) -> to
 
 
 def in_partitions(made, seed: int, sizes: list[int], mask: torch.Tensor | None = None, recompute: bool = False):
-    """The same through islands of autograd: all forward passes, then backward from the last partition to the first."""
+    """The same through autograd segments: all forward passes, then backward from the last partition to the first."""
     state = made.begin(SEQUENCE, SAMPLES, len(sizes), padding_SB=mask)
     leaves = [part.clone().requires_grad_() for part in inputs(seed).split(sizes, dim=1)]
     if recompute:

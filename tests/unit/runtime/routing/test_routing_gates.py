@@ -1,4 +1,4 @@
-"""What each gate decides, against slow twins and megatron-core; the layer it stands in; the flags it refuses."""
+"""Tests of the routing gates: decisions against slow twins and megatron-core, the layer around them, the flags they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What routers decide is counted once, whole or in partitions, against a count made token by token."""
+"""Tests of the router meters: a decision counts once, whole or in partitions, against a count made token by token."""
 
 from __future__ import annotations
 
