@@ -34,8 +34,9 @@ class Habits:
     words: tuple[str, ...] = ()
 
 
+BF16_GRADIENTS = "--grad-reduce-in-bf16"
 FUSED_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
-BRIDGE = ("--moe-router-force-load-balancing", "--moe-router-fusion", "--grad-reduce-in-bf16", *FUSED_LOSS)
+BRIDGE = ("--moe-router-force-load-balancing", "--moe-router-fusion", BF16_GRADIENTS, *FUSED_LOSS)
 """Every timed recipe of Megatron-Bridge: `grad_reduce_in_fp32=False` in `_perf_precision`, `cross_entropy_fusion_impl="te"`."""
 SMALL_STATES = (
     "--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".split()
@@ -49,12 +50,16 @@ SOURCES = {
     "arXiv": Habits(overlapped=False, sequence_parallel=False, flash=False),
     # Its own log shows gradients in bf16: 32.1 GiB between the steps of nemotron4-15b (row 793). What it allocates beyond them
     # speaks for an unfused loss, which scripts/performance of that time does not replace either.
-    "NVIDIA/dgxc-benchmarking": Habits(tensor_overlap=True, words=("--grad-reduce-in-bf16",)),
+    "NVIDIA/dgxc-benchmarking": Habits(tensor_overlap=True, words=(BF16_GRADIENTS,)),
     "NVIDIA-NeMo/Megatron-Bridge": Habits(tensor_overlap=True, words=BRIDGE),
     # examples/llama/train_llama3_8b_h100_fp8.sh
-    "NVIDIA/Megatron-LM:examples/llama": Habits(words=("--grad-reduce-in-bf16",)),
+    "NVIDIA/Megatron-LM:examples/llama": Habits(words=(BF16_GRADIENTS,)),
     "NVIDIA/Megatron-LM": Habits(overlapped=False, sequence_parallel=False),
-    "yanring/Megatron-MoE-ModelZoo": Habits(words=("--moe-router-force-load-balancing", *FUSED_LOSS)),
+    # sbatch_benchmarking.sh adds --tp-comm-overlap to runs in bf16, as both scored ones are;
+    # model_configs/benchmarking/Qwen3-235B-A22B.yaml fuses the router.
+    "yanring/Megatron-MoE-ModelZoo": Habits(
+        tensor_overlap=True, words=("--moe-router-force-load-balancing", "--moe-router-fusion", *FUSED_LOSS)
+    ),
     "Richardyu114/training_results_v6.0": Habits(words=FUSED_LOSS),
 }
 """By the begin of the column `source`."""
@@ -226,7 +231,7 @@ def _mlperf_flags(row: Row) -> list[str]:
     words += ["--moe-paged-stash"] if settings.get("MOE_PAGED_STASH") else []
     words += ["--use-transformer-engine-op-fuser"] if settings.get("USE_TE_OPS") else []
     words += ["--moe-router-fusion"] if settings.get("MOE_ROUTER_FUSION") else []
-    words += ["--grad-reduce-in-bf16"] if settings.get("grad_reduce_in_fp32") is False else []
+    words += [BF16_GRADIENTS] if settings.get("grad_reduce_in_fp32") is False else []
     if int(row["cp"]) > 1:
         words += ["--cp-comm-type", settings["cp_comm_type"]]
     if settings.get("PIPELINE_LAYOUT"):
@@ -382,6 +387,9 @@ def _speed_flags(row: Row) -> list[str]:
     words += _graph_flags(flags) + _recompute_flags(row)
     if "fsdp" in row["zero/fsdp"]:
         words += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
+        # The user guide of Megatron-FSDP recommends it. In fp32, experts' weights and gradients alone would keep the links of row
+        # 717 busy for as long as its whole step at their line rate (examples/records/2026-11-25_predictions).
+        words += [] if BF16_GRADIENTS in row.habits.words else [BF16_GRADIENTS]
     offloaded = re.search(r"cpu_offload_layers=(\d+)", flags)
     return words + (["--cpu-offloading-num-layers", offloaded[1]] if offloaded else [])
 

@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 
 import moe_overlap.tuner.cost.hardware as owner
-from moe_overlap.api import read_job
+from moe_overlap.api import features_of, read_job
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.plan import PeakBytes, Predicted, PredictedStage, Provenance
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
-from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json, shipped_constants
+from moe_overlap.tuner.cost.hardware import (
+    Constants,
+    Features,
+    GpuConstants,
+    ReleaseConstants,
+    constants_json,
+    shipped_constants,
+)
 from tests.validation.errors import spearman
 from tests.validation.feasibility import executed_runs, feasibility_lines
 from tests.validation.fit import START, fit, memory_errors
@@ -74,6 +81,30 @@ def test_rows_of_gpt_oss_ask_for_windows_sinks_and_clamped_gates() -> None:
     chosen = job.config.model
     assert (chosen.quick_geglu, chosen.swiglu, chosen.activation_func_clamp_value) == (True, False, 7.0)
     assert job.config.attention.softmax_type == "learnable"
+
+
+def test_runs_of_the_model_zoo_switch_on_what_its_scripts_do() -> None:
+    rows = [row for row in scored_rows() if row["source"].startswith("yanring/Megatron-MoE-ModelZoo")]
+    features = {row["zero/fsdp"]: _features_of(row) for row in rows}
+    assert set(features) == {"fsdp", "zero1"}
+    assert {row["precision_class"] for row in rows} == {"bf16"}
+    assert all(each.overlap_tensor and each.fused_router for each in features.values())
+    # Only Megatron-FSDP's guide asks for gradients in bf16; the scripts do not.
+    assert (features["fsdp"].gradient_bytes, features["zero1"].gradient_bytes) == (2, 4)
+
+
+def test_megatron_fsdp_reduces_gradients_in_bf16_which_no_row_says_twice() -> None:
+    rows = [row for row in scored_rows() if "fsdp" in row["zero/fsdp"]]
+    assert {row["source"].split(":")[0] for row in rows} == {
+        "NVIDIA-NeMo/Megatron-Bridge",
+        "yanring/Megatron-MoE-ModelZoo",
+    }
+    assert all(flags_of(row).count("--grad-reduce-in-bf16") == 1 for row in rows)
+
+
+def _features_of(row: Row) -> Features:
+    job = read_job(flags_of(row), row.gpus)
+    return features_of(job.config, job.plan.precision, job.flags)
 
 
 def test_every_set_has_rows_of_one_model_on_the_same_gpus() -> None:
