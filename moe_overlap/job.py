@@ -271,6 +271,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         context_exchange=_context_exchange(flags),
         dispatcher=_dispatcher(config),
         graphs=_cuda_graphs(flags),
+        listed_graphs=config.overlap.moe_overlap_cuda_graphs,
         router_groups=_router_groups(config),
         fused_router="--moe-router-fusion" in flags,
         fused_experts="--use-transformer-engine-op-fuser" in flags,
