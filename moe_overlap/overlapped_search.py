@@ -17,6 +17,7 @@ from typing import Unpack
 from moe_overlap.api import Options, tune
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.report.search import Finalist, Screened
 from moe_overlap.report.tuning import Tuned
@@ -56,6 +57,7 @@ def decide_overlaps(
     limits: SearchLimits,
     solver_seconds: float,
     deadline: float = math.inf,
+    replays: bool = False,
     **options: Unpack[Options],
 ) -> Overlapped:
     """The fastest of a search's plans with overlap and without.
@@ -64,6 +66,7 @@ def decide_overlaps(
         finalists: in their order; the first is the answer where no overlap is faster.
         hidden: with `bar`, seconds of a step: the layouts that may be faster than that with their all-to-alls hidden.
         deadline: of `time.monotonic`, behind which nothing more is looked at.
+        replays: whether lists are to be replayed as CUDA graphs; those that rules refuse it for run without.
     """
     best = Overlapped(chosen=finalists[0], tuned=None)
     shortest = finalists[0].simulated_seconds
@@ -73,7 +76,8 @@ def decide_overlaps(
         if time.monotonic() > deadline:
             return
         try:
-            tuned = tune(finalist.arguments, cluster, limits, solver_seconds, **options)
+            graphs = (GRAPHS_FLAG,) if replays and finalist.problem.listed.graphs_refusal is None else ()
+            tuned = tune([*finalist.arguments, *graphs], cluster, limits, solver_seconds, **options)
         except ConfigError:
             return  # The rules of overlap refuse the plan; it stays what it is.
         if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < shortest:
@@ -90,7 +94,7 @@ def decide_overlaps(
     known = {finalist.name: finalist for finalist in finalists}
     wanted = [layout for layout in hidden(bar=shortest) if layout.ranked.name not in decided]
     outcomes = _screened(
-        wanted, lambda ranked: known.get(ranked.name) or read(ranked), limits, solver_seconds, deadline
+        wanted, lambda ranked: known.get(ranked.name) or read(ranked), limits, solver_seconds, deadline, replays
     )
     screened = sorted(outcomes, key=lambda pair: pair[0].order)
     # Step 3.
@@ -101,7 +105,12 @@ def decide_overlaps(
 
 
 def _screened(
-    layouts: Sequence[HiddenLayout], read: Reading, limits: SearchLimits, solver_seconds: float, deadline: float
+    layouts: Sequence[HiddenLayout],
+    read: Reading,
+    limits: SearchLimits,
+    solver_seconds: float,
+    deadline: float,
+    replays: bool,
 ) -> Iterator[tuple[Screened, Finalist | None]]:
     """The simulated step of the simplest plan of every layout's way to overlap."""
     for layout in layouts:
@@ -110,7 +119,8 @@ def _screened(
         ranked, finalist, seconds, refused = layout.ranked, None, None, ""
         try:
             finalist = read(ranked)
-            candidate = Candidates(finalist.problem, limits, solver_seconds).simplest(layout.way)
+            problem = finalist.problem.replaying(replays and finalist.problem.listed.graphs_refusal is None)
+            candidate = Candidates(problem, limits, solver_seconds).simplest(layout.way)
             refused = candidate.refused
             if candidate.prediction is not None:
                 seconds = candidate.seconds if candidate.fits else None

@@ -32,7 +32,7 @@ from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.finalists import does_not_fit, in_order, listed_alone, simulated_finalists, simulated_until_ahead
 from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
-from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
+from moe_overlap.job import Job, capturable, features_of, named_by, read_job, vocabulary_of, without_graphs
 from moe_overlap.overlapped_search import SCREENED, Overlapped, Reading, decide_overlaps
 from moe_overlap.plan.capabilities import refuse_unsupported, shares_scales
 from moe_overlap.plan.overlap import SearchLimits
@@ -186,9 +186,10 @@ def search_plan(
         finalists = _finalists(found, said, cluster, options)
     if found.solution.status is Status.TIME_LIMIT or is_interrupted:
         deadline = -math.inf
-    hidden = partial(search_hidden, found, layouts, task, bounds, SCREENED, accepts=accepts, admits=admits)
+    listed = _listed_as(task, words)
+    hidden = partial(search_hidden, found, layouts, listed, bounds, SCREENED, accepts=accepts, admits=admits)
     read = partial(said.finalist, cluster=cluster, options=options)
-    finalists, answered, is_late = _decided(finalists, hidden, read, cluster, settings, deadline, options)
+    finalists, answered, is_late = _decided(finalists, hidden, read, cluster, settings, deadline, listed, options)
     chosen = answered.chosen
     answer = PlanSearch(
         target=settings.target,
@@ -272,8 +273,7 @@ def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, opti
     Raises:
         ConfigError: the flags are wrong whatever the layout.
     """
-    file = next((word for word in words if word.startswith("@")), None)
-    name = options.get("name") if file is None else file[1:].rpartition("/")[2].partition(".")[0]
+    name = named_by(words) or options.get("name")
     try:
         job = read_job([*bare, "--micro-batch-size", "1"], 1)
     except ConfigError:
@@ -449,6 +449,12 @@ def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts
     return accepts
 
 
+def _listed_as(task: UniformTask, words: Sequence[str]) -> UniformTask:
+    """The task for plans with instruction lists, which are replayed as CUDA graphs where the user's flags ask for it."""
+    replays = without_graphs(words)[1]
+    return dataclasses.replace(task, features=dataclasses.replace(task.features, listed_graphs=replays))
+
+
 def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, options: Options) -> list[Finalist]:
     """The ranked plans, read from their flags and predicted, in the order of the search.
 
@@ -475,6 +481,7 @@ def _decided(
     cluster: Cluster,
     settings: SearchSettings,
     deadline: float,
+    listed: UniformTask,
     options: Options,
 ) -> tuple[list[Finalist], Overlapped, bool]:
     """The finalists in the order of their simulated steps, the fastest with its overlap, and whether Ctrl-C came in between."""
@@ -489,7 +496,8 @@ def _decided(
             return finalists, Overlapped(chosen=finalists[0], tuned=None), False
         hidden = partial(hidden, deadline=deadline, progress=settings.progress)
         limits, seconds = settings.overlap_limits, settings.solver_seconds
-        return finalists, decide_overlaps(finalists, hidden, read, cluster, limits, seconds, deadline, **options), False
+        asked = limits, seconds, deadline, listed.features.listed_graphs
+        return finalists, decide_overlaps(finalists, hidden, read, cluster, *asked, **options), False
     except KeyboardInterrupt:
         finalists = listed_alone(finalists)
         return finalists, Overlapped(chosen=finalists[0], tuned=None), True
@@ -497,8 +505,11 @@ def _decided(
 
 def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Prediction | None:
     """The user's own layout, where the flags have one that runs on these GPUs."""
-    try:
-        problem = problem_of(words, cluster, options)
-    except ConfigError:
-        return None
-    return predict_plan(problem.plan, problem)
+    # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
+    for said in (words, without_graphs(words)[0]):
+        try:
+            problem = problem_of(said, cluster, options)
+            return predict_plan(problem.plan, problem)
+        except ConfigError:
+            continue
+    return None

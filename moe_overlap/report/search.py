@@ -17,7 +17,7 @@ from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runne
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
-from moe_overlap.report.tuning import LEFT_OUT, Tuned
+from moe_overlap.report.tuning import GRAPHS, LEFT_OUT, Tuned, graphs_json, graphs_lines
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, DispatcherOutcome
@@ -185,6 +185,8 @@ class PlanSearch:
                     effects[flag] = "; ".join(filter(None, (effects.get(flag), own)))
         if plan_file is not None:
             dropped.pop("--plan", None)  # The plan that was found stands in its place.
+        if GRAPHS in words:
+            dropped.pop(GRAPHS, None)
         # What the search took from the user's flags is among them again, so that it is listed with its reason.
         words = (*words, *(name for name in dropped if name not in words))
         return argument_file(
@@ -210,6 +212,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "arguments": search.written.arguments if executed else [],
         "not_executed": search.refusal,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
+        "graphs": None if search.tuned is None else graphs_json(search.tuned.graphs),
         "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
         "changes": [] if search.baseline is None else changes_json(search.changes),
         "dropped_flags": [name for name, _ in search.written.left_out] if executed else [],
@@ -392,6 +395,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
             f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
     lines += _dispatcher_lines(search)
+    if search.tuned is not None and search.tuned.graphs is not None and search.tuned.graphs.other is not None:
+        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(search.tuned.graphs, search.prediction)]
     if search.refusal is None:
         lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     else:

@@ -18,7 +18,8 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.calibrate.refine import MeasuredStep
 from moe_overlap.tuner.capture.request import layer_kinds
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.candidates import PLAIN, WHOLE, Candidate, Candidates, few_micro_batches
 from moe_overlap.tuner.search.layer.mechanisms import Mix, layer_classes, mix_mechanisms
@@ -31,6 +32,23 @@ MOST_PREDICTIONS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GraphsChoice:
+    """A plan with and without its lists replayed as CUDA graphs. The flags decide which; the other way is for the reader.
+
+    Attributes:
+        is_on: whether the chosen plan is priced, and run, with them.
+        other: the prediction of the other way; None where rules refuse it.
+        refused: why they do.
+        is_undeferred: whether the other way defers no weight gradients, as a library that puts them aside is not replayed.
+    """
+
+    is_on: bool
+    other: Prediction | None
+    refused: str = ""
+    is_undeferred: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """The answer of the search.
 
@@ -38,6 +56,7 @@ class Decision:
         others: the candidates that were not chosen: the predicted ones from the fastest on, then the refused ones.
         mix: the mechanism of every class of layers, without deferred weight gradients; None where no plan with overlap fits.
         step: of the chosen plan, simulated with a micro-batch or more for every stage.
+        graphs: whether its lists are replayed as CUDA graphs, and what the other way is predicted to take.
     """
 
     chosen: Candidate
@@ -45,6 +64,7 @@ class Decision:
     mix: Mix | None
     step: SimulatedStep
     baseline_seconds: float
+    graphs: GraphsChoice | None = None
 
 
 def decide_overlap(
@@ -79,7 +99,24 @@ def decide_overlap(
         mix=mix,
         step=simulate_step(few_micro_batches(chosen.decided), problem),
         baseline_seconds=baseline.seconds,
+        graphs=graphs_choice(chosen, problem),
     )
+
+
+def graphs_choice(chosen: Candidate, problem: Problem) -> GraphsChoice | None:
+    """Predict a chosen plan the other way, with or without its lists replayed as graphs; None where it has no lists."""
+    plan, is_on = chosen.decided, problem.features.listed_graphs
+    if not any(stage.overlap.is_listed for stage in plan.stages):
+        return None
+    if is_on:
+        return GraphsChoice(is_on=True, other=predict_plan(plan, problem.replaying(False)))
+    if problem.listed.graphs_refusal is not None:
+        return GraphsChoice(is_on=False, other=None, refused=str(problem.listed.graphs_refusal))
+    undeferred = problem.listed.library_defers and chosen.mechanism is not None and chosen.schedule is not None
+    if undeferred:
+        assert chosen.mechanism is not None
+        plan = chosen.mechanism
+    return GraphsChoice(is_on=False, other=predict_plan(plan, problem.replaying(True)), is_undeferred=undeferred)
 
 
 def choose(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:
