@@ -143,7 +143,7 @@ def tune(
         problem, refinement = refine(problem, traces)
     decision = decide_overlap(problem, limits, solver_seconds, None if refinement is None else refinement.steps)
     arguments, dropped = arguments_to_run(words, decision.chosen.decided, job.config)
-    if replays and decision.graphs is not None:
+    if replays and any(stage.overlap.is_listed for stage in decision.chosen.decided.stages):
         arguments = (*arguments, GRAPHS_FLAG)
     elif replays:
         dropped = (*dropped, GRAPHS_FLAG)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from moe_overlap.api import Options, tune
@@ -23,6 +23,7 @@ from moe_overlap.report.search import Finalist, Screened
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.search.hidden import HiddenLayout
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
+from moe_overlap.tuner.search.layer.overlap import GraphsChoice
 from moe_overlap.tuner.search.uniform import RankedLayout
 
 DECIDED = 3
@@ -42,11 +43,13 @@ class Overlapped:
     Attributes:
         tuned: its overlap; None where nothing is overlapped.
         screened: the layouts that were looked at for what they may hide, the fastest first.
+        graphs: of the plan, where its lists are replayed as CUDA graphs; else of the fastest that would be, with its layout.
     """
 
     chosen: Finalist
     tuned: Tuned | None
     screened: tuple[Screened, ...] = ()
+    graphs: GraphsChoice | None = None
 
 
 def decide_overlaps(
@@ -70,6 +73,7 @@ def decide_overlaps(
     """
     best = Overlapped(chosen=finalists[0], tuned=None)
     shortest = finalists[0].simulated_seconds
+    elsewise: list[GraphsChoice] = []
 
     def decide(finalist: Finalist) -> None:
         nonlocal best, shortest
@@ -80,6 +84,8 @@ def decide_overlaps(
             tuned = tune([*finalist.arguments, *graphs], cluster, limits, solver_seconds, **options)
         except ConfigError:
             return  # The rules of overlap refuse the plan; it stays what it is.
+        if tuned.graphs is not None and not tuned.graphs.is_on and tuned.graphs.other is not None:
+            elsewise.append(replace(tuned.graphs, name=f"{finalist.name}, {tuned.graphs.name}"))
         if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < shortest:
             best, shortest = Overlapped(chosen=finalist, tuned=tuned), tuned.chosen.seconds
 
@@ -88,7 +94,7 @@ def decide_overlaps(
         if finalist.plan.stages[0].expert * finalist.plan.stages[0].expert_tensor > 1:
             decide(finalist)
     if time.monotonic() > deadline:
-        return best
+        return replace(best, graphs=_graphs_of(best, elsewise))
     # Step 2. What was decided above is not looked at again.
     decided = {finalist.name for finalist in finalists[:DECIDED]}
     known = {finalist.name: finalist for finalist in finalists}
@@ -101,7 +107,14 @@ def decide_overlaps(
     for outcome, further in screened[:FURTHER]:
         if further is not None and outcome.seconds is not None and outcome.seconds < shortest:
             decide(further)
-    return Overlapped(chosen=best.chosen, tuned=best.tuned, screened=tuple(outcome for outcome, _ in screened))
+    return replace(best, screened=tuple(outcome for outcome, _ in screened), graphs=_graphs_of(best, elsewise))
+
+
+def _graphs_of(best: Overlapped, elsewise: Sequence[GraphsChoice]) -> GraphsChoice | None:
+    """The choice of graphs that the answer tells: its own, or the fastest of those that were predicted with graphs."""
+    if best.tuned is not None and best.tuned.graphs is not None and best.tuned.graphs.is_on:
+        return best.tuned.graphs
+    return min(elsewise, key=lambda choice: choice.order, default=None)
 
 
 def _screened(

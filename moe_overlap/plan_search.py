@@ -184,8 +184,7 @@ def search_plan(
         finalists = free_finalists(beyond, wide, KEPT, partial(said.read, layouts[0].dispatcher), extrapolating)
     else:
         finalists = _finalists(found, said, cluster, options)
-    if found.solution.status is Status.TIME_LIMIT or is_interrupted:
-        deadline = -math.inf
+    deadline = -math.inf if found.solution.status is Status.TIME_LIMIT or is_interrupted else deadline
     listed = _listed_as(task, words)
     hidden = partial(search_hidden, found, layouts, listed, bounds, SCREENED, accepts=accepts, admits=admits)
     read = partial(said.finalist, cluster=cluster, options=options)
@@ -199,6 +198,7 @@ def search_plan(
         chosen=chosen,
         tuned=answered.tuned,
         screened=answered.screened,
+        graphs=answered.graphs,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         found=found,
         refused=tuple(said.refused),

@@ -22,6 +22,7 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, DispatcherOutcome
 from moe_overlap.tuner.search.layer.candidates import PLAIN
+from moe_overlap.tuner.search.layer.overlap import GraphsChoice
 from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.uniform import UniformSearch
@@ -120,6 +121,7 @@ class PlanSearch:
         dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
         screened: layouts that were looked at for the all-to-alls that they may hide, the fastest first.
         changes: what the plan changes in the user's own layout, the largest gain first.
+        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
         sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
     """
 
@@ -140,6 +142,7 @@ class PlanSearch:
     changes: tuple[Change, ...] = ()
     is_interrupted: bool = False
     dispatchers: tuple[DispatcherOutcome, ...] = ()
+    graphs: GraphsChoice | None = None
     sharding: SearchedSharding | None = None
 
     @property
@@ -212,7 +215,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "arguments": search.written.arguments if executed else [],
         "not_executed": search.refusal,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
-        "graphs": None if search.tuned is None else graphs_json(search.tuned.graphs),
+        "graphs": graphs_json(search.graphs),
         "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
         "changes": [] if search.baseline is None else changes_json(search.changes),
         "dropped_flags": [name for name, _ in search.written.left_out] if executed else [],
@@ -395,8 +398,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
             f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
     lines += _dispatcher_lines(search)
-    if search.tuned is not None and search.tuned.graphs is not None and search.tuned.graphs.other is not None:
-        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(search.tuned.graphs, search.prediction)]
+    if search.graphs is not None:
+        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(search.graphs, search.prediction)]
     if search.refusal is None:
         lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     else:

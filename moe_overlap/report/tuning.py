@@ -63,7 +63,7 @@ class Tuned:
         dropped: flags of the user that it runs without.
         refinement: the change that traces made to prices; None without traces.
         assumed: sentences on what was taken for what the flags do not say.
-        graphs: whether its lists are replayed as CUDA graphs, and the other way; None where nothing is overlapped.
+        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
     """
 
     chosen: Candidate
@@ -132,15 +132,15 @@ def _class_json(choice: ClassChoice) -> dict[str, Any]:
 
 
 def graphs_json(graphs: GraphsChoice | None) -> dict[str, Any] | None:
-    """Whether lists are replayed as CUDA graphs, and the other way; None where nothing is overlapped."""
+    """Whether lists are replayed as CUDA graphs, and the other way; None where there is none."""
     if graphs is None:
         return None
     other = graphs.other
     return {
         "replayed": graphs.is_on,
+        "other": graphs.name,
         "other_step_seconds": None if other is None else other.predicted.step_seconds,
         "other_fits": None if other is None else other.fits,
-        "other_defers_weight_gradients": None if other is None else not graphs.is_undeferred,
         "refused": graphs.refused,
     }
 
@@ -208,10 +208,10 @@ UNTRIED = "captured graphs have not run on hardware yet"
 
 
 def graphs_lines(graphs: GraphsChoice | None, chosen: Prediction) -> list[str]:
-    """A line on the chosen plan with or without its lists replayed as CUDA graphs.
+    """A line on the answer with its lists replayed as CUDA graphs, or without; none where there is no other way.
 
     Args:
-        chosen: the prediction of the plan as it is chosen.
+        chosen: the prediction of the plan as it is chosen, to which the other way is compared.
     """
     if graphs is None:
         return []
@@ -222,12 +222,11 @@ def graphs_lines(graphs: GraphsChoice | None, chosen: Prediction) -> list[str]:
     if graphs.is_on:
         return [f"{GRAPHS}, as the flags ask; without it {than}; {UNTRIED}"]
     peak = max(stage.peak_bytes for stage in other.predicted.stages) / GIB
-    how = "without deferred weight gradients, " if graphs.is_undeferred else ""
     fits = "" if other.fits else f", {other.memory_verdict}"
     # The choice of overlap knew nothing of graphs: with the flag, more partitions may be worth their launches.
     helps = other.fits and other.predicted.step_seconds < seconds * (1.0 - WORTH)
     again = "search again with the flag; " if helps else ""
-    return [f"with {GRAPHS} {how}{than}, peak {peak:.1f} GiB{fits}; {again}{UNTRIED}"]
+    return [f"with {GRAPHS} {graphs.name}: {than}, peak {peak:.1f} GiB{fits}; {again}{UNTRIED}"]
 
 
 def _figures(candidate: Candidate) -> str:

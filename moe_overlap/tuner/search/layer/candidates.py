@@ -122,7 +122,8 @@ class Candidates:
                 yield Candidate(name=f"{candidate.name}, {DEFERRED}", refused=reason)
                 continue
             for deferring in self.deferred(candidate):
-                best_seconds = min(best_seconds, deferring.seconds)
+                if not deferring.refused:
+                    best_seconds = min(best_seconds, deferring.seconds)
                 yield deferring
 
     def _mechanisms(self) -> Iterator[Candidate]:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from moe_overlap.describe.errors import ConfigError
@@ -31,21 +32,32 @@ MOST_PREDICTIONS = 24
 """Most predictions spent on mixes: seconds for a model of 61 layers on 16 stages."""
 
 
+REPLAYED = 3
+"""So many of the fastest candidates are predicted with their lists replayed as CUDA graphs."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GraphsChoice:
-    """A plan with and without its lists replayed as CUDA graphs. The flags decide which; the other way is for the reader.
+    """An answer, and what it would be with its lists replayed as CUDA graphs, or without. The flags decide which it is.
 
     Attributes:
         is_on: whether the chosen plan is priced, and run, with them.
-        other: the prediction of the other way; None where rules refuse it.
+        name: the overlap that is predicted the other way.
+        other: that prediction; None where rules refuse it.
         refused: why they do.
-        is_undeferred: whether the other way defers no weight gradients, as a library that puts them aside is not replayed.
     """
 
     is_on: bool
-    other: Prediction | None
+    name: str = ""
+    other: Prediction | None = None
     refused: str = ""
-    is_undeferred: bool = False
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What fits, then the shortest step, first."""
+        if self.other is None:
+            return True, math.inf
+        return not self.other.fits, self.other.predicted.step_seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +68,7 @@ class Decision:
         others: the candidates that were not chosen: the predicted ones from the fastest on, then the refused ones.
         mix: the mechanism of every class of layers, without deferred weight gradients; None where no plan with overlap fits.
         step: of the chosen plan, simulated with a micro-batch or more for every stage.
-        graphs: whether its lists are replayed as CUDA graphs, and what the other way is predicted to take.
+        graphs: whether lists are replayed as CUDA graphs, and what the other way is predicted to take; None where there is none.
     """
 
     chosen: Candidate
@@ -99,24 +111,38 @@ def decide_overlap(
         mix=mix,
         step=simulate_step(few_micro_batches(chosen.decided), problem),
         baseline_seconds=baseline.seconds,
-        graphs=graphs_choice(chosen, problem),
+        graphs=graphs_choice(chosen, predicted, problem),
     )
 
 
-def graphs_choice(chosen: Candidate, problem: Problem) -> GraphsChoice | None:
-    """Predict a chosen plan the other way, with or without its lists replayed as graphs; None where it has no lists."""
-    plan, is_on = chosen.decided, problem.features.listed_graphs
-    if not any(stage.overlap.is_listed for stage in plan.stages):
+def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Problem) -> GraphsChoice | None:
+    """Predict the other way: the chosen plan without its graphs, or the fastest of a few candidates with them.
+
+    Args:
+        predicted: the candidates from the fastest on.
+    Returns:
+        None where there is no other way: no candidate has lists that may be replayed.
+    """
+    if problem.features.listed_graphs:
+        if not _is_listed(chosen):
+            return None
+        return GraphsChoice(is_on=True, name=chosen.name, other=predict_plan(chosen.decided, problem.replaying(False)))
+    # What a library puts aside itself is not replayed, so neither is a plan that needs it.
+    undeferred = problem.listed.library_defers
+    others = [each for each in predicted if _is_listed(each) and not (undeferred and each.schedule is not None)]
+    if not others:
         return None
-    if is_on:
-        return GraphsChoice(is_on=True, other=predict_plan(plan, problem.replaying(False)))
     if problem.listed.graphs_refusal is not None:
-        return GraphsChoice(is_on=False, other=None, refused=str(problem.listed.graphs_refusal))
-    undeferred = problem.listed.library_defers and chosen.mechanism is not None and chosen.schedule is not None
-    if undeferred:
-        assert chosen.mechanism is not None
-        plan = chosen.mechanism
-    return GraphsChoice(is_on=False, other=predict_plan(plan, problem.replaying(True)), is_undeferred=undeferred)
+        return GraphsChoice(is_on=False, refused=str(problem.listed.graphs_refusal))
+    replayed = (
+        GraphsChoice(is_on=False, name=each.name, other=predict_plan(each.decided, problem.replaying(True)))
+        for each in others[:REPLAYED]
+    )
+    return min(replayed, key=lambda choice: choice.order)
+
+
+def _is_listed(candidate: Candidate) -> bool:
+    return any(stage.overlap.is_listed for stage in candidate.decided.stages)
 
 
 def choose(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:
