@@ -42,6 +42,7 @@ from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
 from moe_overlap.tuner.cost.router import RouterGroups
 
 ALWAYS_SHARDED = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
+OWN_MODULES = "megatron-core's own modules: among captured graphs Transformer Engine's may not defer weight gradients"
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 
 
@@ -99,9 +100,15 @@ def read_job(
     is_listed = plan is None and any(stage.overlap.is_listed for stage in decided.stages)
     if is_listed and zero_level(reading.flags) == 0:
         assumed = (*assumed, ALWAYS_SHARDED)
+    if config.overlap.moe_overlap_cuda_graphs and not _is_local(reading.flags) and _defers(decided):
+        assumed = (*assumed, OWN_MODULES)
     if model.num_experts and SINKHORN in config.moe.moe_router_load_balancing_type:
         assumed = (*assumed, "a router without the iterations of sinkhorn, whose number depends on the data")
     return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
+
+
+def _defers(plan: Plan) -> bool:
+    return any(layer.weight_gradient_slots for stage in plan.stages for layer in stage.overlap.layers)
 
 
 def named_by(words: Sequence[str]) -> str | None:

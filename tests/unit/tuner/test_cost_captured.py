@@ -11,8 +11,9 @@ import pytest
 
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.job import OWN_MODULES, read_job
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.captured import captured_kinds
+from moe_overlap.plan.lowering.captured import captured_kinds, captured_list
 from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.operators import COMBINE, DISPATCH
 from moe_overlap.plan.sizes import static_rows, tokens_of_rank
@@ -145,9 +146,26 @@ def test_a_deferred_gradient_is_a_graph_for_each_partition() -> None:
         assert not any(i.id in replayed for i in made if i.kind == "weight-gradient" and "experts" in i.name)
 
 
-def test_a_list_without_graphs_has_none_to_price() -> None:
-    stage, _ = stage_of("--defer-weight-gradients")
-    assert not stage.priced.setting.replays.captured
+def test_captured_is_what_the_executor_captures() -> None:
+    flags = "--defer-weight-gradients"
+    assert not stage_of(flags)[0].priced.setting.replays.captured
+    for more, is_static in (("", False), (f"{STATIC} ", True)):
+        stage, made = stage_of(f"{more}{flags} {GRAPHS}")
+        replays = stage.priced.setting.replays
+        assert replays.captured == captured_kinds(is_static) and replays.counts_rows != is_static
+        assert {i.id for i in made if i.id in stage.replayed(made) and i.kind == "compute"} == set(
+            captured_list(made, is_static).slots
+        )
+
+
+def test_deferred_gradients_among_graphs_take_megatron_cores_own_modules() -> None:
+    words = f"{MOE} {SHARDED} {EIGHT} {LISTED} {GRAPHS}".split()
+    for flags, is_assumed in (
+        ("--defer-weight-gradients", True),
+        ("--defer-weight-gradients --transformer-impl local", False),
+        ("--moe-overlap-partitions 2", False),
+    ):
+        assert (OWN_MODULES in read_job([*words, *flags.split()], 8).assumed) == is_assumed, flags
 
 
 @pytest.mark.parametrize(("flags", "slots"), [("--defer-weight-gradients", 1), ("--moe-overlap-micro-batches 2", 2)])
