@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.cli.arguments import expand_files, parse
+from megatron.training.cli.validation import validate
+from megatron.training.plan_argument import with_plan
 from moe_overlap.api import predict, problem_of, tune
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.overlapped_search import decide_overlaps
@@ -17,7 +20,7 @@ from moe_overlap.report.search import Finalist, closing_lines, search_json, writ
 from moe_overlap.report.tuning import Tuned, graphs_lines, tuned_json, tuned_text, write_run
 from moe_overlap.tuner.cost.hardware import Constants
 from moe_overlap.tuner.cost.simulate.step import predict_plan
-from moe_overlap.tuner.search.layer.candidates import DEFERRED, NOT_REPLAYED, PLAIN
+from moe_overlap.tuner.search.layer.candidates import DEFERRED, NOT_REPLAYED, PLAIN, WHOLE
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.test_overlap_tuning import JOB, slow_links
 from tests.unit.tuner.test_overlapped_search import at_speed
@@ -137,3 +140,18 @@ def test_a_search_that_overlaps_nothing_still_names_graphs() -> None:
         **options,
     )
     assert asked.tuned is None and asked.graphs is None
+
+
+def test_whole_micro_batches_are_an_answer_where_they_are_replayed(tmp_path: Path) -> None:
+    """A step of one micro-batch has no two, and a slow host none to launch partitions; the run accepts the plan."""
+    one = ("--global-batch-size", "64")
+    found, plain = tuned(GRAPHS, *one, slower=0.01, host=1e-3), tuned(*one, slower=0.01, host=1e-3)
+    assert found.chosen.name == WHOLE and found.chosen.seconds < 0.99 * found.plain_seconds
+    assert plain.chosen.name != WHOLE and WHOLE not in {other.name for other in plain.others if not other.refused}
+    assert plain.graphs is not None and plain.graphs.name == WHOLE
+    write_run(tmp_path, found)
+    words = [
+        *expand_files([f"@{tmp_path / 'megatron_args.txt'}"]),
+        *"--mock-data --tokenizer-type NullTokenizer".split(),
+    ]
+    validate(with_plan(parse(words), 16).config, 16)

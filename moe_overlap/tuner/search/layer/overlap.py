@@ -92,10 +92,12 @@ def decide_overlap(
     baseline = Candidate(name=PLAIN, plan=problem.plan)
     search = Candidates(problem, limits, solver_seconds)
     baseline = dataclasses.replace(baseline, prediction=search.predicted(problem.plan))
-    # Steps 1 and 2. Whole micro-batches hide nothing alone: they are what others begin with.
+    # Steps 1 and 2. Whole micro-batches hide nothing alone, but they may be replayed: else they are what others begin with.
     uniform = list(search.uniform())
     mix, mixes = mixed(search, uniform)
-    worthwhile = (candidate for candidate in uniform if candidate.name != WHOLE or candidate.refused)
+    whole = [candidate for candidate in uniform if candidate.name == WHOLE and not candidate.refused]
+    left_out = [] if problem.features.listed_graphs else whole
+    worthwhile = (candidate for candidate in uniform if candidate not in left_out)
     candidates = [baseline, *worthwhile, *mixes]
     if measured is not None:
         candidates = with_measured(search, candidates, measured)
@@ -111,7 +113,7 @@ def decide_overlap(
         mix=mix,
         step=simulate_step(few_micro_batches(chosen.decided), problem),
         baseline_seconds=baseline.seconds,
-        graphs=graphs_choice(chosen, predicted, problem),
+        graphs=graphs_choice(chosen, sorted([*predicted, *left_out], key=lambda each: each.seconds), problem),
     )
 
 
