@@ -27,8 +27,11 @@ from moe_overlap.job import (
     executed_here,
     features_of,
     listed_run_of,
+    named_by,
     read_job,
+    without_graphs,
 )
+from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.report.tuning import LEFT_OUT, Tuned
@@ -111,7 +114,8 @@ def tune(
     """Choose the overlap of a run.
 
     Args:
-        words: Megatron flags, or `@FILE`, without a plan and without overlap decided by hand.
+        words: Megatron flags, or `@FILE`, without a plan and without overlap decided by hand. With --moe-overlap-cuda-graphs all
+            candidates are priced, and run, with their lists replayed as CUDA graphs.
         cluster: the machines; all of their GPUs run.
         solver_seconds: for each weight-gradient schedule.
         traces: of runs of this job, which refine its prices.
@@ -126,19 +130,29 @@ def tune(
     parse(
         list(expand_files(words))
     )  # What is tuned is executed here: the flags of other releases are refused, as in training.
-    job = executed_here(_read_on(words, cluster, options))
+    named = named_by(words)
+    words, replays = without_graphs(words)
+    job = executed_here(_read_on(words, cluster, options if named is None else {**options, "name": named}))
     problem = _problem(job, cluster, options)
     _require_open(problem.plan)
+    if replays and problem.listed.graphs_refusal is not None:
+        raise problem.listed.graphs_refusal
+    problem = problem.replaying(replays)
     refinement: Refinement | None = None
     if traces:
         problem, refinement = refine(problem, traces)
     decision = decide_overlap(problem, limits, solver_seconds, None if refinement is None else refinement.steps)
     arguments, dropped = arguments_to_run(words, decision.chosen.decided, job.config)
+    if replays and any(stage.overlap.is_listed for stage in decision.chosen.decided.stages):
+        arguments = (*arguments, GRAPHS_FLAG)
+    elif replays:
+        dropped = (*dropped, GRAPHS_FLAG)
     return Tuned(
         chosen=decision.chosen,
         others=decision.others,
         mix=decision.mix,
         step=decision.step,
+        graphs=decision.graphs,
         plain_seconds=decision.baseline_seconds,
         search_seconds=time.perf_counter() - begun,
         arguments=arguments,
@@ -217,7 +231,7 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         features=features,
         machine=dataclasses.replace(machine, refined=refined, exchanges=all_to_all_costs(cluster)),
         extrapolating=extrapolating,
-        listed=listed_run_of(job.config, cluster.gpus),
+        listed=listed_run_of(job.config, cluster.gpus, job.flags, cluster.queues),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from megatron.training.cli.arguments import expand_files, parse
 from megatron.training.cli.config import Config
+from megatron.training.cli.rules.graphs import graphs_capture_what_repeats
 from megatron.training.cli.rules.moe import listed_run, static_capacity_factor
 from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
 from megatron.training.cli.validation import validate
@@ -30,7 +31,7 @@ from moe_overlap.describe.readers.predicted_flags import (
     require_context_heads,
     zero_level,
 )
-from moe_overlap.plan.capabilities import ListedRun, require_listed_recipe
+from moe_overlap.plan.capabilities import GRAPHS_FLAG, ListedRun, require_listed_recipe
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
@@ -41,6 +42,7 @@ from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
 from moe_overlap.tuner.cost.router import RouterGroups
 
 ALWAYS_SHARDED = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
+OWN_MODULES = "megatron-core's own modules: among captured graphs Transformer Engine's may not defer weight gradients"
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 
 
@@ -77,7 +79,6 @@ def read_job(
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
     reading = read(list(expand_files(words)))
-    files = [word for word in words if word.startswith("@")][:1]
     parsed = parse(reading.arguments)
     if plan is None:
         parsed = with_plan(parsed, num_gpus)
@@ -88,7 +89,7 @@ def read_job(
         config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
     validate(config, num_gpus)
     vocabulary, assumed = vocabulary_of(config)
-    named = files[0][1:].rpartition("/")[2].partition(".")[0] if files else name or parsed.name
+    named = named_by(words) or name or parsed.name
     model = describe_model(config, vocabulary, named)
     decided = _decided(config, model, num_gpus, reading.flags, plan)
     if plan is None and config.overlap.plan is None:
@@ -99,9 +100,30 @@ def read_job(
     is_listed = plan is None and any(stage.overlap.is_listed for stage in decided.stages)
     if is_listed and zero_level(reading.flags) == 0:
         assumed = (*assumed, ALWAYS_SHARDED)
+    if config.overlap.moe_overlap_cuda_graphs and not _is_local(reading.flags) and _defers(decided):
+        assumed = (*assumed, OWN_MODULES)
     if model.num_experts and SINKHORN in config.moe.moe_router_load_balancing_type:
         assumed = (*assumed, "a router without the iterations of sinkhorn, whose number depends on the data")
     return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
+
+
+def _defers(plan: Plan) -> bool:
+    return any(layer.weight_gradient_slots for stage in plan.stages for layer in stage.overlap.layers)
+
+
+def named_by(words: Sequence[str]) -> str | None:
+    """The name that a file of flags gives a model; None where there is no file."""
+    file = next((word for word in words if word.startswith("@")), None)
+    return None if file is None else file[1:].rpartition("/")[2].partition(".")[0]
+
+
+def without_graphs(words: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+    """The flags, files expanded, without --moe-overlap-cuda-graphs, and whether it was among them.
+
+    Training refuses it where nothing is overlapped; what is tuned overlaps nothing yet.
+    """
+    expanded = tuple(expand_files(words))
+    return tuple(word for word in expanded if word != GRAPHS_FLAG), GRAPHS_FLAG in expanded
 
 
 def vocabulary_of(config: Config) -> tuple[int, tuple[str, ...]]:
@@ -174,11 +196,15 @@ def capturable(config: Config) -> Config:
     return dataclasses.replace(config, moe=moe)
 
 
-def listed_run_of(config: Config, num_gpus: int) -> ListedRun:
+def listed_run_of(config: Config, num_gpus: int, flags: Flags, has_gpus: bool = True) -> ListedRun:
     """The settings that a plan with overlap runs under: a gate and a dispatcher of ours, and no flag that lists replace.
 
     The rules across flags are asked once whether the others go with these; the answer is a setting itself, since each of the
     tuner's candidates needs it.
+
+    Args:
+        flags: of the command line.
+        has_gpus: whether the devices can capture graphs.
     """
     # Padding by megatron-core is of its own router and dispatcher; the job's plan, whose candidates these are, knows none of it.
     pads_elsewhere = config.moe.moe_pad_expert_input_to_capacity and static_capacity_factor(config) is None
@@ -207,7 +233,24 @@ def listed_run_of(config: Config, num_gpus: int) -> ListedRun:
         fix = "name them: --moe-gate topk --moe-token-dispatcher-type irregular"
         refusal = ConfigError("--moe-pad-expert-input-to-capacity", "", rule, fix)
     bucket = gradient_chunk_bytes(config, parallel_layout(config, num_gpus))
-    return dataclasses.replace(listed_run(config), gradient_bucket_bytes=bucket, refusal=refusal)
+    return dataclasses.replace(
+        listed_run(config),
+        gradient_bucket_bytes=bucket,
+        refusal=refusal,
+        graphs_refusal=refusal or _graphs_refusal(config, has_gpus),
+        library_defers=not _is_local(flags),
+    )
+
+
+def _graphs_refusal(config: Config, has_gpus: bool) -> ConfigError | None:
+    """Why lists of these flags are not replayed as CUDA graphs; None where they are."""
+    overlap = dataclasses.replace(config.overlap, moe_overlap_cuda_graphs=True, defer_weight_gradients=True)
+    try:
+        require(has_gpus, GRAPHS_FLAG, "", "this machine has no GPU that would capture them", "drop it")
+        graphs_capture_what_repeats(dataclasses.replace(config, overlap=overlap))
+    except ConfigError as error:
+        return error.with_traceback(None)
+    return None
 
 
 # Flags that change the speed or memory of a run beside its plan. Training executes some of them only on newer releases of
@@ -271,6 +314,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         context_exchange=_context_exchange(flags),
         dispatcher=_dispatcher(config),
         graphs=_cuda_graphs(flags),
+        listed_graphs=config.overlap.moe_overlap_cuda_graphs,
         router_groups=_router_groups(config),
         fused_router="--moe-router-fusion" in flags,
         fused_experts="--use-transformer-engine-op-fuser" in flags,

@@ -17,11 +17,13 @@ from typing import Unpack
 from moe_overlap.api import Options, tune
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.report.search import Finalist, Screened
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.search.hidden import HiddenLayout
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
+from moe_overlap.tuner.search.layer.overlap import GraphsChoice
 from moe_overlap.tuner.search.uniform import RankedLayout
 
 DECIDED = 3
@@ -41,6 +43,7 @@ class Overlapped:
     Attributes:
         tuned: its overlap; None where nothing is overlapped.
         screened: the layouts that were looked at for what they may hide, the fastest first.
+        other_graphs: of the plans that run without CUDA graphs, the fastest with its lists replayed as such.
         is_late: whether the time limit left something that was not looked at.
         is_interrupted: whether Ctrl-C did.
     """
@@ -48,8 +51,15 @@ class Overlapped:
     chosen: Finalist
     tuned: Tuned | None
     screened: tuple[Screened, ...] = ()
+    other_graphs: GraphsChoice | None = None
     is_late: bool = False
     is_interrupted: bool = False
+
+    @property
+    def graphs(self) -> GraphsChoice | None:
+        """The graphs of the plan, where its lists are replayed; else of the fastest that would be, with its layout."""
+        own = None if self.tuned is None else self.tuned.graphs
+        return own if own is not None and own.is_on else self.other_graphs
 
     @property
     def seconds(self) -> float:
@@ -65,6 +75,7 @@ class OverlapSearch:
         read: makes a finalist of a layout.
         limits, solver_seconds: of one decision.
         deadline: of `time.monotonic`, behind which nothing more is looked at.
+        replays: whether lists are to be replayed as CUDA graphs; those that rules refuse it for run without.
     """
 
     read: Reading
@@ -72,6 +83,11 @@ class OverlapSearch:
     limits: SearchLimits
     solver_seconds: float
     deadline: float = math.inf
+    replays: bool = False
+
+    def replayed(self, finalist: Finalist) -> bool:
+        """Whether the lists of a plan are to be replayed."""
+        return self.replays and finalist.problem.listed.graphs_refusal is None
 
     @property
     def is_late(self) -> bool:
@@ -139,9 +155,15 @@ def _decisions(
 def _faster(best: Overlapped, finalist: Finalist, search: OverlapSearch, options: Options) -> Overlapped:
     """The best so far, or a finalist with its overlap where that is faster."""
     try:
-        tuned = tune(finalist.arguments, search.cluster, search.limits, search.solver_seconds, **options)
+        graphs = (GRAPHS_FLAG,) if search.replayed(finalist) else ()
+        words = [*finalist.arguments, *graphs]
+        tuned = tune(words, search.cluster, search.limits, search.solver_seconds, **options)
     except ConfigError:
         return best  # The rules of overlap refuse the plan; it stays what it is.
+    if tuned.graphs is not None and not tuned.graphs.is_on and tuned.graphs.other is not None:
+        own = replace(tuned.graphs, name=f"{finalist.name}, {tuned.graphs.name}")
+        known = [own] if best.other_graphs is None else [best.other_graphs, own]
+        best = replace(best, other_graphs=min(known, key=lambda choice: choice.order))
     if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < best.seconds:
         return replace(best, chosen=finalist, tuned=tuned)
     return best
@@ -158,7 +180,8 @@ def _screened(
     ranked, seconds = layout.ranked, None
     try:
         finalist = finalist or search.read(ranked)
-        candidate = Candidates(finalist.problem, search.limits, search.solver_seconds).simplest(layout.way)
+        problem = finalist.problem.replaying(search.replayed(finalist))
+        candidate = Candidates(problem, search.limits, search.solver_seconds).simplest(layout.way)
         refused = candidate.refused
         if candidate.prediction is not None:
             seconds = candidate.seconds if candidate.fits else None

@@ -28,7 +28,7 @@ from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.finalists import does_not_fit, in_order, listed_alone, simulated_finalists, simulated_until_ahead
 from moe_overlap.free_search import FreeSearch, free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
-from moe_overlap.job import Job, read_job
+from moe_overlap.job import Job, named_by, read_job, without_graphs
 from moe_overlap.overlapped_search import SCREENED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.report.search import Finalist, PlanSearch
@@ -132,6 +132,7 @@ def search_plan(
         chosen=chosen,
         tuned=answered.tuned,
         screened=answered.screened,
+        graphs=answered.graphs,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         found=found,
         refused=tuple(search.said.refused),
@@ -170,7 +171,8 @@ class _Search:
         bare: the user's flags without their layout.
         dropped: flags that the run goes without, with the reason.
         given: the options of the user; `options` are those of plans that are read from flags of their own.
-        task, bounds: of the narrow space.
+        task, bounds: of the narrow space; `listed` is the task for plans with instruction lists.
+        replays: whether the flags ask for lists that are replayed as CUDA graphs.
         said: reads plans as flags.
     """
 
@@ -200,6 +202,8 @@ class _Search:
         if self.graphs == libraries.graphs:
             task = captured_ahead(task, self.job, self.layouts, libraries)
         self.task = task
+        self.replays = without_graphs(words)[1]
+        self.listed = dataclasses.replace(task, features=dataclasses.replace(task.features, listed_graphs=self.replays))
         self.accepts = accepted(task, settings.target, self.bare)
         self.said = PlansAsFlags(task, self.bare, settings.target, cluster.gpus)
         self.admits = self.said.is_read if settings.target != "any" else lambda plan: True
@@ -297,6 +301,7 @@ class _Search:
             limits=settings.overlap_limits,
             solver_seconds=settings.solver_seconds,
             deadline=deadline,
+            replays=self.replays,
         )
         if overlaps.is_late or settings.target != "moe-overlap":
             return finalists, Overlapped(chosen=finalists[0], tuned=None, is_late=overlaps.is_late)
@@ -304,7 +309,7 @@ class _Search:
             search_hidden,
             found,
             self.layouts,
-            self.task,
+            self.listed,
             self.bounds,
             SCREENED,
             accepts=self.accepts,
@@ -364,8 +369,7 @@ def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, opti
     Raises:
         ConfigError: the flags are wrong whatever the layout.
     """
-    file = next((word for word in words if word.startswith("@")), None)
-    name = options.get("name") if file is None else file[1:].rpartition("/")[2].partition(".")[0]
+    name = named_by(words) or options.get("name")
     try:
         job = read_job([*bare, "--micro-batch-size", "1"], 1)
     except ConfigError:
@@ -431,8 +435,11 @@ def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, optio
 
 def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Prediction | None:
     """The user's own layout, where the flags have one that runs on these GPUs."""
-    try:
-        problem = problem_of(words, cluster, options)
-    except ConfigError:
-        return None
-    return predict_plan(problem.plan, problem)
+    # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
+    for said in (words, without_graphs(words)[0]):
+        try:
+            problem = problem_of(said, cluster, options)
+            return predict_plan(problem.plan, problem)
+        except ConfigError:
+            continue
+    return None

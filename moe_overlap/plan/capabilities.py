@@ -17,6 +17,9 @@ from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.plan.overlap import Gate
 from moe_overlap.plan.plan import Plan, StagePlan
 
+GRAPHS_FLAG = "--moe-overlap-cuda-graphs"
+"""The flag under which operators of instruction lists are replayed as CUDA graphs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -274,6 +277,8 @@ class ListedRun:
         fp8_recipe: how products in 8 bits are scaled; None where none are.
         weights_in_fp8: whether weights are held, and gathered, in 8 bits.
         refusal: why the settings do not go with a gate and a dispatcher of ours, whatever is overlapped; None where they do.
+        graphs_refusal: why lists under these settings are not replayed as CUDA graphs; None where they are.
+        library_defers: whether a library's modules put deferred weight gradients aside themselves, which no replay repeats.
     """
 
     gate: Gate | None = None
@@ -291,6 +296,8 @@ class ListedRun:
     fp8_recipe: str | None = None
     weights_in_fp8: bool = False
     refusal: ConfigError | None = None
+    graphs_refusal: ConfigError | None = None
+    library_defers: bool = False
 
 
 def require_listable(run: ListedRun, why: str, capacity_chunks: int = 1) -> None:

@@ -17,11 +17,12 @@ from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runne
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
-from moe_overlap.report.tuning import LEFT_OUT, Tuned
+from moe_overlap.report.tuning import GRAPHS, LEFT_OUT, Tuned, graphs_json, graphs_lines
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, DispatcherOutcome
 from moe_overlap.tuner.search.layer.candidates import PLAIN
+from moe_overlap.tuner.search.layer.overlap import GraphsChoice
 from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.uniform import UniformSearch
@@ -121,6 +122,7 @@ class PlanSearch:
         dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
         screened: layouts that were looked at for the all-to-alls that they may hide, the fastest first.
         changes: what the plan changes in the user's own layout, the largest gain first.
+        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
         sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
     """
 
@@ -142,6 +144,7 @@ class PlanSearch:
     is_interrupted: bool = False
     is_late: bool = False
     dispatchers: tuple[DispatcherOutcome, ...] = ()
+    graphs: GraphsChoice | None = None
     sharding: SearchedSharding | None = None
 
     @property
@@ -187,6 +190,8 @@ class PlanSearch:
                     effects[flag] = "; ".join(filter(None, (effects.get(flag), own)))
         if plan_file is not None:
             dropped.pop("--plan", None)  # The plan that was found stands in its place.
+        if GRAPHS in words:
+            dropped.pop(GRAPHS, None)
         # What the search took from the user's flags is among them again, so that it is listed with its reason.
         words = (*words, *(name for name in dropped if name not in words))
         return argument_file(
@@ -212,6 +217,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "arguments": search.written.arguments if executed else [],
         "not_executed": search.refusal,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
+        "graphs": graphs_json(search.graphs),
         "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
         "changes": [] if search.baseline is None else changes_json(search.changes),
         "dropped_flags": [name for name, _ in search.written.left_out] if executed else [],
@@ -395,6 +401,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
             f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
     lines += _dispatcher_lines(search)
+    if search.graphs is not None:
+        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(search.graphs, search.prediction)]
     if search.refusal is None:
         lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     else:

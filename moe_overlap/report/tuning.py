@@ -15,12 +15,15 @@ from typing import Any
 
 from moe_overlap.describe.cluster import GIB, start_flags
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.capabilities import GRAPHS_FLAG as GRAPHS
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.tuner.calibrate.refine import Refinement
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate
 from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
+from moe_overlap.tuner.search.layer.overlap import WORTH, GraphsChoice
 
 PLACED = "an instruction list places that communication itself"
 SENT = "layers that overlap send their rows by this fork's irregular dispatcher"
@@ -41,6 +44,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "--moe-flex-dispatcher-backend": SENT,
         "--moe-deepep-num-sms": SENT,
         "--moe-hybridep-num-sms": SENT,
+        GRAPHS: "captures the operators of instruction lists, and nothing is overlapped",
     }
 )
 """Flags that a run with overlap goes without, and why."""
@@ -59,6 +63,7 @@ class Tuned:
         dropped: flags of the user that it runs without.
         refinement: the change that traces made to prices; None without traces.
         assumed: sentences on what was taken for what the flags do not say.
+        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
     """
 
     chosen: Candidate
@@ -71,6 +76,7 @@ class Tuned:
     dropped: tuple[str, ...]
     refinement: Refinement | None = None
     assumed: tuple[str, ...] = ()
+    graphs: GraphsChoice | None = None
 
 
 # Data: one function makes the JSON, of whose parts each has a function.
@@ -86,6 +92,7 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
         "dropped_flags": list(tuned.dropped),
         "assumed": list(tuned.assumed),
         "layer_classes": classes_json(tuned.mix),
+        "graphs": graphs_json(tuned.graphs),
         "runners_up": [_candidate_json(other) for other in tuned.others],
         "search": {"seconds": tuned.search_seconds},
     }
@@ -122,6 +129,20 @@ def _class_json(choice: ClassChoice) -> dict[str, Any]:
     ]
     layers = list(choice.layer_class.layers)
     return {"class": choice.layer_class.name, "layers": layers, "mechanism": choice.chosen, "others": others}
+
+
+def graphs_json(graphs: GraphsChoice | None) -> dict[str, Any] | None:
+    """Whether lists are replayed as CUDA graphs, and the other way; None where there is none."""
+    if graphs is None:
+        return None
+    other = graphs.other
+    return {
+        "replayed": graphs.is_on,
+        "other": graphs.name,
+        "other_step_seconds": None if other is None else other.predicted.step_seconds,
+        "other_fits": None if other is None else other.fits,
+        "refused": graphs.refused,
+    }
 
 
 def refinement_json(refinement: Refinement) -> dict[str, Any]:
@@ -170,6 +191,7 @@ def tuned_text(tuned: Tuned, folder: Path, per_node: int) -> str:
     lines += [f"without    {flag}: {LEFT_OUT[flag]}" for flag in tuned.dropped]
     lines += [f"assumed    {text}" for text in tuned.assumed]
     lines += [f"           {line}" for line in _decisions(chosen)]
+    lines += [f"graphs     {line}" for line in graphs_lines(tuned.graphs, chosen.prediction)]
     lines += [f"not        {other.name}: {_why(other, chosen)}" for other in tuned.others]
     lines += classes_text(tuned.mix)
     lines += [
@@ -180,6 +202,31 @@ def tuned_text(tuned: Tuned, folder: Path, per_node: int) -> str:
     ranks = start_flags(chosen.plan.world_size, per_node)
     lines += [f"next       python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}"]
     return "\n".join(lines)
+
+
+UNTRIED = "captured graphs have not run on hardware yet"
+
+
+def graphs_lines(graphs: GraphsChoice | None, chosen: Prediction) -> list[str]:
+    """A line on the answer with its lists replayed as CUDA graphs, or without; none where there is no other way.
+
+    Args:
+        chosen: the prediction of the plan as it is chosen, to which the other way is compared.
+    """
+    if graphs is None:
+        return []
+    if graphs.other is None:
+        return [f"none: {graphs.refused}"]
+    seconds, other = chosen.predicted.step_seconds, graphs.other
+    than = f"{other.predicted.step_seconds:.4f} s a step ({other.predicted.step_seconds / seconds - 1:+.1%})"
+    if graphs.is_on:
+        return [f"{GRAPHS}, as the flags ask; without it {than}; {UNTRIED}"]
+    peak = max(stage.peak_bytes for stage in other.predicted.stages) / GIB
+    fits = "" if other.fits else f", {other.memory_verdict}"
+    # The choice of overlap knew nothing of graphs: with the flag, more partitions may be worth their launches.
+    helps = other.fits and other.predicted.step_seconds < seconds * (1.0 - WORTH)
+    again = "search again with the flag; " if helps else ""
+    return [f"with {GRAPHS} {graphs.name}: {than}, peak {peak:.1f} GiB{fits}; {again}{UNTRIED}"]
 
 
 def _figures(candidate: Candidate) -> str:

@@ -62,6 +62,10 @@ class Problem:
             return self
         return replace(self, features=replace(self.features, overlap_param_gather=False))
 
+    def replaying(self, is_on: bool) -> Problem:
+        """The same problem whose instruction lists are replayed as CUDA graphs, or are not."""
+        return replace(self, features=replace(self.features, listed_graphs=is_on))
+
     def refined_by(self, refined: Refined) -> Problem:
         """The same problem at prices that traces refine."""
         return replace(self, machine=replace(self.machine, refined=refined))

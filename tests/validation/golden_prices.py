@@ -165,6 +165,10 @@ CASES: Mapping[str, Case] = {
         f"{MOE} {SHARDED} {EIGHT} {LISTED} --pipeline-model-parallel-size 2 --defer-weight-gradients "
         "--max-deferred-bytes 100000000000"
     ),
+    "MoE, two short micro-batches of static shape, replayed as graphs": Case(
+        f"{MOE} {SHARDED} {EIGHT} {LISTED} --seq-length 512 --moe-overlap-micro-batches 2 --moe-overlap-cuda-graphs "
+        "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+    ),
     "latent attention, interleaved, shared expert beside": Case(
         f"{LATENT} {SHARDED} {BESIDE} {EIGHT} --pipeline-model-parallel-size 2 --moe-shared-expert-overlap "
         "--pipeline-model-parallel-layout Ett|tt|tt|ttmL --fp8-format e4m3 --fp8-recipe mxfp8",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import moe_overlap.plan_search as plan_search
+import moe_overlap.search_task as search_task
 from megatron.training.cli.arguments import expand_files
 from moe_overlap.api import arguments_to_run
 from moe_overlap.describe.cluster import shipped_cluster
@@ -42,8 +43,8 @@ def few_layouts(model: ModelDescription, run: Run) -> list[UniformLayout]:
 
 
 def tuned(words: Sequence[str], gpus: int, monkeypatch: pytest.MonkeyPatch, target: Target) -> PlanSearch:
-    monkeypatch.setattr(plan_search, "uniform_layouts", few_layouts)
-    monkeypatch.setattr(plan_search, "MODULE_SETS", 0)
+    monkeypatch.setattr(search_task, "uniform_layouts", few_layouts)
+    monkeypatch.setattr(search_task, "MODULE_SETS", 0)
     monkeypatch.setattr(
         plan_search, "decide_overlaps", lambda finalists, *_, **__: Overlapped(chosen=finalists[0], tuned=None)
     )

@@ -554,7 +554,7 @@ class OverlapConfig:
     multiprocessors, at most 32."""
     moe_overlap_cuda_graphs: bool = flag(False, needs="CUDA")
     """Replay the operators of overlapping layers whose shapes never change as CUDA graphs: attention and gates; experts
-    too, with --moe-pad-expert-input-to-capacity. Captured once, in the fourth step."""
+    too, with --moe-pad-expert-input-to-capacity. Captured once, in the fourth step. Predicted, not yet run on hardware."""
     trace: str | None = None
     """Write the measured spans of the last step as a Perfetto trace, all ranks in one file."""
 

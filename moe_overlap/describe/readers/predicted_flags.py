@@ -66,9 +66,6 @@ EFFECTS = (
     _effect("reductions inside the network's switches", "use-sharp"),
     _effect("all-reduces over symmetric memory: faster where they are small", "symmetric-ar-type"),
     _effect("fewer launches in the update", "optimizer-cuda-graph"),
-    _effect(
-        "one launch for each operator of a layer: less of the host's time, and more memory", "moe-overlap-cuda-graphs"
-    ),
     _effect("rows beyond the capacity are dropped: less work where routing is uneven", "moe-expert-capacity-factor"),
     _effect(
         "gate and value columns interleaved for a fused kernel: fewer passes over memory",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.lifetimes import StreamOrder
-from moe_overlap.plan.operators import ATTENTION, EXPERTS, GATE, MERGE, MLP, SHARED
+from moe_overlap.plan.operators import ATTENTION, EXPERTS, GATE, MERGE, MLP, SHARED, OperatorKind
 
 ALWAYS = frozenset({ATTENTION, MLP, GATE, SHARED})
 WITH_STATIC_ROWS = frozenset({EXPERTS, MERGE})
@@ -54,13 +54,18 @@ class CapturedList:
     sent: Mapping[int, tuple[str, ...]]
 
 
+def captured_kinds(has_static_rows: bool) -> frozenset[OperatorKind]:
+    """Operators of layers that are captured, each forward, backward, and as deferred weight gradients."""
+    return ALWAYS | WITH_STATIC_ROWS if has_static_rows else ALWAYS
+
+
 def captured_list(instructions: Sequence[Instruction], has_static_rows: bool) -> CapturedList:
     """Find the captured instructions of a list and give each micro-batch of a chunk its slot.
 
     Args:
         has_static_rows: whether every expert's input is padded to its capacity.
     """
-    kinds = ALWAYS | WITH_STATIC_ROWS if has_static_rows else ALWAYS
+    kinds = captured_kinds(has_static_rows)
     streams = StreamOrder(instructions)
     held: dict[tuple[int, int], list[int]] = defaultdict(list)  # places of all that is of a micro-batch of a chunk
     captured: dict[tuple[int, int], list[int]] = defaultdict(list)  # places of what is captured

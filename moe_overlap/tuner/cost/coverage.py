@@ -34,6 +34,8 @@ def traits(plan: Plan, features: Features, is_moe: bool) -> tuple[str, ...]:
         found.append("with states in host memory")
     if any(stage.recompute.granularity in ("full", "uniform") for stage in stages):
         found.append("that compute whole layers again")
+    if features.listed_graphs and any(stage.overlap.is_listed for stage in stages):
+        found.append("whose instruction lists are replayed as CUDA graphs")
     if is_moe and features.overlap_experts:
         found.append("with all-to-alls beside another micro-batch")
     return tuple(f"{kind} {trait}" for trait in found)

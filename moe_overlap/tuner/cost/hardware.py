@@ -57,6 +57,8 @@ class Features:
     dispatcher: Dispatcher = "alltoall"
     graphs: Graphs = "none"
     """CUDA graphs: of all but the experts (partial), or of a whole step."""
+    listed_graphs: bool = False
+    """Operators of instruction lists are replayed as CUDA graphs (--moe-overlap-cuda-graphs); nothing else heeds it."""
     router_groups: RouterGroups = RouterGroups()
     fused_router: bool = False
     """Scores, choice and map of the router in few kernels (--moe-router-fusion)."""

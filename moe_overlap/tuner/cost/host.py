@@ -4,17 +4,21 @@ The host launches ahead of the device, so that a pass takes as long as the slowe
 the experts want to know how many rows each expert has, so the host waits for the counts of every MoE layer in its forward pass
 (megatron-core's dispatchers and those of DeepEP and HybridEP all do, without capacity). Behind such a wait nothing is queued: no
 operator starts before it was launched, and what is launched late stays late until the next wait. The backward pass knows the
-counts. A graph of the whole step has static buffers and waits for nothing.
+counts. A graph of the whole step has static buffers and waits for nothing, and neither does a list with a static capacity.
+
+A list may have its operators replayed as CUDA graphs (`Replays`). Then the host pays one launch for each pass of an operator,
+whatever it launches otherwise, and what the replay needs beside it (captured_launches.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.plan.operators import ATTENTION, COMBINE, DISPATCH, EXPERTS
+from moe_overlap.plan.operators import ATTENTION, COMBINE, COUNT, DISPATCH, EXPERTS, GATE, MERGE, OperatorKind
 from moe_overlap.tuner.cost.calls import CallCode
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features
 from moe_overlap.tuner.cost.operators import (
@@ -37,6 +41,26 @@ NODES = (ATTENTION, DISPATCH, EXPERTS, COMBINE)
 differentiates them one by one on streams that wait for each other: a call as dear as a module's for each."""
 WAITING_CALLS = 4.0
 """Calls of torch to get the counts: a copy, an event, the wait, a list."""
+BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
+"""Operator of an all-to-all -> the operator that the computation around it, such as permutation, belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """What a run by instruction lists launches otherwise than megatron-core's passes.
+
+    Attributes:
+        captured: operators that are replayed as graphs, forward and backward.
+        beside: operator and whether it is its backward pass -> launches that one replay needs beside its own, in the mean.
+        counts_rows: whether the host reads how many rows each expert has; not with a static capacity.
+    """
+
+    captured: frozenset[OperatorKind] = frozenset()
+    beside: Mapping[tuple[OperatorKind, bool], float] = field(default_factory=dict)
+    counts_rows: bool = True
+
+
+UNLISTED = Replays()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +75,13 @@ class HostWork:
     waits: Bools
 
 
-def host_work(table: OpTable, features: Features, common: CommonConstants, seconds_of_launch: float) -> HostWork:
+def host_work(
+    table: OpTable,
+    features: Features,
+    common: CommonConstants,
+    seconds_of_launch: float,
+    replays: Replays = UNLISTED,
+) -> HostWork:
     """The host's work for every operator.
 
     Args:
@@ -80,10 +110,29 @@ def host_work(table: OpTable, features: Features, common: CommonConstants, secon
     launched = table.launches > 0
     if features.graphs == "partial":
         launched = launched & np.isin(table.operators, UNGRAPHED)
-    work = np.where(launched, work, 0.0) + np.where(table.waits, WAITING_CALLS, 0.0)
+    work = _replayed(table, np.where(launched, work, 0.0), replays)
+    waits = table.waits & replays.counts_rows
+    work = work + np.where(waits, WAITING_CALLS, 0.0)
     if features.overlap_experts:
         work = work + _node_calls(table) * common.transformer_engine
-    return HostWork(work * seconds_of_launch, table.waits)
+    return HostWork(work * seconds_of_launch, waits)
+
+
+def _replayed(table: OpTable, work: Floats, replays: Replays) -> Floats:
+    """[N] launches, where those of a captured operator are one at its first, with those that its replay needs beside it."""
+    if not replays.captured:
+        return work
+    # All-to-alls stay instructions, and what the capture has around them belongs to the operators beside them.
+    named = np.array([BESIDE.get(op.operator, op.operator) for op in table.ops], dtype=np.str_)
+    computes = table.classes != CostClassCode.COLLECTIVE
+    work = work.copy()
+    for kind in sorted(replays.captured):
+        for backward in (False, True):
+            places = np.flatnonzero((named == kind) & computes & (table.backward == backward) & (table.launches > 0))
+            if len(places):
+                work[places] = 0.0
+                work[places[0]] = 1.0 + replays.beside.get((kind, backward), 0.0)
+    return work
 
 
 def _node_calls(table: OpTable) -> Floats:

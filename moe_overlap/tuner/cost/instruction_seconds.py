@@ -3,7 +3,8 @@
 Operators of a pass take what `layer.py` says. What a list has no instruction for belongs to another operator of the
 same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
 runs in partitions is priced at the size of a partition, and its deferred weight gradient as so many products of that
-size. Cutting and joining partitions counts where it is done (copied_bytes.py). What flags hide beside computation that
+size. Cutting and joining partitions counts where it is done (copied_bytes.py), and so do copies into captured graphs
+(captured_launches.py). What flags hide beside computation that
 the list does not show (gradients and parameters that travel during passes) takes what remains exposed. What was measured
 of a job (`hardware.py`) scales all prices but those of transfers and copies.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from moe_overlap.plan.operators import (
 )
 from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes
+from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes, static_rows, tokens_of_rank
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import (
     Priced,
@@ -57,7 +58,8 @@ from moe_overlap.tuner.cost.analytic import (
     pair_seconds,
     prediction_variant,
 )
-from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_list
+from moe_overlap.tuner.cost.captured_launches import Replayed, beside_replays, replayed_in
+from moe_overlap.tuner.cost.copied_bytes import HIDDEN, Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
 from moe_overlap.tuner.cost.layer import Key, PartCost, collective_seconds_inside, held_bytes, operator_seconds
@@ -113,6 +115,8 @@ class StagePrices:
     _held: dict[str, dict[Key, float]] = field(default_factory=dict)
     _uses: dict[tuple[str, str], LinkUse] = field(default_factory=dict)
     _inside: dict[tuple[str, int], dict[Key, dict[str, float]]] = field(default_factory=dict)
+    _into_graphs: dict[Place, float] = field(default_factory=dict)
+    _beside: Mapping[int, Mapping[tuple[OperatorKind, bool], float]] = field(default_factory=dict)
 
     @property
     def slowed(self) -> Interference:
@@ -131,6 +135,26 @@ class StagePrices:
                 self._named[place][_key(operator)] = None
         hidden = self.priced.family.boundary_bytes
         self._copied = copied_bytes(made, hidden, hidden * self.priced.setting.topk)
+        if self.priced.setting.replays.captured:
+            replayed = self.replayed(made)
+            self._beside = beside_replays(made, replayed, self.row)
+            for i in made:
+                if i.id in replayed:
+                    seconds = sum(self._copy_seconds(size) for size in replayed[i.id].copies)
+                    self._into_graphs[place_in_list(i)] = seconds
+
+    def replayed(self, made: Sequence[Instruction]) -> dict[int, Replayed]:
+        """What captured graphs of a list of this stage launch, copy and keep, by instruction."""
+        pieces = Counter((i.name, i.micro_batch) for i in made)
+        hidden, tokens = self.priced.family.boundary_bytes, tokens_of_rank(self.plan, self.stage)
+        rows = static_rows(self.plan, self.stage, self.model) or tokens * self.priced.setting.topk
+        routed = hidden * rows / tokens
+
+        def size(i: Instruction, role: BufferRole, parts: int) -> float:
+            cut = pieces[i.name, i.micro_batch]
+            return (hidden if role in HIDDEN else routed) * (1.0 if parts > 1 else 1.0 / cut)
+
+        return replayed_in(made, self.plan.static_capacity_factor is not None, size)
 
     def seconds(self, i: Instruction) -> float:
         """Seconds of one instruction by itself."""
@@ -151,6 +175,7 @@ class StagePrices:
             return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         place = place_in_list(i)
         beside = self.starts.get(i.id, 0.0) + self._copy_seconds(self._copied.get(place, 0.0))
+        beside += self._into_graphs.get(place, 0.0)
         if i.kind == "weight-gradient":
             # A gradient in partitions may stand in the list several times, and each computes its own partitions.
             products = self._products(i.name)
@@ -397,12 +422,17 @@ class StagePrices:
         # One stage that overlaps puts every stage on the executor.
         is_listed = any(stage.overlap.is_listed for stage in self.plan.stages)
         part = as_listed(table.part) if is_listed else table.part
+        setting, beside = self.priced.setting, self._beside.get(row)
+        if beside:
+            setting = replace(setting, replays=replace(setting.replays, beside=beside))
         # Not a share of the whole: smaller products are less efficient, which is what partitioning costs.
         if pieces > 1 or part is not table.part:
             divided = samples % pieces == 0
             sizes = (samples // pieces, length) if divided else (samples, length // pieces)
             table = tabulate(part, *sizes)
-            cost = cost_of(table, self.priced.setting)
+            cost = cost_of(table, setting)
+        elif beside:
+            cost = cost_of(table, setting)
         return table, cost
 
     def _fused_seconds(self, place: str, pieces: int) -> FusedSeconds:

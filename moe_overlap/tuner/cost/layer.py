@@ -25,11 +25,9 @@ from moe_overlap.plan.operators import (
     ATTENTION,
     BACKWARD,
     COMBINE,
-    COUNT,
     DISPATCH,
     EXCHANGE_PARTS,
     GATE,
-    MERGE,
     RECOMPUTE,
     SHARED,
     WEIGHT_GRADIENT,
@@ -37,7 +35,7 @@ from moe_overlap.plan.operators import (
 )
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features, GpuConstants
-from moe_overlap.tuner.cost.host import drained_seconds, host_work
+from moe_overlap.tuner.cost.host import BESIDE, UNLISTED, Replays, drained_seconds, host_work
 from moe_overlap.tuner.cost.interference import Concurrent
 from moe_overlap.tuner.cost.links import Group, LinkUse, all_to_all_seconds, collective_seconds, link_use
 from moe_overlap.tuner.cost.operators import (
@@ -72,6 +70,8 @@ class Setting:
     load: float = 1.0
     """Rows of the busiest rank over the mean."""
     lookup: Lookup | None = None
+    replays: Replays = UNLISTED
+    """What the executor of lists replays as CUDA graphs, where one runs the part."""
 
     def reached_places(self, places: int) -> float:
         """Expected number of so many ranks or nodes that a token's experts stand in."""
@@ -192,7 +192,7 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
         exposed["expert"] = _exposed(
             exposed["expert"], float(seconds[in_pass & (table.operators == SHARED)].sum()), concurrent
         )
-    work = host_work(table, features, setting.common, setting.constants.host_seconds)
+    work = host_work(table, features, setting.common, setting.constants.host_seconds, setting.replays)
     busy = seconds.copy()
     for index, kind, alone in sent:
         busy[index] += alone * exposed[kind] / totals[kind] if totals[kind] else 0.0
@@ -284,8 +284,6 @@ def hide_all_to_alls(cost: PartCost, concurrent: Concurrent) -> PartCost:
 
 Key = tuple[str, str, str]
 """Operator, weight and suffix, as in `operators.Operator`."""
-BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
-"""Operator of an all-to-all -> the operator that the computation around it, such as permutation, belongs to."""
 
 
 def operator_seconds(

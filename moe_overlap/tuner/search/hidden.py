@@ -4,12 +4,14 @@ A search by plain steps rules out layouts that send much: wide expert groups acr
 the overlap of every layout takes seconds each, so they are found by a closed form first.
 
 1. `HiddenCosts` prices a layout as if a way to overlap hid all that it can: per layer and pass the longer of computation and
-   all-to-alls, under the interference of this host. Launches, recomputation and everything else stay what they are.
+   all-to-alls, under the interference of this host. Recomputation and everything else stay what they are. The host launches what
+   stands between the all-to-alls once for each of the fewest partitions; a layer for which that is longer stays whole. Where the
+   run replays captured graphs (`Features.listed_graphs`), each is one launch.
 2. What a way needs counts: partitions divide the samples of a micro-batch; two micro-batches at a time need two of them, no model
    chunks, and hold the activations of `paired_1f1b`.
-3. `search_hidden` ranks the layouts whose step may then be below the best plain one. What partitions cost to launch is not in
-   the form, so the caller simulates what is ranked. The form is no strict bound: it was up to a tenth above simulated steps of
-   tensor ranks (tests/unit/tuner/test_overlapped_search.py).
+3. `search_hidden` ranks the layouts whose step may then be below the best plain one. What partitions cost the device, and wider
+   ranges the host, is not in the form, so the caller simulates what is ranked. The form is no strict bound: it was up to a tenth
+   above simulated steps of tensor ranks (tests/unit/tuner/test_overlapped_search.py).
 
 Source: Lancet, section 4: what a pipeline of partitions reaches at best is max(computation, communication) of its range.
 """
@@ -21,15 +23,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import numpy as np
+
+from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, paired_1f1b
+from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, MERGE
 from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.cost.analytic import replays_of
+from moe_overlap.tuner.cost.host import host_work
 from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.layer import PartCost, Setting, hide_all_to_alls
+from moe_overlap.tuner.cost.layer import PartCost, PassCost, Setting, hide_all_to_alls
 from moe_overlap.tuner.cost.operators import OpTable
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import Accepts, Progress, RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+
+BETWEEN = (DISPATCH, EXPERTS, COMBINE, MERGE)
+"""Operators of the narrowest range in partitions; a gate may decide over the whole micro-batch."""
 
 
 class Way(StrEnum):
@@ -69,11 +80,37 @@ class HiddenCosts(UniformCosts):
         count = plan.stages[index].gradient_accumulation_steps
         return float(most_in_flight(paired_1f1b(len(plan.stages), index, count)))
 
+    def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> tuple[Setting, Interference]:
+        setting, factors = super()._setting(layout, plan, model)
+        return replace(setting, replays=replays_of(plan, self.task.features)), factors
+
     def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
-        cost = super()._cost(table, layout, setting)
+        cost, concurrent = super()._cost(table, layout, setting), setting[0].concurrent
         if id(cost) not in self._hidden:
-            self._hidden[id(cost)] = cost, hide_all_to_alls(cost, setting[0].concurrent)
+            if self._way is Way.PAIRS:
+                hidden = hide_all_to_alls(cost, concurrent)
+            else:
+                cut = hide_all_to_alls(launched_again(cost, table, setting[0], layout.micro_batch), concurrent)
+                hidden = min(cost, cut, key=lambda each: each.seconds)
+            self._hidden[id(cost)] = cost, hidden
         return self._hidden[id(cost)][1]
+
+
+def launched_again(cost: PartCost, table: OpTable, setting: Setting, samples: int) -> PartCost:
+    """A part whose host launches what stands between the all-to-alls for each of the fewest partitions.
+
+    Args:
+        samples: of a micro-batch.
+    """
+    partitions = next((count for count in range(2, samples + 1) if samples % count == 0), 1)
+    work = host_work(table, setting.features, setting.common, setting.constants.host_seconds, setting.replays)
+    between = np.isin(table.operators, BETWEEN)
+
+    def again(one: PassCost, is_backward: bool) -> PassCost:
+        more = float(work.seconds[between & (table.backward == is_backward)].sum())
+        return replace(one, host_seconds=one.host_seconds + (partitions - 1) * more)
+
+    return replace(cost, forward=again(cost.forward, False), backward=again(cost.backward, True))
 
 
 def goes_with(way: Way, layout: UniformLayout, global_batch_size: int, gpus: int) -> bool:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
+from moe_overlap.api import problem_of
+from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import ATTENTION, FORWARD
+from moe_overlap.plan.lowering.captured import captured_kinds
+from moe_overlap.plan.operators import ATTENTION, EXPERTS, FORWARD
+from moe_overlap.tuner.cost.captured_launches import beside_replays, replayed_in
+from moe_overlap.tuner.cost.hardware import CommonConstants, Features
+from moe_overlap.tuner.cost.host import Replays, host_work
+from moe_overlap.tuner.cost.operators import tabulate
 from tests.stand_ins.cuda_graphs import RecordedGraphs
-from tests.unit.runtime.fake_ranks import LAYERS, run_step, two_ranks
+from tests.unit.runtime.fake_ranks import LAYERS, DeviceMode, run_step, two_ranks
+from tests.validation.golden_graphs import golden_graphs
+from tests.validation.golden_prices import EIGHT, MOE
 
 __all__ = ["two_ranks"]
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -52,12 +62,53 @@ MOST_SEGMENTED, MOST_REPLAYED = 164, 21
 with the copies to them and the additions between them."""
 
 
+STATIC = "--moe-expert-capacity-factor 0.75 --moe-pad-expert-input-to-capacity --moe-overlap-micro-batches 2"
+
+
+@cache
+def replayed(flags: str) -> tuple[DeviceMode, tuple[Instruction, ...]]:
+    return run_step(flags, lambda device: RecordedGraphs(device.launched))
+
+
 def test_a_graph_is_one_launch() -> None:
-    flags = "--moe-expert-capacity-factor 0.75 --moe-pad-expert-input-to-capacity --moe-overlap-micro-batches 2"
-    flags += " --defer-weight-gradients"
+    flags = f"{STATIC} --defer-weight-gradients"
     plain, instructions = run_step(flags)
-    graphed, _ = run_step(flags, lambda device: RecordedGraphs(device.launched))
+    graphed, _ = replayed(flags)
     assert 100 < in_layers(plain.kernels, instructions) <= MOST_SEGMENTED
     assert 10 < in_layers(graphed.kernels, instructions) <= MOST_REPLAYED
     attention = [i for i in instructions if i.operator.kind is ATTENTION and i.operator.phase is FORWARD]
     assert {graphed.kernels[i] for i in attention} <= {1, 2}, "a graph, and a copy of what the embedding has made"
+
+
+EXPERTS_OF_RANK = 2
+"""Each has a weight gradient, and a graph, of its own on a CPU. Grouped products of a GPU have one, as is priced."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [f"{STATIC} --defer-weight-gradients", "--moe-overlap-partitions 2 --moe-shared-expert-intermediate-size 32"],
+)
+def test_launches_are_priced_as_they_are_counted(flags: str) -> None:
+    counted, instructions = replayed(flags)
+    is_static = "--moe-pad" in flags
+    priced = replayed_in(instructions, is_static, lambda i, role, parts: 1.0)
+    assert len(priced) > 40
+    for i in instructions:
+        if i.id in priced:
+            of_experts = i.kind == "weight-gradient" and i.operator.kind is EXPERTS
+            assert priced[i.id].launches * (EXPERTS_OF_RANK if of_experts else 1) == counted.kernels[i], i
+
+
+def test_a_layer_is_charged_what_its_graphs_launch() -> None:
+    """All but its all-to-alls, on a layer made by hand; the graphs of the second expert's weight gradients are none of it."""
+    counted, instructions = replayed(f"{STATIC} --defer-weight-gradients")
+    (beside,) = beside_replays(
+        instructions, replayed_in(instructions, True, lambda i, role, parts: 1.0), lambda layer: 0
+    ).values()
+    problem = problem_of(f"{MOE} {EIGHT}".split(), shipped_cluster("H100", 8), {"graphs": golden_graphs})
+    table = tabulate(next(part for part in problem.graphs[0].parts if part.kind == "moe"), 1, 16)
+    price = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, further=0.5)
+    work = host_work(table, Features(), price, 1.0, Replays(captured_kinds(True), beside, counts_rows=False))
+    charged = sum(float(s) for s, op in zip(work.seconds, table.ops, strict=True) if op.cost_class != "collective")
+    of_second = 2 * (EXPERTS_OF_RANK - 1)
+    assert charged == pytest.approx(in_layers(counted.kernels, instructions) - of_second, abs=0.01)

@@ -81,6 +81,44 @@ def test_no_plan_of_a_way_is_faster_than_the_closed_form(way: Way) -> None:
     assert min(held) > 0.99 and max(held) < 1.01, held
 
 
+def paced(host_seconds: float, graphs: bool = False) -> Case:
+    """The case on a host that takes so long for a launch, with or without captured graphs."""
+    machine, features = SLOW.task.machine, dataclasses.replace(SLOW.task.features, listed_graphs=graphs)
+    constants = dataclasses.replace(machine.constants, host_seconds=host_seconds)
+    task = dataclasses.replace(SLOW.task, machine=dataclasses.replace(machine, constants=constants), features=features)
+    return dataclasses.replace(SLOW, task=task)
+
+
+def test_what_partitions_launch_again_counts_as_far_as_they_are_worth_it() -> None:
+    """A slow host makes partitions no way to hide: the least is then the layout as it is. Graphs are launched faster."""
+    layouts = [layout for layout in sound(SLOW, Way.PARTITIONS) if layout.context == layout.tensor == 1]
+    layouts = [layout for layout in layouts if goes_with(Way.PAIRS, layout, *batch_and_gpus())]
+    assert len(layouts) >= 4
+    for layout in layouts[:: (len(layouts) + 1) // 2]:
+
+        def least(host_seconds: float, way: Way, graphs: bool = False, layout: UniformLayout = layout) -> float:
+            costs = HiddenCosts(paced(host_seconds, graphs).task, way)
+            return float(costs.evaluate(layout).seconds[0, 0])
+
+        def plain(host_seconds: float, layout: UniformLayout = layout) -> float:
+            return float(UniformCosts(paced(host_seconds).task).evaluate(layout).seconds[0, 0])
+
+        # Without a host both ways hide as much; it launches one of them twice.
+        assert least(0.0, Way.PARTITIONS) == pytest.approx(least(0.0, Way.PAIRS), rel=1e-3)
+        assert least(0.0, Way.PARTITIONS) < 0.97 * plain(0.0)
+        slow = 3e-4
+        assert least(slow, Way.PARTITIONS) > 1.05 * least(slow, Way.PAIRS)
+        assert least(slow, Way.PARTITIONS, graphs=True) < 0.97 * least(slow, Way.PARTITIONS)
+        assert least(1e-2, Way.PARTITIONS) == pytest.approx(plain(1e-2), rel=0.01)
+        for graphs in (False, True):
+            simulated = simplest(paced(slow, graphs), layout, Way.PARTITIONS, MemoryChoice())
+            assert simulated is not None and least(slow, Way.PARTITIONS, graphs) <= 1.12 * simulated[0], layout
+
+
+def batch_and_gpus() -> tuple[int, int]:
+    return SLOW.template.global_batch_size, SLOW.template.world_size
+
+
 def test_what_is_ranked_is_what_an_enumeration_has() -> None:
     plain = SLOW.search()
     bar, keep = 1.4 * plain.solution.objective, 6
@@ -109,9 +147,10 @@ def at_speed(gb_per_s: float) -> Cluster:
 
 def test_a_plan_that_is_fast_with_overlap_only_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three plans are faster without overlap, and stay slower than this one whatever they overlap."""
-    words = "--num-layers 4 --num-experts 16 --moe-ffn-hidden-size 8191 --global-batch-size 64".split()
+    words = "--num-layers 2 --num-experts 16 --moe-ffn-hidden-size 8191 --global-batch-size 64".split()
     words += ["--overlap-grad-reduce", "--overlap-param-gather"]
-    settings = SearchSettings(solver_seconds=0.5)
+    # Into how many partitions it is cut decides nothing here.
+    settings = SearchSettings(solver_seconds=0.5, overlap_limits=dataclasses.replace(LIMITS, max_partitions=2))
     found = search_plan([*SMALL, *words], at_speed(150.0), settings, **OPTIONS)
     assert found.tuned is not None and found.tuned.chosen.name != PLAIN
     ranked = [found.chosen, *found.others]
@@ -143,7 +182,7 @@ class Decisions:
         if len(self.asked) == 2:
             self.at()
         seconds = self.seconds * (1.0 - 0.1 * len(self.asked))
-        return SimpleNamespace(chosen=SimpleNamespace(name="partitions", fits=True, seconds=seconds))
+        return SimpleNamespace(chosen=SimpleNamespace(name="partitions", fits=True, seconds=seconds), graphs=None)
 
 
 @pytest.mark.parametrize("ends", ["ctrl-c", "time limit", "whole"])

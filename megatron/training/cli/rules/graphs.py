@@ -13,8 +13,7 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.rules.moe import overlap_flag
 from megatron.training.cli.sizes import expert_tensor_size
 from moe_overlap.describe.errors import require
-
-FLAG = "--moe-overlap-cuda-graphs"
+from moe_overlap.plan.capabilities import GRAPHS_FLAG as FLAG
 
 
 def graphs_capture_what_repeats(config: Config) -> None:

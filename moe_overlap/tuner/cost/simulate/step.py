@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from moe_overlap.plan.instructions import Instruction, Span
 from moe_overlap.plan.lowering.deferral import early_gradients
@@ -28,6 +28,7 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import Plan, PredictedStage
 from moe_overlap.plan.sizes import ROUTED_LOAD_BOUND
 from moe_overlap.tuner.cost.analytic import Prediction, Priced, prepare, price, price_family
+from moe_overlap.tuner.cost.captured_launches import kept_bytes
 from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, refuse_unpriced
 from moe_overlap.tuner.cost.hardware import NOT_REFINED
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
@@ -239,7 +240,9 @@ class _Lists:
             key = equivalence_key(self.plan, index, self.problem.model, here)
             if key not in known:
                 known[key] = _stage_alone(self, index, here)
-            found.append(_as_stage(known[key], self.plan, index))
+            # Equivalent stages take equally long, but have unlike numbers of micro-batches under way.
+            kept = partial(_kept_by_graphs, self, index, here)
+            found.append(replace(_as_stage(known[key], self.plan, index), kept_by_graphs=kept))
         return found
 
     def of(self, micro_batches: int) -> Plan:
@@ -275,6 +278,7 @@ class _Alone:
         early: names of deferred weight gradients that are computed early because the bound on held bytes is reached.
         deferred: how many are deferred.
         bytes: the bytes that overlap adds, computed when they are asked for: the order of plans needs seconds alone.
+        kept_by_graphs: bytes that captured graphs keep beside them, computed alike.
     """
 
     compressed: Compressed
@@ -290,6 +294,7 @@ class _Alone:
     fragmentation: float
     early: tuple[str, ...]
     deferred: int
+    kept_by_graphs: Callable[[], float] = lambda: 0.0
 
 
 def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
@@ -331,6 +336,24 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     )
 
 
+UNDER_WAY = 3
+"""Rounds of a pipeline's stages in which as many micro-batches of a chunk are under way as ever are."""
+
+
+def _kept_by_graphs(listed: _Lists, index: int, here: StagePrices) -> float:
+    """Bytes that captured graphs of a stage keep (captured_launches.py); 0 where nothing is captured."""
+    if not here.priced.setting.replays.captured:
+        return 0.0
+    count = min(listed.micro_batches, max(GROUPS, UNDER_WAY * len(listed.plan.stages)))
+    plan, stage = listed.of(count), listed.plan.stages[index]
+    made = lower_rank(plan, listed.problem.model, stage.devices.ranks[0])
+    family, rows = here.priced.family, {here.row(f"L{layer}") for layer in stage.layers}
+    working = max(family.sizes[row].working for row in rows)
+    in_flight = float(family.in_flight[here.column])
+    saved: Callable[[str], float] = here.saved_bytes
+    return kept_bytes(made, here.replayed(made), saved, working, in_flight)
+
+
 def _as_stage(one: _Alone, plan: Plan, index: int) -> _Alone:
     """The same as another stage of the pipeline, which is equivalent to it."""
     if index == one.compressed.stage:
@@ -354,7 +377,7 @@ def _micro_batch(compressed: Compressed, plan: Plan, is_last: bool) -> list[Bloc
 
 def _stage(one: _Alone, closed: PredictedStage) -> PredictedStage:
     peaks = closed.peak_bytes_by_category
-    added = one.bytes().extra
+    added = one.bytes().extra + one.kept_by_graphs()
     extra = round(added)
     reserved = round(one.fragmentation * added)
     peaks = replace(peaks, temporaries=peaks.temporaries + extra, fragmentation=peaks.fragmentation + reserved)

@@ -24,6 +24,7 @@ from typing import Any, get_args
 import numpy as np
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.operators import WEIGHT_GRADIENT
 from moe_overlap.plan.overlap import TUTEL_DEGREES, RangeWord, SearchLimits
@@ -43,6 +44,8 @@ from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Sche
 
 PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"
 DEFERRED = "deferred weight gradients"
+NOT_REPLAYED = f"{GRAPHS_FLAG}: Transformer Engine's modules put weight gradients aside, which no replay repeats"
+"""Why no candidate defers weight gradients where lists are replayed: what the runtime refuses is not offered."""
 PARTITIONED_SLOWDOWN = 1.25
 """Most times as long as whole that weight gradients take which stay in operators that run in partitions."""
 
@@ -119,7 +122,8 @@ class Candidates:
                 yield Candidate(name=f"{candidate.name}, {DEFERRED}", refused=reason)
                 continue
             for deferring in self.deferred(candidate):
-                best_seconds = min(best_seconds, deferring.seconds)
+                if not deferring.refused:
+                    best_seconds = min(best_seconds, deferring.seconds)
                 yield deferring
 
     def _mechanisms(self) -> Iterator[Candidate]:
@@ -158,6 +162,9 @@ class Candidates:
         if candidate.prediction is None or not candidate.prediction.fits:
             return
         name = f"{candidate.name}, {DEFERRED}"
+        if self.problem.features.listed_graphs and self.problem.listed.library_defers:
+            yield Candidate(name=name, refused=NOT_REPLAYED)
+            return
         try:
             schedule = self._schedule(candidate.decided, candidate.prediction)
             if schedule.chosen != "without":

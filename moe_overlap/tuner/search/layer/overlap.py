@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from moe_overlap.describe.errors import ConfigError
@@ -18,7 +19,8 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.calibrate.refine import MeasuredStep
 from moe_overlap.tuner.capture.request import layer_kinds
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.candidates import PLAIN, WHOLE, Candidate, Candidates, few_micro_batches
 from moe_overlap.tuner.search.layer.mechanisms import Mix, layer_classes, mix_mechanisms
@@ -30,6 +32,34 @@ MOST_PREDICTIONS = 24
 """Most predictions spent on mixes: seconds for a model of 61 layers on 16 stages."""
 
 
+REPLAYED = 3
+"""So many of the fastest candidates are predicted with their lists replayed as CUDA graphs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GraphsChoice:
+    """An answer, and what it would be with its lists replayed as CUDA graphs, or without. The flags decide which it is.
+
+    Attributes:
+        is_on: whether the chosen plan is priced, and run, with them.
+        name: the overlap that is predicted the other way.
+        other: that prediction; None where rules refuse it.
+        refused: why they do.
+    """
+
+    is_on: bool
+    name: str = ""
+    other: Prediction | None = None
+    refused: str = ""
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What fits, then the shortest step, first."""
+        if self.other is None:
+            return True, math.inf
+        return not self.other.fits, self.other.predicted.step_seconds
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """The answer of the search.
@@ -38,6 +68,7 @@ class Decision:
         others: the candidates that were not chosen: the predicted ones from the fastest on, then the refused ones.
         mix: the mechanism of every class of layers, without deferred weight gradients; None where no plan with overlap fits.
         step: of the chosen plan, simulated with a micro-batch or more for every stage.
+        graphs: whether lists are replayed as CUDA graphs, and what the other way is predicted to take; None where there is none.
     """
 
     chosen: Candidate
@@ -45,6 +76,7 @@ class Decision:
     mix: Mix | None
     step: SimulatedStep
     baseline_seconds: float
+    graphs: GraphsChoice | None = None
 
 
 def decide_overlap(
@@ -60,10 +92,12 @@ def decide_overlap(
     baseline = Candidate(name=PLAIN, plan=problem.plan)
     search = Candidates(problem, limits, solver_seconds)
     baseline = dataclasses.replace(baseline, prediction=search.predicted(problem.plan))
-    # Steps 1 and 2. Whole micro-batches hide nothing alone: they are what others begin with.
+    # Steps 1 and 2. Whole micro-batches hide nothing alone, but they may be replayed: else they are what others begin with.
     uniform = list(search.uniform())
     mix, mixes = mixed(search, uniform)
-    worthwhile = (candidate for candidate in uniform if candidate.name != WHOLE or candidate.refused)
+    whole = [candidate for candidate in uniform if candidate.name == WHOLE and not candidate.refused]
+    left_out = [] if problem.features.listed_graphs else whole
+    worthwhile = (candidate for candidate in uniform if candidate not in left_out)
     candidates = [baseline, *worthwhile, *mixes]
     if measured is not None:
         candidates = with_measured(search, candidates, measured)
@@ -79,7 +113,38 @@ def decide_overlap(
         mix=mix,
         step=simulate_step(few_micro_batches(chosen.decided), problem),
         baseline_seconds=baseline.seconds,
+        graphs=graphs_choice(chosen, sorted([*predicted, *left_out], key=lambda each: each.seconds), problem),
     )
+
+
+def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Problem) -> GraphsChoice | None:
+    """Predict the other way: the chosen plan without its graphs, or the fastest of a few candidates with them.
+
+    Args:
+        predicted: the candidates from the fastest on.
+    Returns:
+        None where there is no other way: no candidate has lists that may be replayed.
+    """
+    if problem.features.listed_graphs:
+        if not _is_listed(chosen):
+            return None
+        return GraphsChoice(is_on=True, name=chosen.name, other=predict_plan(chosen.decided, problem.replaying(False)))
+    # What a library puts aside itself is not replayed, so neither is a plan that needs it.
+    undeferred = problem.listed.library_defers
+    others = [each for each in predicted if _is_listed(each) and not (undeferred and each.schedule is not None)]
+    if not others:
+        return None
+    if problem.listed.graphs_refusal is not None:
+        return GraphsChoice(is_on=False, refused=str(problem.listed.graphs_refusal))
+    replayed = (
+        GraphsChoice(is_on=False, name=each.name, other=predict_plan(each.decided, problem.replaying(True)))
+        for each in others[:REPLAYED]
+    )
+    return min(replayed, key=lambda choice: choice.order)
+
+
+def _is_listed(candidate: Candidate) -> bool:
+    return any(stage.overlap.is_listed for stage in candidate.decided.stages)
 
 
 def choose(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:
