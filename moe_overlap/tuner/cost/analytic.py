@@ -45,12 +45,14 @@ from moe_overlap.tuner.cost.host import UNLISTED, Replays
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost, token_use
 from moe_overlap.tuner.cost.links import (
+    NO_LINK,
     boundary_group,
     collective_seconds,
     host_seconds,
     link_use,
     pair_group,
     point_to_point_seconds,
+    point_to_point_use,
     stage_groups,
 )
 from moe_overlap.tuner.cost.machine import Machine, concurrency
@@ -409,7 +411,7 @@ def evaluator_of(
         strategy: [N]; its `data` and `expert_data` are those of the layout.
     """
     links = machine.cluster.group_of(family.stage.devices.ranks[0])
-    rates = _state_rates(setting, links, len(strategy.data))
+    rates = _state_rates(setting, links, len(strategy.data), family.boundary_bytes)
     kinds = _kind_terms(parts, family, setting.features)
     return StageEvaluator(kinds, strategy, rates, setting.concurrent, factors, machine.fragmentation)
 
@@ -420,10 +422,11 @@ def cost_of(table: OpTable, setting: Setting) -> PartCost:
     return hide_all_to_alls(cost, setting.concurrent) if setting.features.overlap_experts else cost
 
 
-def _state_rates(setting: Setting, links: NodeGroup, strategies: int) -> StateRates:
+def _state_rates(setting: Setting, links: NodeGroup, strategies: int, boundary_bytes: float) -> StateRates:
     groups, constants, features = setting.groups, setting.constants, setting.features
     # A rate is taken at so many bytes that the latency, which is added once per collective, is a negligible part of it.
     one, unit, rates = np.ones(strategies), 1 << 30, constants.link_rates
+    pair = groups.get("pp")
     return StateRates(
         dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
         expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
@@ -440,6 +443,9 @@ def _state_rates(setting: Setting, links: NodeGroup, strategies: int) -> StateRa
         gathered_bytes=features.gathered_bytes,
         overlap_grad_reduce=features.overlap_grad_reduce,
         overlap_param_gather=features.overlap_param_gather,
+        transfer_seconds=float(point_to_point_seconds(boundary_bytes, pair, rates)) if pair else 0.0,
+        transfer_use=point_to_point_use(pair) if pair else NO_LINK,
+        transfers_wait=not features.overlap_transfers,
     )
 
 

@@ -8,7 +8,9 @@ from earlier slots does so as long as both run.
 2. What a use needs is loaded while the use before it computes, and waits for the end of the last use that has ended.
 3. Saved activations leave behind a forward use, gradients behind a backward use.
 4. A use waits for what left two uses before.
-5. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Once without updates,
+5. Between passes hidden states go to other stages and come from them. With one chunk the next pass waits for them; with more
+   they go on beside it. Either way they and collectives of states that share a link with them take longer.
+6. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Once without updates,
    whose copies would slow down the one that stands for many; once with them, which tells what they add to the first pass and
    leave behind for later ones; and once by a stage that waits in front of forward passes and its last backward pass.
 
@@ -27,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, one_f_one_b
-from moe_overlap.tuner.cost.slots import ListKind, Part, Slots, SlotTable, Use, loads_weights
+from moe_overlap.tuner.cost.slots import BETWEEN_RANKS, ListKind, Part, Slots, SlotTable, Use, loads_weights
 from moe_overlap.tuner.cost.stage import UseBytes, UseSeconds
 
 Floats = NDArray[np.float64]
@@ -94,7 +96,7 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
 
     def run(*noted: str, updates: bool = True) -> _Run:
         played = _Played(parts, table.seconds, table.kind, slots, sizes, updates)
-        return _Run(played, parts, sizes, ahead, emptying, noted)
+        return _Run(played, parts, sizes, ahead, waits, emptying, noted)
 
     # Memory: beside updates there is most where nothing waits, and gradients on their way are most where the stage has waited.
     updating = run(UPDATING)
@@ -168,12 +170,14 @@ class _Run:
         parts: Sequence[Part],
         sizes: UseBytes,
         ahead: int,
+        waits: bool,
         emptying: Sequence[Step],
         noted: Sequence[str],
     ) -> None:
         self.played, self._parts, self._sizes, self._ahead = played, parts, sizes, ahead
         self._emptying, self._noted = emptying, noted
-        self._virtual = len({part.chunk for part in parts})
+        self._chunks, self._waits = [*dict.fromkeys(part.chunk for part in parts)], waits
+        self._virtual = len(self._chunks)
         nothing = np.zeros_like(played.computed)
         self.taken: dict[Step, Floats] = defaultdict(lambda: nothing)
         self.ends: dict[Step, Floats] = {}
@@ -197,11 +201,19 @@ class _Run:
             drains: the same of the last micro-batch's backward passes.
         """
         played, slots = self.played, self.played.slots
+        # Buffers count beside uses whose peaks are noted alone, and those are looked at two uses late.
+        held_until = 2 + max((place for place, use in enumerate(slots.uses) if self._notes(use)), default=-3)
+        played.holds = held_until >= 0
         played.begin(slots.uses[0])
         for place, use in enumerate(slots.uses):
             step, before = self._step(use), played.computed
-            opens = place == 0 or step != self._step(slots.uses[place - 1])
+            last = self._step(slots.uses[place - 1]) if place else None
+            opens = step != last
             waits = opens and (forward_waits if not use.backward else drains and use.micro_batch == slots.last)
+            if opens and last is not None and not waits:
+                crossing = self._crosses(last, is_input=False) + self._crosses(step, is_input=True)
+                before = played.transfer(crossing, blocks=self._virtual == 1 or played.kind.transfers_wait)
+            played.holds = place <= held_until
             begin = played.advance(place, waits=waits)
             self.ends[step] = played.computed
             self.taken[step] = self.taken[step] + played.computed - (begin if waits else before)
@@ -212,6 +224,22 @@ class _Run:
 
     def _step(self, use: Use) -> Step:
         return Step("backward" if use.backward else "forward", self._parts[use.index].chunk, use.micro_batch)
+
+    def _crosses(self, step: Step, is_input: bool) -> bool:
+        """Whether the input or the output of a pass comes from or goes to another stage."""
+        at_start, at_end = step.chunk == self._chunks[0], step.chunk == self._chunks[-1]
+        if is_input == (step.direction == "forward"):
+            return self._waits or self._ahead > 0 and not at_start
+        return self._ahead > 0 or self._waits and not at_end
+
+    @staticmethod
+    def _updates(use: Use) -> bool:
+        """Whether updates are made in front of a use or beside it."""
+        return use.micro_batch == 0 and not use.backward
+
+    def _notes(self, use: Use) -> bool:
+        """Whether the peak beside a use may be noted."""
+        return (UPDATING if self._updates(use) else PASSING) in self._noted
 
     def _note_peaks(self, place: int, use: Use, begin: Floats) -> None:
         uses, ahead = self.played.slots.uses, self._ahead
@@ -224,8 +252,7 @@ class _Run:
         first = 0 if use.backward else ahead * group
         looked_at = use.micro_batch == first or use.micro_batch - first in range(STABLE, STABLE + group)
         looked_at |= use.backward and (use.micro_batch == self.played.slots.last or self._step(use) in self._emptying)
-        updates = use.micro_batch == 0 and not use.backward
-        if (UPDATING if updates else PASSING) in self._noted and (updates or (turns_back and looked_at)):
+        if self._notes(use) and (self._updates(use) or (turns_back and looked_at)):
             self._window.append((place, use, begin, self.played.computed))
 
     def _note_peak(self, place: int, use: Use, begin: Floats, end: Floats) -> None:
@@ -266,12 +293,14 @@ class _Played:
     def __init__(
         self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots, sizes: UseBytes, updates: bool
     ) -> None:
-        self._parts, self._kind, self.slots, self._sizes = parts, kind, slots, sizes
+        self._parts, self.kind, self.slots, self._sizes = parts, kind, slots, sizes
         # Buffers in the order in which they were noted: the places, and [3, H, N] their begins, ends and bytes.
         self._held_at: list[int] = []
         self._held = np.empty((3, HELD, seconds.forward.shape[1]))
         # Updates in front of all uses may last as long as a forward pass.
         self._place = len(parts)
+        self.holds = True
+        """Whether buffers are noted."""
         self._loaded: dict[Use, list[tuple[str, Floats]]] = {}
         self._fetching: dict[int, Floats] = {}
         self._begun: dict[int, Floats] = {}
@@ -285,7 +314,10 @@ class _Played:
         self._gone: dict[str, list[Floats]] = {
             name: [nothing, nothing] for name in ("states", "activations", "gradients")
         }
-        self._shared_links = nothing
+        self._shared_links = self._transfer_shared = nothing
+        self._transfers = bool(seconds.transfer.any())
+        # Ends of what earlier uses have left, where the last use has left its own before the next one is computed.
+        self._left: dict[str, Floats] | None = None
         self._ready: dict[Use, Floats] = {}
         self._stepped: dict[int, Floats] = {}
         self._used: set[int] = set()
@@ -304,9 +336,35 @@ class _Played:
         """When all channels have ended."""
         return np.max([*self._free.values()], axis=0)
 
+    def transfer(self, crossing: int, blocks: bool) -> Floats:
+        """Send and receive hidden states between two passes; from when on the second one counts.
+
+        A transfer and a collective of states slow each other down on the links that both use, and copies slow down the transfer.
+        What it takes by itself is no part of the passes: pipeline.py adds it. What the last use has left goes on meanwhile.
+
+        Args:
+            crossing: transfers, one each way at most.
+            blocks: whether the next pass waits for them.
+        """
+        row, end = self._of(self.slots.uses[0].index), self.computed
+        if not crossing or not self._transfers:
+            return end
+        self._left = dict(self._free)
+        self.leave()
+        alone = row["transfer"] if blocks else crossing * row["transfer"]
+        grown, crowd = 1.0 + self._transfer_shared, 1.0 + self._transfer_shared * (crossing if blocks else 1)
+        common = np.minimum(alone * grown, np.maximum(0.0, self._free["ranks"] - end) * crowd)
+        self._free["ranks"] = self._free["ranks"] + common * (1.0 - 1.0 / crowd)
+        if not blocks:
+            return end
+        copies = 2 * (self._free["in"] > end) + (self._free["out"] > end)
+        taken = (alone + common * (1.0 - 1.0 / grown)) * self.slots.table[1].take(BETWEEN_RANKS + copies)
+        self._free["compute"] = end + taken
+        return end + alone
+
     def begin(self, use: Use) -> None:
         """Write what stands in front of the first use."""
-        if self._updates and not self._kind.offloads_weights:
+        if self._updates and not self.kind.offloads_weights:
             self._update_all()
         self.load(use, None)
 
@@ -323,6 +381,7 @@ class _Played:
     def _join_ranks(self, index: int, after: Floats, seconds: Floats) -> Floats:
         """The end of a collective of a part's states; what it shares with tokens counts as long as it is the last."""
         self._shared_links = np.where(seconds > 0, self._of(index)["shared"], self._shared_links)
+        self._transfer_shared = np.where(seconds > 0, self._of(index)["transfer_shared"], self._transfer_shared)
         return self._run("ranks", after, seconds)
 
     def _update_all(self) -> None:
@@ -357,7 +416,7 @@ class _Played:
         self._hold("gradients", index, self._fetching[index], stepped)
         whole = self._join_ranks(index, stepped, here["gather_updated"] * ranks)
         self._on_host["weights", index, 0] = self._run("out", whole, here["weights"] * out)
-        if self._kind.offloads_weights:
+        if self.kind.offloads_weights:
             self._hold("weights", index, stepped - here["sweep"], self._on_host["weights", index, 0])
         return whole
 
@@ -397,7 +456,7 @@ class _Played:
                     self._step_beside(self._nothing, self._nothing)
                     ready = self._ready[use]
             else:
-                if self._kind.offloads_weights and index in self._used:
+                if self.kind.offloads_weights and index in self._used:
                     moved = here["weights"] * self.slots.of(at, "weights")
                     ready = self._run("in", np.maximum(limit, self._on_host["weights", index, 0]), moved)
                     loaded.append(("weights", ready - moved))
@@ -417,7 +476,7 @@ class _Played:
                 room = self._gone["gradients"][-2]
                 self._fetched[index] = self._run("in", np.maximum(np.maximum(limit, away), room), taken)
                 self._fetching[index] = self._fetched[index] - taken
-                if not self._kind.scatters:
+                if not self.kind.scatters:
                     ready = np.maximum(ready, self._fetched[index])
         self._ready[use], self._loaded[use] = ready, loaded
 
@@ -447,7 +506,7 @@ class _Played:
         self.leave()
         if behind is not None and not waits:
             self.load(behind, place)
-        if self._updates and not self._kind.offloads_weights and not use.backward and use.micro_batch == 0:
+        if self._updates and not self.kind.offloads_weights and not use.backward and use.micro_batch == 0:
             self._shared = self._shared + end - begin
             end = np.maximum(end, self._shared) if use.index == len(self._parts) - 1 else end
         end = self._step_beside(begin, end)
@@ -465,9 +524,10 @@ class _Played:
 
     def _beside_older(self, begin: Floats, end: Floats, sent: Floats) -> Floats:
         """The end of a use beside copies and collectives of earlier slots that go on; they end later, too."""
-        table, stop = self.slots.table, end
+        table, stop, left = self.slots.table, end, self._left or self._free
+        self._left = None
         for channel, stream in (("ranks", 1), ("in", 2), ("out", 3)):
-            common = np.minimum(self._free[channel], stop) - begin
+            common = np.minimum(left[channel], stop) - begin
             if common.max() <= 0:
                 continue
             common = np.maximum(0.0, common)
@@ -497,7 +557,7 @@ class _Played:
                 self._hold("activations", index, self._begun_forward, left)
             return
         reduced = end
-        if use.micro_batch == self.slots.last or self._kind.scatters:
+        if use.micro_batch == self.slots.last or self.kind.scatters:
             sum_there = self._fetched.get(index, self._nothing)
             both = here["scatter"] + (here["reduce"] if use.micro_batch == self.slots.last else 0.0)
             reduced = self._join_ranks(index, np.maximum(end, sum_there), both * scatter)
@@ -511,7 +571,7 @@ class _Played:
     def _hold(self, what: str, index: int, start: Floats, end: Floats) -> None:
         """Note that a buffer of a part is on the device for a time."""
         size = getattr(self._sizes, what)[self._parts[index].row]
-        if not size.any():
+        if not self.holds or not size.any():
             return
         if len(self._held_at) == self._held.shape[1]:
             self._held = np.concatenate([self._held, np.empty_like(self._held)], axis=1)

@@ -173,7 +173,8 @@ class StageEvaluator:
         """Strategies whose lists have one order, with the seconds of their uses."""
         moves, scatters = self._strategy.offload_weights > 0, self._strategy.zero_level >= 2
         groups = []
-        for kind in (ListKind(weights, levels) for weights in (False, True) for levels in (False, True)):
+        wait = self.rates.transfers_wait
+        for kind in (ListKind(weights, levels, wait) for weights in (False, True) for levels in (False, True)):
             members = np.flatnonzero(self._decoupled & (moves == kind.offloads_weights) & (scatters == kind.scatters))
             if len(members):
                 strategy, rates = _part_of(self._strategy, members), _rates_of(self.rates, members)

@@ -80,7 +80,8 @@ def axis_group(size: int, stride: int, world: int, links: NodeGroup) -> Group:
 def stage_groups(plan: Plan, stage: StagePlan, cluster: Cluster) -> dict[str, Group]:
     """Groups of a stage by axis, as a captured graph names them.
 
-    `dp_cp` shares dense gradients and optimizer states, `edp` those of the experts.
+    `dp_cp` shares dense gradients and optimizer states, `edp` those of the experts. `pp` is a rank and the one that it sends
+    hidden states to, where stages send whole ones.
     """
     links, world = cluster.group_of(stage.devices.ranks[0]), plan.world_size
     tensor, context, experts = stage.tensor, stage.context, stage.expert * stage.expert_tensor
@@ -96,7 +97,10 @@ def stage_groups(plan: Plan, stage: StagePlan, cluster: Cluster) -> dict[str, Gr
         "tp_ep": (experts, 1),
         "edp": (stage.expert_data, experts),
     }
-    return {axis: axis_group(size, stride, world, links) for axis, (size, stride) in shapes.items()}
+    groups = {axis: axis_group(size, stride, world, links) for axis, (size, stride) in shapes.items()}
+    if len(plan.stages) > 1 and not plan.transfers:
+        groups["pp"] = boundary_group(plan, cluster)
+    return groups
 
 
 def pair_group(source: int, target: int, world: int, links: NodeGroup) -> Group:

@@ -62,10 +62,12 @@ class ListKind:
     Attributes:
         offloads_weights: whether each part is updated in front of its first use, and not all of them first.
         scatters: whether the gradient of every micro-batch is reduced into shards (ZeRO 2, 3).
+        transfers_wait: whether passes of several chunks wait for transfers between stages, as those of one chunk always do.
     """
 
     offloads_weights: bool
     scatters: bool
+    transfers_wait: bool = True
 
 
 @dataclass(frozen=True, slots=True)

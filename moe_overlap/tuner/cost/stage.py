@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.interference import Concurrent
-from moe_overlap.tuner.cost.links import LinkUse, crowding, mixed_use
+from moe_overlap.tuner.cost.links import NO_LINK, LinkUse, crowding, mixed_use
 
 Floats = NDArray[np.float64]
 
@@ -83,6 +83,11 @@ class StateRates:
     gathered_bytes: float
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    transfer_seconds: float = 0.0
+    """One transfer of hidden states to another stage by itself."""
+    transfer_use: LinkUse = NO_LINK
+    transfers_wait: bool = True
+    """Whether passes of several chunks wait for such transfers, as those of one chunk always do."""
     reduce_scatter: float = 1.0
     """Seconds of a reduce-scatter over those of an all-gather."""
 
@@ -185,6 +190,10 @@ class UseSeconds:
     sent_backward: Floats
     shared: Floats
     """By how much collectives of the states and tokens slow each other down: 1 is as much as on one link, 0 not at all."""
+    transfer: Floats
+    """A transfer of hidden states to another stage."""
+    transfer_shared: Floats
+    """By how much collectives of the states and such a transfer slow each other down."""
     weights: Floats
     """The offloaded share of weights, one way."""
     gather: Floats
@@ -260,7 +269,8 @@ def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseS
     gradients = host * sizes.gradients * strategy.offload_gradients
     states = host * sizes.optimizer * strategy.offload_optimizer
     seconds = dense * rates.dense_scatter, experts * rates.expert_scatter
-    shared = crowding([mixed_use(rates.dense_use, rates.expert_use, *seconds), rates.token_use]) - 1.0
+    states_use = mixed_use(rates.dense_use, rates.expert_use, *seconds)
+    shared, transfer_shared = (crowding([states_use, use]) - 1.0 for use in (rates.token_use, rates.transfer_use))
     activations = host * kinds.is_layer[:, None] * kinds.saved_bytes[:, None] * strategy.offload_activations
     return UseSeconds(
         forward=forward + nothing,
@@ -268,6 +278,8 @@ def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseS
         sent_forward=kinds.sent_forward_seconds[:, None] / np.where(forward > 0, forward, 1.0) + nothing,
         sent_backward=kinds.sent_backward_seconds[:, None] / np.where(backward > 0, backward, 1.0) + nothing,
         shared=shared + nothing,
+        transfer=rates.transfer_seconds + nothing,
+        transfer_shared=transfer_shared + nothing,
         weights=weights,
         gather=gather,
         activations=activations + nothing,

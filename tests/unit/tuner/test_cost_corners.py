@@ -13,6 +13,7 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
@@ -123,11 +124,16 @@ def corners() -> Iterator[Corner]:
 NEAR, FAR = 0.01, 0.06
 REPAIRED = {
     "states of ZeRO-0 are whole on every rank": (Corner(zero_level=0, offload=(0, 0, 1, 0)), NEAR, 0.04),
-    # Transfers between stages travel beside reductions, which slows them down in the list alone.
-    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.025, 0.03),
+    # Copies of gradients that go on from earlier uses and those of the next one slow each other down in the list alone.
+    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.02, 0.03),
     "weights stay between passes": (Corner(zero_level=1, offload=(1, 0, 0, 0)), NEAR, 0.05),
     "head and embedding keep their activations": (Corner(zero_level=1, offload=(0, 0, 0, 1)), NEAR, FAR),
     "gathers share links with tokens": (Corner(zero_level=3, offload=(0, 0, 0, 0)), NEAR, 0.04),
+    "transfers between stages share links with gathers": (
+        Corner(zero_level=3, offload=(0.5, 1, 0, 1), recompute="full", interleaved=True),
+        NEAR,
+        0.01,
+    ),
     "reductions go on under forward passes": (Corner(zero_level=2, offload=(0, 0, 0, 0)), NEAR, 0.05),
     "everything by halves": (Corner(zero_level=1, offload=(0.5, 0.5, 0.5, 0.5)), NEAR, 0.05),
     "recomputed": (Corner(zero_level=3, offload=(0, 0, 0, 1), recompute="full"), NEAR, 0.03),
@@ -233,18 +239,51 @@ def test_unlike_stages_have_their_own_micro_batches_and_boundaries() -> None:
     assert closed == pytest.approx(simulate_step(plan, here).simulation.step_seconds, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("corner", "apart"),
+    [
+        (Corner(zero_level=3, offload=(0, 0, 0, 0), interleaved=True), 0.012),
+        (Corner(zero_level=2, offload=(0, 0, 0, 0), interleaved=True), 0.006),
+        (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.006),
+    ],
+    ids=["beside gathers", "beside reductions", "passes that wait for them"],
+)
+def test_transfers_between_stages_add_to_a_step_what_they_add_to_its_list(corner: Corner, apart: float) -> None:
+    """Shares of the step; on links without collectives of states transfers would take 1 to 3 % of it less."""
+    plan, here = plan_of(corner), corner.problem
+
+    def steps() -> NDArray[np.float64]:
+        families = prepare(plan, here.model, here.graphs, here.features, here.machine.load)
+        closed = price(plan, here.model, families, here.machine, here.features).predicted.step_seconds
+        return np.array([closed, simulate_step(plan, here).simulation.step_seconds])
+
+    whole = steps()
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(analytic, "boundary_seconds", lambda *_: 0.0)
+        without.setattr(analytic, "point_to_point_seconds", lambda *_: 0.0)
+        without.setattr(StagePrices, "transfer_seconds", lambda _: 0.0)
+        closed, listed = whole / steps() - 1.0
+    assert listed > 0.02 and abs(closed - listed) < apart
+
+
 @pytest.mark.slow
 def test_all_corners() -> None:
     """Every ZeRO level with every four ratios, each under one of the twelve shapes in turn; limits may only become tighter.
 
-    Equal stages under 1F1B are told apart. Of the rest most is what one stage's list does beside transfers, and chunks of unlike
-    seconds: `pipeline.py` takes all chunks of a stage for their mean.
+    Equal stages under 1F1B are told apart. Causes of what is left, found by putting the list in the place of one part of the
+    closed form at a time (seconds of passes; the longest chain of them; transfers that take nothing):
+    - Interleaved equal stages whose gradients or activations are offloaded by halves (ZeRO-0 and ZeRO-1, 3 to 5 % below): the
+      last backward pass of the first stage takes far longer than the closed form says, as it has waited less than its gradients
+      need to leave and come back; and `pipeline.py` takes all chunks of a stage for their mean, which the head makes uneven.
+    - Gradients offloaded in full (1 to 3 % below): a stable pass by itself. Copies that go on from earlier uses and those that
+      later ones begin in the other direction slow each other down in the list alone (`slots.py`).
+    - ZeRO-3 (up to 3 % above): a stable pass by itself, also where transfers take nothing.
     """
     shapes = 12
     chosen = [corner for place, corner in enumerate(corners()) if place % shapes == place // shapes * 5 % shapes][::5]
     assert len({(corner.recompute, corner.interleaved, corner.unequal) for corner in chosen}) == shapes
     found = {corner: errors(corner) for corner in chosen}
-    for is_plain, middle, most in ((True, 0.01, 0.03), (False, 0.015, 0.055)):
+    for is_plain, middle, most in ((True, 0.0065, 0.025), (False, 0.01, 0.051)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.abs([error for _, error in found.values()])
