@@ -92,7 +92,7 @@ def simulated_until_ahead(
 
 
 def listed_alone(finalists: Sequence[Finalist]) -> list[Finalist]:
-    """What an interrupt leaves: of unlike meshes the closed form is no answer, unless there is no other."""
+    """The finalists that an interrupt leaves: the analytic cost of unlike meshes is no answer, unless there is no other."""
     return [finalist for finalist in finalists if not finalist.lacks_lists] or [*finalists]
 
 

@@ -392,7 +392,7 @@ def require_equal_groups(cluster: Cluster) -> None:
 
 
 def _space(settings: SearchSettings) -> SearchSpace:
-    """What the search is free to decide, as far as the target executes it.
+    """The search space, as far as the target executes it.
 
     Raises:
         ConfigError: the space is not searched.

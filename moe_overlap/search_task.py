@@ -1,4 +1,4 @@
-"""What a plan search prices: the run and its layouts, the task with the rules of the target, and captures that are made ahead.
+"""The task of a plan search: the run, its layouts, what prices them, the rules of the target, and captures made ahead.
 
 `task_of` describes the run to tuner/search, `layouts_of` enumerates what is searched, `accepted` says what the target runs;
 `captured_ahead` captures in one process what nearly all layouts are put together from.

@@ -71,7 +71,7 @@ from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.step import Batch
 
 ROUTING = "routing"
-"""What a gate leaves aside besides the handles of its partitions: the routing state, which a captured graph writes."""
+"""Key under which a gate leaves its routing state, which a captured graph writes, beside the handles of its partitions."""
 Binding = Callable[[Instruction, OperatorId, StepState], None]
 """Runs one operator of a model chunk, forward or backward."""
 

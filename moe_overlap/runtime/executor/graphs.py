@@ -308,7 +308,7 @@ class ReplayedSegment:
         self.outputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in outputs)
 
     def backward(self, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """As of `Segment`."""
+        """Replay the backward graph, as `Segment.backward` runs its operators."""
         operator = self._operator
         assert self._generation == operator.generation, f"{operator.name}: a later micro-batch has taken its slot"
         self.outputs = ()
@@ -339,7 +339,7 @@ class CapturedGradient:
 
     @property
     def held(self) -> tuple[Tensor, ...]:
-        """What it is computed from."""
+        """The tensors that it is computed from."""
         return self.put.held
 
     @property
@@ -355,7 +355,7 @@ class CapturedGradient:
 
 
 class StaticTensor:
-    """Where a graph reads one of its inputs.
+    """The memory in which a graph reads one of its inputs.
 
     Args:
         like: the first of them: what the slot owns is read where it lies, of anything else a copy is made.

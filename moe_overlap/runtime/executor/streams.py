@@ -118,7 +118,7 @@ class ChannelStreams:
             tensor.record_stream(self._streams[stream_of(instruction)])
 
     def finish(self) -> None:
-        """What is not in the list, the next step's data or a checkpoint, comes behind all of it."""
+        """Make computation that is not in the list, such as the next step's data or a checkpoint, wait for all streams."""
         for channel, stream in self._streams.items():
             if channel != COMPUTE:
                 self._streams[COMPUTE].wait_stream(stream)

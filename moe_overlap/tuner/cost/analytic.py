@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from moe_overlap.describe.cluster import GIB, Gpu, NodeGroup
 from moe_overlap.describe.model import ModelDescription, training_flops_per_token
-from moe_overlap.plan.lowering.captured import captured_kinds
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
@@ -41,7 +40,7 @@ from moe_overlap.tuner.cost.hardware import (
     Features,
     Software,
 )
-from moe_overlap.tuner.cost.host import UNLISTED, Replays
+from moe_overlap.tuner.cost.host import UNLISTED, replays_of
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost, token_use
 from moe_overlap.tuner.cost.links import (
@@ -387,13 +386,6 @@ def setting_of(
         replays=replays_of(plan, features) if any(one.overlap.is_listed for one in plan.stages) else UNLISTED,
     )
     return setting, factors
-
-
-def replays_of(plan: Plan, features: Features) -> Replays:
-    """What the executor of lists launches otherwise under a plan, whatever the list; what it copies depends on that."""
-    is_static = plan.static_capacity_factor is not None
-    captured = captured_kinds(is_static) if features.listed_graphs else frozenset()
-    return Replays(captured=captured, counts_rows=not is_static)
 
 
 def evaluator_of(

@@ -1,4 +1,4 @@
-"""What a list's captured graphs launch and copy, and the memory that they keep: runtime/executor/graphs.py, counted.
+"""Launches and copies of a list's captured graphs, and the memory that they keep: runtime/executor/graphs.py, counted.
 
 1. A replay is one launch. A deferred weight gradient of a captured operator is a graph of its own for every partition.
 2. An input that a graph of the same slot has left is read where it lies. Anything else is copied to where the capture read it:
@@ -24,7 +24,7 @@ from moe_overlap.tuner.cost.copied_bytes import HIDDEN, ROWS
 TENSORS = frozenset(
     (*HIDDEN, *ROWS, BufferRole.RECEIVED, BufferRole.COMPUTED, BufferRole.D_RECEIVED, BufferRole.D_COMPUTED)
 )
-"""What operators of layers hand to each other; capacity stays where the gates keep it, counts are read by the host."""
+"""Buffers that operators of layers hand to each other; capacity stays where the gates keep it, counts are read by the host."""
 SAVED = (BufferRole.HIDDEN, BufferRole.ATTENDED)
 """Outputs that the next operator saves for its backward pass anyway."""
 

@@ -39,7 +39,7 @@ from moe_overlap.tuner.cost.stage import (
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
 EDGES = ("enter", "behind", "waited", "again", "turn", "drain", "rush")
-"""What only stages have whose parameter groups step by themselves."""
+"""Extra seconds at the ends of a step, which only stages have whose parameter groups step by themselves."""
 PLAYED = ("forward", "backward", "first_extra", "tail", *(f"{name}_extra" for name in EDGES))
 """Seconds that are no sums over layers where parameter groups step by themselves."""
 SHORT = 4
@@ -338,7 +338,7 @@ def _beside(values: Sequence[UseSeconds] | Sequence[UseBytes]) -> dict[str, Floa
 
 
 def _lanes(played: PlayedStage, own: slice) -> PlayedStage:
-    """What was played for some of the strategies."""
+    """The part of a played stage that belongs to some of its strategies."""
     return PlayedStage(**{field.name: getattr(played, field.name)[own].copy() for field in fields(PlayedStage)})
 
 

@@ -66,7 +66,7 @@ class ExpectedError:
         return abs(math.log1p(relative)) <= self.spread
 
     def widened(self, factor: float) -> ExpectedError:
-        """Of a prediction beyond what was calibrated: only its interval is wider."""
+        """The error of a prediction beyond what was calibrated: only its interval is wider."""
         return dataclasses.replace(self, spread=self.spread * factor)
 
 
@@ -88,7 +88,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """What errors.json says.
+    """Expected errors by group, as errors.json has them.
 
     Attributes:
         beyond: factor of the spread of a prediction beyond what was calibrated; at least 1.
@@ -150,7 +150,7 @@ def errors_of(runs: Iterable[LeftOut]) -> Errors:
 
 
 def _mean_square(runs: Sequence[LeftOut]) -> tuple[float, int]:
-    """Of logarithmic errors, every family counting once, and the number of families."""
+    """The mean square of logarithmic errors, in which every family counts once, and the number of families."""
     families: dict[Hashable, list[float]] = {}
     for run in runs:
         families.setdefault(run.family, []).append(math.log1p(run.relative) ** 2)
@@ -175,7 +175,7 @@ def errors_json(errors: Errors) -> str:
 
 @cache
 def shipped_errors() -> Errors:
-    """What errors.json says."""
+    """The expected errors of the constants that are shipped (errors.json)."""
     text = resources.files(__package__).joinpath("errors.json").read_text(encoding="utf-8")
     content: dict[str, Any] = json.loads(text)
     groups = {name: ExpectedError(group=name, **row) for name, row in content["groups"].items()}

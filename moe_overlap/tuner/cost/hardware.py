@@ -163,9 +163,9 @@ class MeasuredConstants(GpuConstants):
 
     latency_seconds: float
     reduce_scatter: float = 1.0
-    """As in `LinkRates`; files of releases that did not measure it lack it."""
+    """The factor of `LinkRates`; files of releases that did not measure it lack it."""
     latencies: tuple[tuple[str, float], ...] = ()
-    """As in `LinkRates`."""
+    """The latencies of `LinkRates`, by kind of collective."""
 
     @property
     def link_rates(self) -> LinkRates:
@@ -195,7 +195,7 @@ class CommonConstants:
     grouped_low: float = 1.0
     """Rate of grouped products below bf16 over that of plain ones."""
     logged_seconds: float = 0.0
-    """Of a step of upstream's tests, which log norms and zeros of every parameter each time. No other prediction has them; they
+    """Seconds of a step of upstream's tests for logging norms and zeros of every parameter. No other prediction has them; they
     keep what those small models tell of launching apart."""
 
 

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_overlap.plan.lowering.captured import captured_kinds
 from moe_overlap.plan.operators import ATTENTION, COMBINE, COUNT, DISPATCH, EXPERTS, GATE, MERGE, OperatorKind
+from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.calls import CallCode
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features
 from moe_overlap.tuner.cost.operators import (
@@ -37,8 +39,8 @@ UNFUSED_CALLS = 5.0
 UNFUSED_KERNELS = 8.0
 """Kernels of its backward pass: each again, each product twice."""
 NODES = (ATTENTION, DISPATCH, EXPERTS, COMBINE)
-"""Where all-to-alls run beside another micro-batch, megatron-core cuts a layer into nodes that begin with these, and runs and
-differentiates them one by one on streams that wait for each other: a call as dear as a module's for each."""
+"""First operators of the nodes into which megatron-core cuts a layer whose all-to-alls run beside another micro-batch. It runs
+and differentiates nodes one by one on streams that wait for each other: a call as dear as a module's for each."""
 WAITING_CALLS = 4.0
 """Calls of torch to get the counts: a copy, an event, the wait, a list."""
 BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
@@ -47,7 +49,7 @@ BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """What a run by instruction lists launches otherwise than megatron-core's passes.
+    """Launches in which a run by instruction lists differs from megatron-core's passes.
 
     Attributes:
         captured: operators that are replayed as graphs, forward and backward.
@@ -61,6 +63,13 @@ class Replays:
 
 
 UNLISTED = Replays()
+
+
+def replays_of(plan: Plan, features: Features) -> Replays:
+    """Launches in which the executor of lists differs under a plan, whatever the list; its copies depend on the list."""
+    is_static = plan.static_capacity_factor is not None
+    captured = captured_kinds(is_static) if features.listed_graphs else frozenset()
+    return Replays(captured=captured, counts_rows=not is_static)
 
 
 @dataclass(frozen=True, slots=True)

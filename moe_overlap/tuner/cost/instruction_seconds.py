@@ -144,7 +144,7 @@ class StagePrices:
                     self._into_graphs[place_in_list(i)] = seconds
 
     def replayed(self, made: Sequence[Instruction]) -> dict[int, Replayed]:
-        """What captured graphs of a list of this stage launch, copy and keep, by instruction."""
+        """Launches, copies and memory of the captured graphs of a list of this stage, by instruction."""
         pieces = Counter((i.name, i.micro_batch) for i in made)
         hidden, tokens = self.priced.family.boundary_bytes, tokens_of_rank(self.plan, self.stage)
         rows = static_rows(self.plan, self.stage, self.model) or tokens * self.priced.setting.topk

@@ -66,12 +66,12 @@ class Setting:
     """Seconds of concurrent computation and communication."""
     topk: int = 1
     experts: int = 1
-    """Of a layer, on all ranks."""
+    """Experts of a layer, on all ranks."""
     load: float = 1.0
     """Rows of the busiest rank over the mean."""
     lookup: Lookup | None = None
     replays: Replays = UNLISTED
-    """What the executor of lists replays as CUDA graphs, where one runs the part."""
+    """Operators that the executor of lists replays as CUDA graphs, if it runs the part."""
 
     def reached_places(self, places: int) -> float:
         """Expected number of so many ranks or nodes that a token's experts stand in."""

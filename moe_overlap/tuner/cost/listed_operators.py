@@ -1,4 +1,4 @@
-"""What the executor of lists runs otherwise than the passes of megatron-core that the captured graphs show.
+"""Operators of the executor of lists that differ from the passes of megatron-core in the captured graphs.
 
 Rotation. Without Transformer Engine megatron-core makes cosines and sines in every layer and rotates queries and keys by ten
 operators each. The executor rotates both by one product with a table and one sum; backward each by one of both, and it copies the

@@ -51,8 +51,8 @@ softmax reads the unmasked half; and what dropout reads and writes beside, its m
 EXPONENTIALS: Mapping[str, float] = {"GB300": 8.8e12, "B300": 8.8e12}
 """Exponentials per second of GPUs whose special-function units are doubled (Blackwell Ultra)."""
 USUAL_EXPONENTIALS = 3.9e12
-"""Of the others: 16 per multiprocessor and clock, 132 · 1.83 GHz · 16 on H100. Units for products got faster from chip to chip,
-these did not."""
+"""Exponentials per second of all other GPUs: 16 per multiprocessor and clock, 132 · 1.83 GHz · 16 on H100. Units for products
+got faster from chip to chip, these did not."""
 USUAL_WIDTH = 128.0
 """Efficiencies of attention are those of heads of this width; narrower ones have more exponentials for their products."""
 WAVE_OUTPUTS = 132 * 128 * 256.0

@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Seconds: TypeAlias = float | NDArray[np.float64]
-"""Of one pipeline, or [n] of as many pipelines."""
+"""Seconds of one pipeline, or [n] of as many pipelines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class StepSeconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineRules:
-    """What holds for all stages of a pipeline."""
+    """Settings that all stages of a pipeline share."""
 
     virtual: int
     """Model chunks per stage."""

@@ -47,7 +47,7 @@ class Way(StrEnum):
     """Ways to overlap that differ in which layouts they go with, and in the memory that they need."""
 
     PARTITIONS = "partitions"
-    """Of a micro-batch, pipelined against each other."""
+    """Partitions of a micro-batch, pipelined against each other."""
     PAIRS = "two micro-batches"
     """The forward pass of one beside the backward pass of another."""
 

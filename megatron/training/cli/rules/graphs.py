@@ -1,4 +1,4 @@
-"""What captured CUDA graphs (--moe-overlap-cuda-graphs) do not go with: whatever a replay would not repeat.
+"""Rules of captured CUDA graphs (--moe-overlap-cuda-graphs): they refuse whatever a replay would not repeat.
 
 A graph repeats its kernels on its memory. It repeats no draw of a generator, no decision of the host, and no collective. What the
 model itself brings (runtime/executor/graphs.py, `refuse_uncapturable`) is refused when it is built.

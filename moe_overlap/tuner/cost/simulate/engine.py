@@ -62,7 +62,7 @@ class Ran:
 
     @property
     def span(self) -> Span:
-        """As the runtime records it."""
+        """Its span as the runtime records it."""
         return self.stretch(self.instruction.channel_group, self.start, self.end)
 
     def stretch(self, channel: str, start: float, end: float) -> Span:

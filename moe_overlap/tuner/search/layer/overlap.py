@@ -54,7 +54,7 @@ class GraphsChoice:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """What fits, then the shortest step, first."""
+        """Choices that fit first, then the shortest step."""
         if self.other is None:
             return True, math.inf
         return not self.other.fits, self.other.predicted.step_seconds
