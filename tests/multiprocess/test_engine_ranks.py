@@ -98,5 +98,7 @@ def test_weights_are_quantized_once_in_a_step_and_in_an_evaluation(found: dict[s
 
 
 def test_eight_bits_differ_from_more(found: dict[str, dict[str, Any]]) -> None:
-    losses = [found[name]["steps"][1][0] for name in ("plain", "tensorwise, plain", "blockwise, plain", "mxfp8, plain")]
-    assert len({round(loss, 5) for loss in losses}) == 4
+    # Losses and norms of all steps behind the first: a single loss may be the same to five digits.
+    names = ("plain", "tensorwise, plain", "blockwise, plain", "mxfp8, plain")
+    runs = [[round(value, 5) for step in found[name]["steps"][1:] for value in step] for name in names]
+    assert len({tuple(run) for run in runs}) == 4

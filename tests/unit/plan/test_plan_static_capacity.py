@@ -131,11 +131,11 @@ def test_padding_needs_a_capacity_and_a_gate_of_ours() -> None:
 
 def test_a_search_offers_no_overlap_to_padding_by_megatron_core() -> None:
     ours = parse(f"{BASE} {PAD}".split()).config
-    run = listed_run_of(ours, 2)
+    run = listed_run_of(ours, 2, {})
     assert run.refusal is None and run.static_capacity
     own, stock = "--moe-gate topk --moe-token-dispatcher-type irregular", "--moe-token-dispatcher-type alltoall"
     theirs = f"{BASE} {PAD}".replace(own, stock)
-    refusal = listed_run_of(parse(theirs.split()).config, 2).refusal
+    refusal = listed_run_of(parse(theirs.split()).config, 2, {}).refusal
     assert refusal is not None and str(refusal).startswith(f"{PAD}: overlap pads by the irregular dispatcher")
 
 
