@@ -374,13 +374,10 @@ class _Played:
     def _run(self, channel: str, after: Floats, seconds: Floats) -> Floats:
         """The end of work on a channel; `after` where there is none."""
         works = seconds > 0
-        # Most channels have work under all strategies of a group, or under none: nothing is chosen there.
+        # Most channels have work under all strategies of a group, or under none: nothing is chosen for the latter.
         if not works.any():
             return after
         end = np.maximum(self._free[channel], after) + seconds
-        if works.all():
-            self._free[channel] = end
-            return end
         self._free[channel] = np.where(works, end, self._free[channel])
         return np.where(works, end, after)
 
