@@ -31,6 +31,7 @@ from moe_overlap.job import (
     read_job,
     without_graphs,
 )
+from moe_overlap.launching import launching_of
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
@@ -86,7 +87,9 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     """
     job = _job_on(words, cluster, options)
     problem = _problem(job, cluster, options)
-    prediction = dataclasses.replace(predict_plan(problem.plan, problem), assumed=job.assumed)
+    prediction = predict_plan(problem.plan, problem)
+    launching = launching_of(problem.plan, problem, prediction.predicted.step_seconds, job.flags)
+    prediction = dataclasses.replace(prediction, assumed=job.assumed, launching=launching)
     if prediction.fits:
         return prediction
     remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))

@@ -29,6 +29,7 @@ from moe_overlap.finalists import does_not_fit, in_order, listed_alone, simulate
 from moe_overlap.free_search import FreeSearch, free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
 from moe_overlap.job import Job, named_by, read_job, without_graphs
+from moe_overlap.launching import launching_of
 from moe_overlap.overlapped_search import SCREENED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.report.search import Finalist, PlanSearch
@@ -123,14 +124,18 @@ def search_plan(
     finalists = search.finalists(wider)
     deadline = -math.inf if found.solution.status is Status.TIME_LIMIT or is_interrupted else search.deadline
     finalists, answered = search.decided(found, finalists, deadline)
-    chosen, shards = answered.chosen, search.space.shards_operators
+    chosen, tuned, shards = answered.chosen, answered.tuned, search.space.shards_operators
+    plan, prediction = (
+        (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
+    )
+    assert prediction is not None
     answer = PlanSearch(
         target=settings.target,
         space=search.space.name,
         cluster=cluster,
         words=tuple(search.bare),
         chosen=chosen,
-        tuned=answered.tuned,
+        tuned=tuned,
         screened=answered.screened,
         graphs=answered.graphs,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
@@ -144,6 +149,9 @@ def search_plan(
         is_interrupted=is_interrupted or answered.is_interrupted,
         is_late=answered.is_late,
         dispatchers=outcomes,
+        launching=launching_of(
+            plan, chosen.problem, prediction.predicted.step_seconds, search.job.flags, replays_lists=False
+        ),
     )
     return _with_changes(answer, words, search.given, search.options)
 

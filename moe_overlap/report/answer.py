@@ -4,7 +4,7 @@
     step        seconds with their interval, tokens per second and GPU, MFU
     training    days and GPU-hours for a number of tokens
     memory      what the fullest stage needs, against its GPU's capacity
-    waiting     communication that nothing hides, by kind, and the pipeline's bubble
+    waiting     communication that nothing hides, by kind, the pipeline's bubble, and launches from the host
     beware      why the figures may be off
     runner-up   other plans, and the term of the breakdown that costs each of them most
     try next    what may be worth a look
@@ -18,18 +18,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.report.prediction import change_advice, change_name, interval_text
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.host import Launching
 
 SHOWN_RUNNERS_UP = 3
 SHOWN_TERMS = 2
 """Terms of the breakdown by which a runner-up is explained."""
 SMALLEST_TERM = 0.001
 """Share of the step below which a difference of a term is not told."""
+SMALLEST_SHARE = 0.0005
+"""Share of the step below which what it waits for is not told."""
 WORTH_A_LOOK = 0.05
 """Share of the step from which on a term is worth a suggestion."""
 DAY_SECONDS, HOUR_SECONDS = 86400.0, 3600.0
+LAUNCHES = "launching from the host"
 _WIDTH = 12
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
@@ -205,9 +210,11 @@ def _waiting(prediction: Prediction) -> str:
     exposed = exposed_seconds(prediction.breakdown)
     total = f"{_share(sum(exposed.values()) / seconds)} of the step for communication"
     ordered = sorted(exposed.items(), key=lambda item: -item[1])
-    kinds = ", ".join(f"{kind} {_share(part / seconds)}" for kind, part in ordered if part / seconds >= 0.0005)
+    kinds = ", ".join(f"{kind} {_share(part / seconds)}" for kind, part in ordered if part / seconds >= SMALLEST_SHARE)
     bubble = f"{_share(prediction.breakdown.get('bubble_seconds', 0.0) / seconds)} in the pipeline's bubble"
-    return f"{total}{f' ({kinds})' if kinds else ''}, {bubble}"
+    launched = prediction.launching.seconds / seconds if prediction.launching is not None else 0.0
+    launches = f", {_share(launched)} for launches from the host" if launched >= SMALLEST_SHARE else ""
+    return f"{total}{f' ({kinds})' if kinds else ''}, {bubble}{launches}"
 
 
 def _share(part: float) -> str:
@@ -288,6 +295,9 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
     seconds, stage = prediction.predicted.step_seconds, plan.stages[0]
     terms = {f"exposed {kind}": part for kind, part in exposed_seconds(prediction.breakdown).items()}
     terms["bubble"] = prediction.breakdown.get("bubble_seconds", 0.0)
+    launching = prediction.launching
+    if launching is not None:
+        terms[LAUNCHES] = launching.seconds
     name = max(terms, key=lambda term: terms[term])
     if terms[name] < WORTH_A_LOOK * seconds:
         return []
@@ -301,13 +311,26 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
         "exposed context": "fewer context ranks, if memory allows",
         "exposed data": "--overlap-grad-reduce and --overlap-param-gather, or a larger global batch",
         "exposed transfer": "fewer stages, or larger micro-batches",
+        LAUNCHES: _graphs_advice(launching, seconds, is_upstream) or "a larger micro-batch, if memory allows",
     }
     if is_searched:
         batch = "a larger global batch, if the training allows it"
         advice = {"bubble": batch, "exposed data": batch} | (
             {"exposed expert": advice["exposed expert"]} if is_upstream else {}
         )
+        if name == LAUNCHES and (graphs := _graphs_advice(launching, seconds, is_upstream)):
+            advice[name] = graphs
         if name not in advice:
             return []
     share = f"{name} takes {_share(terms[name] / seconds)} of the step"
     return [f"{advice.get(name, 'another layout')}: {share}"]
+
+
+def _graphs_advice(launching: Launching | None, step_seconds: float, is_upstream: bool) -> str:
+    """CUDA graphs with the step that they are predicted to have; empty where there are none to be had, or they gain nothing."""
+    if launching is None or launching.graphed_seconds is None or launching.graphed_seconds >= step_seconds:
+        return ""
+    ours = launching.graph_flags == (GRAPHS_FLAG,)
+    limit = ", not yet run on hardware" if ours else "" if is_upstream else " on Megatron-LM, not on this fork"
+    change = f"{100 * (launching.graphed_seconds / step_seconds - 1):+.1f} %{'' if ours else ', memory not counted'}"
+    return f"{' '.join(launching.graph_flags)}: {launching.graphed_seconds:.3f} s a step ({change}){limit}"

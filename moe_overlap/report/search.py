@@ -19,6 +19,7 @@ from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
 from moe_overlap.report.tuning import GRAPHS, LEFT_OUT, Tuned, graphs_json, graphs_lines
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.host import Launching
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, DispatcherOutcome
 from moe_overlap.tuner.search.layer.candidates import PLAIN
@@ -124,6 +125,7 @@ class PlanSearch:
         changes: what the plan changes in the user's own layout, the largest gain first.
         graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
         sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
+        launching: what launches from the host cost the chosen plan.
     """
 
     target: str
@@ -146,6 +148,7 @@ class PlanSearch:
     dispatchers: tuple[DispatcherOutcome, ...] = ()
     graphs: GraphsChoice | None = None
     sharding: SearchedSharding | None = None
+    launching: Launching | None = None
 
     @property
     def ended_early(self) -> bool:
@@ -161,7 +164,7 @@ class PlanSearch:
     def prediction(self) -> Prediction:
         """The prediction of the chosen plan, with its overlap."""
         overlapped = self.tuned.chosen.prediction if self.tuned is not None else None
-        return overlapped or self.chosen.prediction
+        return dataclasses.replace(overlapped or self.chosen.prediction, launching=self.launching)
 
     @property
     def plan(self) -> Plan:

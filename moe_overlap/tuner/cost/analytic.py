@@ -40,7 +40,7 @@ from moe_overlap.tuner.cost.hardware import (
     Features,
     Software,
 )
-from moe_overlap.tuner.cost.host import UNLISTED, replays_of
+from moe_overlap.tuner.cost.host import UNLISTED, Launching, replays_of
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost, token_use
 from moe_overlap.tuner.cost.links import (
@@ -263,6 +263,8 @@ class Prediction:
     """The cheapest single change under which a plan that does not fit does, where one was looked for."""
     tried: tuple[Change, ...] = ()
     """The changes that were looked at."""
+    launching: Launching | None = None
+    """What launches cost the step, where that was looked at."""
 
     @property
     def fits(self) -> bool:

@@ -72,6 +72,21 @@ def replays_of(plan: Plan, features: Features) -> Replays:
     return Replays(captured=captured, counts_rows=not is_static)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launching:
+    """What launching from the host costs a step.
+
+    Attributes:
+        seconds: by which it is longer than on a host that launches for nothing.
+        graph_flags: of CUDA graphs that the run does not have and may; none where there are none, or little to gain.
+        graphed_seconds: of a step with them.
+    """
+
+    seconds: float
+    graph_flags: tuple[str, ...] = ()
+    graphed_seconds: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class HostWork:
     """[N] seconds of the host for each operator of a part; where it waits for counts, those of the wait are among them.
