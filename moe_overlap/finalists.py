@@ -137,9 +137,18 @@ def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
 
 
 def does_not_fit(
-    found: UniformSearch, cluster: Cluster, refused: Sequence[tuple[str, str]], certainty: str
+    found: UniformSearch,
+    cluster: Cluster,
+    refused: Sequence[tuple[str, str]],
+    certainty: str,
+    commonest: ConfigError | None,
 ) -> ConfigError:
-    """The error where no plan fits: the plan that needs the least, and what it lacks."""
+    """The error where no plan fits: the plan that needs the least, and what it lacks.
+
+    Args:
+        refused: plans that rules refuse, with the rule.
+        commonest: the rule by which the target runs the fewest layouts.
+    """
     gpu = cluster.group_of(0).gpu
     if found.solution.status is Status.TIME_LIMIT:
         rule = f"ended before a plan that fits was found, after {found.counts.evaluated} layouts"
@@ -150,8 +159,9 @@ def does_not_fit(
             "the search", "", f"every plan that fits is refused, {refused[0][0]} for: {refused[0][1]}", "change it"
         )
     if found.smallest is None and found.counts.evaluated:
-        rule = f"the target refuses each of the {found.counts.evaluated} layouts that may fit"
-        return ConfigError("--target", "", rule, "use another target")
+        rule = f"the target refuses each of the {found.counts.evaluated:,} layouts that may fit"
+        rule += "" if commonest is None else f", most of them for: {commonest}"
+        return ConfigError("--target", "", rule, "change that, or use another target")
     if found.smallest is None:
         rule = f"none of {found.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"
         return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")

@@ -32,9 +32,19 @@ from moe_overlap.job import Job, named_by, read_job, without_graphs
 from moe_overlap.launching import launching_of
 from moe_overlap.overlapped_search import SCREENED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan.plan import Plan
 from moe_overlap.report.search import Finalist, PlanSearch
 from moe_overlap.search_flags import PlansAsFlags, Target, with_precision, without_layout
-from moe_overlap.search_task import accepted, captured_ahead, layouts_of, run_of, task_of, with_dispatcher_of
+from moe_overlap.search_task import (
+    accepted,
+    captured_ahead,
+    commonest_refusal,
+    layouts_of,
+    refusals,
+    run_of,
+    task_of,
+    with_dispatcher_of,
+)
 from moe_overlap.sharded_search import Processes, job_sha256, search_shards
 from moe_overlap.shards import Refused, Shard, share_of
 from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
@@ -64,6 +74,8 @@ SPACES = ("megatron", "recompute")
 """Search spaces of plans that are executed."""
 BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
 """Search spaces with plans that no runtime executes today."""
+REFUSALS = 1000
+"""Layouts among which the commonest refusal is looked for, where the target runs none."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
 
@@ -120,7 +132,8 @@ def search_plan(
     if found.solution.value is None and (staged is None or staged.solution.value is None):
         if is_interrupted:
             raise KeyboardInterrupt
-        raise does_not_fit(found, cluster, search.said.refused, search.task.machine.memory.certainty)
+        commonest = commonest_refusal(search.refusal, search.layouts[:REFUSALS])
+        raise does_not_fit(found, cluster, search.said.refused, search.task.machine.memory.certainty, commonest)
     finalists = search.finalists(wider)
     deadline = -math.inf if found.solution.status is Status.TIME_LIMIT or is_interrupted else search.deadline
     finalists, answered = search.decided(found, finalists, deadline)
@@ -129,6 +142,7 @@ def search_plan(
         (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
     )
     assert prediction is not None
+    own = _baseline(words, cluster, search.given) if settings.has_baseline else None
     answer = PlanSearch(
         target=settings.target,
         space=search.space.name,
@@ -141,7 +155,8 @@ def search_plan(
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         found=found,
         refused=tuple(search.said.refused),
-        baseline=_baseline(words, cluster, search.given) if settings.has_baseline else None,
+        baseline=None if own is None else own[0],
+        wider_space="" if own is None else _wider_space(own[1], settings),
         dropped=search.dropped,
         sharding=search_sharding(chosen.problem, wider.task, deadline, answered.is_interrupted) if shards else None,
         seconds=time.monotonic() - begun,
@@ -212,7 +227,8 @@ class _Search:
         self.task = task
         self.replays = without_graphs(words)[1]
         self.listed = dataclasses.replace(task, features=dataclasses.replace(task.features, listed_graphs=self.replays))
-        self.accepts = accepted(task, settings.target, self.bare)
+        self.refusal = refusals(task, settings.target, self.bare)
+        self.accepts = accepted(self.refusal)
         self.said = PlansAsFlags(task, self.bare, settings.target, cluster.gpus)
         self.admits = self.said.is_read if settings.target != "any" else lambda plan: True
 
@@ -441,13 +457,21 @@ def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, optio
     return finalists
 
 
-def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Prediction | None:
-    """The user's own layout, where the flags have one that runs on these GPUs."""
+def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> tuple[Prediction, Plan] | None:
+    """The user's own layout, where the flags have one that runs on these GPUs, with its prediction."""
     # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
     for said in (words, without_graphs(words)[0]):
         try:
             problem = problem_of(said, cluster, options)
-            return predict_plan(problem.plan, problem)
+            return predict_plan(problem.plan, problem), problem.plan
         except ConfigError:
             continue
     return None
+
+
+def _wider_space(plan: Plan, settings: SearchSettings) -> str:
+    """The search space of Megatron-LM that has a plan like the user's own, where the search is in a narrower one."""
+    shards = any(stage.zero_level > 1 for stage in plan.stages)
+    offloads = any(stage.offload.activations for stage in plan.stages)
+    name = "offload" if offloads else "zero" if shards else ""
+    return name if settings.target == "megatron-lm" and settings.space in SPACES else ""

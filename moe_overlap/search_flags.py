@@ -27,7 +27,7 @@ from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.space import uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
-from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
+from moe_overlap.tuner.write.argument_file import argument_file, is_format_of_fsdp, layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
 
 Target = Literal["moe-overlap", "megatron-lm", "any"]
@@ -49,7 +49,11 @@ def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dic
         name: DECIDED for name in flags if name == "--plan" or (name.startswith(BY_HAND) and name not in OF_DEVICE)
     }
     gone = layout_flags()
-    kept = [(name, values) for name, values in flags.items() if name not in gone and name not in dropped]
+    kept = [
+        (name, values)
+        for name, values in flags.items()
+        if name not in gone and name not in dropped and not is_format_of_fsdp(name, values)
+    ]
     if "--global-batch-size" not in flags:
         # The default is a micro-batch on every rank: it would depend on what is searched.
         raise ConfigError("--global-batch-size", "", "is not among the flags", "add it: a plan is for one batch")

@@ -1,12 +1,13 @@
 """The task of a plan search: the run, its layouts, what prices them, the rules of the target, and captures made ahead.
 
-`task_of` describes the run to tuner/search, `layouts_of` enumerates what is searched, `accepted` says what the target runs;
-`captured_ahead` captures in one process what nearly all layouts are put together from.
+`task_of` describes the run to tuner/search, `layouts_of` enumerates what is searched, `refusals` says what the target does not
+run, and why; `captured_ahead` captures in one process what nearly all layouts are put together from.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import islice
@@ -44,7 +45,7 @@ from moe_overlap.tuner.search.space import (
 from moe_overlap.tuner.search.uniform import Accepts
 from moe_overlap.tuner.search.uniform_cost import UniformTask, variant_plans
 from moe_overlap.tuner.write.dispatcher_flags import by_dispatcher
-from moe_overlap.tuner.write.upstream_rules import is_upstream_plan
+from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
 from moe_overlap.tuner.write.upstream_values import values_of
 
 MODULE_SETS = 1
@@ -171,8 +172,11 @@ def captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout]
     return dataclasses.replace(task, operators=tables.of)
 
 
-def accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:
-    """Whether the target runs a plan."""
+Refusals = Callable[[UniformLayout, MemoryChoice], ConfigError | None]
+
+
+def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals:
+    """The rule by which the target does not run a plan; None where it does."""
 
     said = grouped(bare)
     recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
@@ -181,17 +185,32 @@ def accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:
     def settings_by(dispatcher: str) -> Mapping[str, Any]:
         return values_of(grouped(by_dispatcher(bare, dispatcher)))
 
-    def accepts(layout: UniformLayout, memory: MemoryChoice) -> bool:
+    def refusal(layout: UniformLayout, memory: MemoryChoice) -> ConfigError | None:
+        if target == "any":
+            return None
         template, model = task.templates(layout.tensor)
         plan = uniform_plan(template, model.num_layers, layout, memory)
-        if target == "any":
-            return True
         if target == "megatron-lm":
-            return is_upstream_plan(plan, settings_by(layout.dispatcher))
+            return next(iter(upstream_plan_errors(plan, settings_by(layout.dispatcher))), None)
         try:
             refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
-        except ConfigError:
-            return False
-        return not shares_scales(recipe, len(plan.stages))
+        except ConfigError as error:
+            return error.with_traceback(None)
+        if shares_scales(recipe, len(plan.stages)):
+            rule = "its scales are not reduced over the ranks of one stage alone"
+            return ConfigError("--fp8-recipe", "delayed", rule, "use tensorwise, blockwise or mxfp8")
+        return None
 
-    return accepts
+    return refusal
+
+
+def accepted(refusal: Refusals) -> Accepts:
+    """Whether a plan is run."""
+    return lambda layout, memory: refusal(layout, memory) is None
+
+
+def commonest_refusal(refusal: Refusals, layouts: Sequence[UniformLayout]) -> ConfigError | None:
+    """The rule by which most of some layouts are not run, in its simplest form; None where all are."""
+    errors = [error for layout in layouts if (error := refusal(layout, MemoryChoice())) is not None]
+    (often,) = Counter(str(error) for error in errors).most_common(1) or ((None, 0),)
+    return next((error for error in errors if str(error) == often[0]), None)

@@ -126,6 +126,7 @@ class PlanSearch:
         graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
         sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
         launching: what launches from the host cost the chosen plan.
+        wider_space: a search space that has plans like the user's own layout, where this one does not; else empty.
     """
 
     target: str
@@ -149,6 +150,7 @@ class PlanSearch:
     graphs: GraphsChoice | None = None
     sharding: SearchedSharding | None = None
     launching: Launching | None = None
+    wider_space: str = ""
 
     @property
     def ended_early(self) -> bool:
@@ -393,7 +395,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
         gain = before / search.prediction.predicted.step_seconds
         keep = "; keep your flags" if gain < 1.0 - APART and search.baseline.fits else ""
-        lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}")
+        wider = f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
+        lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}")
         helpful = [change for change in search.changes if change.gain(search.baseline) > 0.0]
         lines += change_lines(helpful[:SHOWN_CHANGES], search.baseline)
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]

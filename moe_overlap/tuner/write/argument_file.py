@@ -133,8 +133,7 @@ def argument_file(
         reason = _no_flag_of_upstream(name, values) if target == "megatron-lm" else ""
         if reason:
             gone.setdefault(name, reason)
-        is_of_fsdp = (name, values) == ("--ckpt-format", ("fsdp_dtensor",))
-        if name not in gone and name not in decided and not is_of_fsdp:
+        if name not in gone and name not in decided and not is_format_of_fsdp(name, values):
             kept[name] = values
     merged = kept | {name: values for name, values in chosen.items() if name not in gone}
     by_group = {name: merged[name] for group in ORDER for name in merged if group_of(name) == group}
@@ -154,6 +153,11 @@ def decided_flags(plan: Plan) -> frozenset[str]:
     said = values_of_plan(plan).keys() | set(NOT_SAID_BY_PLANS)
     older = (name for name, values in OLDER_SPELLINGS.items() if values.keys() & said)
     return frozenset(said).union(older)
+
+
+def is_format_of_fsdp(name: str, values: tuple[str, ...]) -> bool:
+    """Whether a flag is the checkpoints' format of Megatron-FSDP, which comes and goes with it; other formats are the user's."""
+    return (name, values) == ("--ckpt-format", ("fsdp_dtensor",))
 
 
 def layout_flags() -> frozenset[str]:

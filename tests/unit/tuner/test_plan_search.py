@@ -286,9 +286,9 @@ def test_scales_of_whole_passes_are_kept_on_one_stage(words: str, several: bool)
     task: Any = SimpleNamespace(templates=lambda tensor: (job.plan, job.model))
     one = dataclasses.replace(ranked.layout, tensor=1, context=1, expert=1, expert_tensor=1, pipeline=1)
     two = dataclasses.replace(one, pipeline=2)
-    accepts = search_task.accepted(task, "moe-overlap", [*SMALL, *words.split()])
+    accepts = search_task.accepted(search_task.refusals(task, "moe-overlap", [*SMALL, *words.split()]))
     assert (accepts(one, ranked.memory), accepts(two, ranked.memory)) == (True, several)
-    assert search_task.accepted(task, "any", [*SMALL, *words.split()])(two, ranked.memory)
+    assert search_task.refusals(task, "any", [*SMALL, *words.split()])(two, ranked.memory) is None
 
 
 def test_a_precision_is_written_as_it_was_said() -> None:

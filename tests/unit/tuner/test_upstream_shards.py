@@ -15,7 +15,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan_search import SearchSettings, search_plan
-from moe_overlap.report.search import PlanSearch, write_search
+from moe_overlap.report.search import PlanSearch, closing_lines, write_search
 from moe_overlap.sharded_search import Processes
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
@@ -111,3 +111,21 @@ def test_flags_of_fsdp_are_read_as_its_level() -> None:
     for strategy, level in (("optim_grads", 2), ("optim_grads_params", 3)):
         words = [*WORDS, *f"{FSDP} {strategy} --pipeline-model-parallel-size 1".split()]
         assert problem_of(words, H100, OPTIONS).plan.stages[0].zero_level == level
+
+
+def test_a_users_own_fsdp_does_not_bind_the_search_and_the_space_that_has_it_is_named(tmp_path: Path) -> None:
+    """The format of its checkpoints is refused without Megatron-FSDP, so it goes with it."""
+    words = [*WORDS, *f"{FSDP} optim_grads_params --pipeline-model-parallel-size 1".split()]
+    found = search_plan(words, with_memory(GIBS), SearchSettings(target="megatron-lm"), **OPTIONS)
+    assert found.plan.stages[0].zero_level == 1 and found.baseline is not None
+    assert not any("fsdp" in word for word in found.written.arguments)
+    (line,) = (line for line in closing_lines(found, tmp_path, []) if line.startswith("your flags"))
+    assert line.endswith("; --search-space zero has plans like yours")
+    wide = search_plan(words, with_memory(GIBS), SearchSettings(target="megatron-lm", space="zero"), **OPTIONS)
+    assert not any("plans like yours" in line for line in closing_lines(wide, tmp_path, []))
+
+
+def test_where_the_target_runs_no_layout_the_rule_is_named() -> None:
+    words = [*WORDS, *"--overlap-moe-expert-parallel-comm --moe-shared-expert-overlap".split()]
+    with pytest.raises(ConfigError, match="--overlap-moe-expert-parallel-comm: overlaps shared experts itself"):
+        search_plan(words, with_memory(GIBS), SearchSettings(target="megatron-lm"), **OPTIONS)
