@@ -15,6 +15,8 @@ the waits of its runner, so that whoever simulates or checks the list sees what 
 - megatron-core's 1F1B schedule waits for its transfers: a transfer starts behind all computation before it, and computation
   behind all transfers before it.
 - megatron-core's interleaved schedule and the resharding of unlike stages run transfers beside computation: nothing is added.
+- megatron-core's MoE layer waits for its all-to-alls in the same way, so that shared experts hide none of them; what a flag hides
+  (--moe-shared-expert-overlap) is a matter of prices.
 
 Races. `i` happens before `j` where a path leads from i to j over `after` and over the order of a channel (an earlier instruction
 of a channel finishes before a later one starts). Two accesses of a buffer, at least one of them writing, race unless one happens
@@ -28,10 +30,19 @@ Time: instructions × (dependencies + buffers) × channels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind, ScheduleError, parse_buffer, reads_counts
+from moe_overlap.plan.instructions import (
+    COMPUTE,
+    EXPERT,
+    PIPELINE,
+    Instruction,
+    Kind,
+    ScheduleError,
+    parse_buffer,
+    reads_counts,
+)
 from moe_overlap.plan.operators import OperatorId, OperatorKind, parse_operator
 from moe_overlap.plan.plan import Plan
 
@@ -42,9 +53,10 @@ def in_issue_order(plan: Plan, instructions: Sequence[Instruction]) -> tuple[Ins
     """The list of one rank with the waits of the runner that will follow it."""
     if any(stage.overlap.is_listed for stage in plan.stages):
         return queued_one_by_one(instructions) if plan.host_runs_ahead else issued_one_by_one(instructions)
-    if plan.pipeline_schedule == "1f1b" and not plan.transfers:
-        return waiting_for_transfers(instructions)
-    return tuple(instructions)
+    if plan.transfers:
+        return tuple(instructions)
+    groups = (EXPERT, PIPELINE) if plan.pipeline_schedule == "1f1b" else (EXPERT,)
+    return waiting_for(instructions, lambda i: i.channel_group in groups)
 
 
 def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
@@ -96,18 +108,22 @@ def queued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
     return tuple(waits.ordered)
 
 
-def waiting_for_transfers(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The waits of megatron-core's 1F1B schedule, whose transfers and computation never run at the same time."""
+def waiting_for(instructions: Sequence[Instruction], blocks: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:
+    """The waits of a runner some of whose communication never runs at the same time as computation.
+
+    Args:
+        blocks: whether an instruction is such communication.
+    """
     waits = _Waits()
     last_computation: tuple[int, ...] = ()
-    transfers: tuple[int, ...] = ()
+    under_way: tuple[int, ...] = ()
     for instruction in instructions:
         before: tuple[int, ...] = ()
-        if instruction.kind == "point-to-point":
+        if blocks(instruction):
             # The last computation stands for all before it, since a channel runs in order.
-            before, transfers = last_computation, (*transfers, instruction.id)
+            before, under_way = last_computation, (*under_way, instruction.id)
         elif instruction.channel == COMPUTE:
-            before, last_computation, transfers = transfers, (instruction.id,), ()
+            before, last_computation, under_way = under_way, (instruction.id,), ()
         waits.append(instruction, before)
     return tuple(waits.ordered)
 

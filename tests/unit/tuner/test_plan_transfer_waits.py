@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.dependencies import waiting_for_transfers
+from moe_overlap.plan.lowering.dependencies import waiting_for
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.tuner.cost.interference import slowed_down
 from moe_overlap.tuner.cost.pipeline import StageTimes, step_seconds, transfer_waits
@@ -20,7 +20,7 @@ def simulated(stages: int, virtual: int, micro_batches: int, one_way: float) -> 
     plan = plan_samples.plan(stages * virtual, stages, virtual, micro_batches)
     lists = {rank: lower(plan, plan_samples.model("d" * stages * virtual), rank) for rank in range(stages)}
     if virtual == 1:
-        lists = {rank: waiting_for_transfers(made) for rank, made in lists.items()}
+        lists = {rank: waiting_for(made, lambda i: i.kind == "point-to-point") for rank, made in lists.items()}
 
     def seconds(_: int, i: Instruction) -> float:
         if i.kind == "point-to-point":
