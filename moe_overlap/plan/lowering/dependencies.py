@@ -14,7 +14,8 @@ the waits of its runner, so that whoever simulates or checks the list sees what 
   soon as its buffers allow. The host itself waits for counts of rows alone, and issues nothing while it does.
 - megatron-core's 1F1B schedule waits for its transfers: a transfer starts behind all computation before it, and computation
   behind all transfers before it.
-- megatron-core's interleaved schedule and the resharding of unlike stages run transfers beside computation: nothing is added.
+- megatron-core's interleaved schedule and the resharding of unlike stages run transfers beside computation: nothing is added but
+  that megatron-core recomputes inside a backward pass, behind the gradient that it receives.
 - megatron-core's MoE layer waits for its all-to-alls in the same way, so that shared experts hide none of them; what a flag hides
   (--moe-shared-expert-overlap) is a matter of prices.
 
@@ -43,7 +44,7 @@ from moe_overlap.plan.instructions import (
     parse_buffer,
     reads_counts,
 )
-from moe_overlap.plan.operators import OperatorId, OperatorKind, parse_operator
+from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, OperatorId, OperatorKind, parse_operator
 from moe_overlap.plan.plan import Plan
 
 COMMUNICATION = ("collective", "point-to-point")
@@ -56,7 +57,7 @@ def in_issue_order(plan: Plan, instructions: Sequence[Instruction]) -> tuple[Ins
     if plan.transfers:
         return tuple(instructions)
     groups = (EXPERT, PIPELINE) if plan.pipeline_schedule == "1f1b" else (EXPERT,)
-    return waiting_for(instructions, lambda i: i.channel_group in groups)
+    return waiting_for(recomputed_behind_gradients(instructions), lambda i: i.channel_group in groups)
 
 
 def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
@@ -105,6 +106,19 @@ def queued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
                 last_sends[instruction.channel] = instruction.id
         waits.append(instruction, before)
         counted.update((name, instruction.id) for name in instruction.writes if reads_counts((name,)))
+    return tuple(waits.ordered)
+
+
+def recomputed_behind_gradients(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """The waits of autograd's recomputation, which begins when the gradient of a pass has come."""
+    waits = _Waits()
+    received: dict[tuple[int | None, int | None], int] = {}
+    for instruction in instructions:
+        operator, of_pass = instruction.operator, (instruction.chunk, instruction.micro_batch)
+        if operator.kind is OperatorKind.RECEIVE and operator.phase == BACKWARD:
+            received[of_pass] = instruction.id
+        is_again = operator.phase == RECOMPUTE and of_pass in received
+        waits.append(instruction, {received[of_pass]} if is_again else ())
     return tuple(waits.ordered)
 
 

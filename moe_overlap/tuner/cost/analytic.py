@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.describe.cluster import GIB, Gpu, NodeGroup
+from moe_overlap.describe.cluster import GIB, NodeGroup
 from moe_overlap.describe.model import ModelDescription, training_flops_per_token
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.overlap import NO_OVERLAP
@@ -35,11 +35,7 @@ from moe_overlap.tuner.cost.feasibility import (
     overflow_lines,
     verdict_of,
 )
-from moe_overlap.tuner.cost.hardware import (
-    REFERENCE,
-    Features,
-    Software,
-)
+from moe_overlap.tuner.cost.hardware import REFERENCE, Features, Software
 from moe_overlap.tuner.cost.host import UNLISTED, Launching, replays_of
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost, token_use
@@ -56,10 +52,11 @@ from moe_overlap.tuner.cost.links import (
 )
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
-from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, OpTable, tabulate
+from moe_overlap.tuner.cost.operators import OpTable, peak_tflops, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds, spent_on
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
+from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
 
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
@@ -304,6 +301,12 @@ class Priced:
         both = [cost.forward.exposed.get(kind, 0.0) + cost.backward.exposed.get(kind, 0.0) for cost in self.parts]
         return np.array(both) @ self.family.counts
 
+    def chunk_seconds(self, column: int) -> Floats:
+        """[2, chunks, 1] seconds of the passes of a stage."""
+        forward, backward = np.array([(cost.forward.seconds, cost.backward.seconds) for cost in self.parts]).T
+        parts, virtual = self.family.parts[column], len(self.family.stage.chunks)
+        return chunk_seconds(parts, np.ones((len(parts), 1)), (forward, backward), virtual)
+
     @property
     def compute(self) -> Floats:
         """[M] seconds of computation of one micro-batch."""
@@ -493,8 +496,9 @@ def _whole(
         for index, pair in enumerate(zip(sent, sent[1:], strict=False))
     ]
     beside = constants.overlap_slowdown if features.overlap_transfers else None
-    rules = PipelineRules(virtual=virtual, beside=beside, fixed=constants.step_seconds)
     counts = [stage.gradient_accumulation_steps for stage in plan.stages]
+    uneven = float(unevenness([family.chunk_seconds(m) for family, m in order], counts[0])[0])
+    rules = PipelineRules(virtual=virtual, beside=beside, fixed=constants.step_seconds, uneven=uneven)
     whole = pipeline_seconds(
         [_times(family.costs, m) for family, m in order],
         [float(family.costs.optimizer_seconds[0, m]) for family, m in order],
@@ -502,7 +506,7 @@ def _whole(
         counts,
         rules,
     )
-    times, step = whole.stages, spent_on(whole.stages, counts, virtual)
+    times, step = whole.stages, spent_on(whole.stages, counts, virtual, uneven)
     transfers, filling = [float(transfer) for transfer in whole.transfers], float(whole.filling)
     steady, update, seconds = float(step.steady), float(whole.update), float(whole.total)
     slowest_stage = int(step.slowest)
@@ -538,13 +542,6 @@ def _whole(
         not_modelled=features.not_modelled,
         memory=machine.memory,
     )
-
-
-def peak_tflops(gpu: Gpu, precision: str) -> float:
-    """Peak rate of the precision that the products run in; bf16's where the GPU has no such units."""
-    if precision == "nvfp4" and gpu.fp4_tflops:
-        return gpu.fp4_tflops
-    return gpu.fp8_tflops if precision in LOW_PRECISIONS and gpu.fp8_tflops else gpu.bf16_tflops
 
 
 def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> float:

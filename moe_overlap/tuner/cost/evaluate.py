@@ -163,6 +163,11 @@ class StageEvaluator:
         self._decoupled = is_decoupled(strategy)
         self._played: dict[PlayKey, list[PlayedStage]] = {}
 
+    @property
+    def pass_seconds(self) -> tuple[Floats, Floats]:
+        """[K] seconds of the forward and of the backward pass of a part, whatever the strategy."""
+        return self._kinds.forward_seconds, self._kinds.backward_seconds
+
     def anew(self) -> StageEvaluator:
         """The same evaluator before it has answered anything."""
         arguments = (self._kinds, self._strategy, self.rates, self._concurrent, self._factors, self._fragmentation)

@@ -306,3 +306,10 @@ def _beside_products(table: OpTable, gpu: Gpu) -> Floats:
     """[N] seconds of an attention kernel over those of as many products in heads of the usual width; 1 elsewhere."""
     exponential = gpu.bf16_tflops * 1e12 / EXPONENTIALS.get(gpu.name, USUAL_EXPONENTIALS)
     return (1.0 + exponential / table.widths) / (1.0 + exponential / table.usual_widths)
+
+
+def peak_tflops(gpu: Gpu, precision: str) -> float:
+    """Peak rate of the precision that the products run in; bf16's where the GPU has no such units."""
+    if precision == "nvfp4" and gpu.fp4_tflops:
+        return gpu.fp4_tflops
+    return gpu.fp8_tflops if precision in LOW_PRECISIONS and gpu.fp8_tflops else gpu.bf16_tflops

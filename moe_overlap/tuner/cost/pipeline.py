@@ -103,6 +103,8 @@ class PipelineRules:
     """Share by which a transfer slows down what runs beside it; None: every pass waits for its transfers."""
     fixed: float = 0.0
     """Seconds of every step, whatever its stages."""
+    uneven: Seconds = 1.0
+    """How many times as long passes take because chunks are unlike (uneven_chunks.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +150,7 @@ def pipeline_seconds(
     ]
     # Stages update at the same time, behind the norm that all of them wait for.
     update = _largest(optimizer) + rules.fixed
-    step = step_seconds(times, micro_batches, rules.virtual)
+    step = step_seconds(times, micro_batches, rules.virtual) * rules.uneven
     return PipelineSeconds(stages=tuple(times), transfers=tuple(transfers), step=step, filling=filling, update=update)
 
 
@@ -225,13 +227,15 @@ def _ends(
     return come, left, gone
 
 
-def spent_on(stages: Sequence[StageTimes], micro_batches: Sequence[int], virtual: int) -> StepSeconds:
-    """A step without the optimizer by what its seconds are spent on; arguments as of `step_seconds`."""
+def spent_on(
+    stages: Sequence[StageTimes], micro_batches: Sequence[int], virtual: int, uneven: Seconds = 1.0
+) -> StepSeconds:
+    """A step without the optimizer by what its seconds are spent on; arguments as of `step_seconds` and `PipelineRules`."""
     work = np.stack(
         np.broadcast_arrays(*[count * stage.stable for count, stage in zip(micro_batches, stages, strict=True)])
     )
     bare = [StageTimes(forward=stage.forward, backward=stage.backward) for stage in stages]
-    total, stable = (step_seconds(given, micro_batches, virtual) for given in (stages, bare))
+    total, stable = (step_seconds(given, micro_batches, virtual) * uneven for given in (stages, bare))
     steady = work.max(axis=0)
     return StepSeconds(
         slowest=np.argmax(work, axis=0), steady=steady, bubble=stable - steady, edges=total - stable, total=total

@@ -44,6 +44,7 @@ from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import Strategy, is_decoupled
+from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
 from moe_overlap.tuner.search.bounds import pipelined
 from moe_overlap.tuner.search.space import ON_HOST, MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
 
@@ -123,8 +124,8 @@ class UniformCosts:
         """
         template, _ = self.task.templates(layout.tensor)
         data = template.world_size // (layout.tensor * layout.context * layout.pipeline)
-        through = self.through_seconds(layout)
-        return pipelined(through, layout, template.global_batch_size // (data * layout.micro_batch))
+        count = template.global_batch_size // (data * layout.micro_batch)
+        return pipelined(self.through_seconds(layout), layout, count)
 
     def through_seconds(self, layout: UniformLayout) -> float:
         """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
@@ -171,9 +172,8 @@ class UniformCosts:
             [cost.optimizer_seconds for cost in costs],
             [self.sent_seconds(layout, plan)] * (len(plan.stages) - 1),
             counts,
-            self.rules(layout),
+            replace(self.rules(layout), uneven=self._unevenness(layout, plan, recomputes)),
         )
-        needed = [needed_bytes(cost) for cost in costs]
         return Evaluated(
             layout=layout,
             choices=tuple(
@@ -181,7 +181,7 @@ class UniformCosts:
                 for level, offload in self.strategies
             ),
             seconds=np.asarray(step.total),
-            needed_bytes=np.max(needed, axis=0),
+            needed_bytes=np.max([needed_bytes(cost) for cost in costs], axis=0),
         )
 
     @property
@@ -285,6 +285,16 @@ class UniformCosts:
         constants = self.task.machine_of(layout).constants
         beside = constants.overlap_slowdown if self.task.features.overlap_transfers else None
         return PipelineRules(virtual=layout.virtual, beside=beside, fixed=constants.step_seconds)
+
+    def _unevenness(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> Floats:
+        """[R] How many times as long a step takes because chunks are unlike."""
+        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
+        if layout.virtual == 1:
+            return np.ones(len(recomputes))
+        shapes = (_shapes(prices, plan, index, recomputes, 1.0) for index in range(len(plan.stages)))
+        seconds, virtual = prices.evaluator.pass_seconds, layout.virtual
+        chunks = [chunk_seconds(each.runs, each.counts, seconds, virtual) for each in shapes]
+        return unevenness(chunks, plan.stages[0].gradient_accumulation_steps)
 
     def times(self, costs: StageCosts, micro_batches: int) -> StageTimes:
         """Seconds of a stage in the objective."""
