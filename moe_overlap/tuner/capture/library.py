@@ -187,12 +187,7 @@ def _sights(request: Request) -> set[object]:
     """The classes that a capture of a request shows."""
     of_copies = _sends_copies(request)
     blocks = (ATTENTION, CORE, ROUTED, MLP, *((ROUTER,) if of_copies else ()))
-    sights: set[object] = {(block, block_class(block, request.layout, request.model, of_copies)) for block in blocks}
-    if of_copies:
-        # Sizes of experts are those of one class alone there: two captures tell how they fall with the ranks of a sample.
-        ranks = request.layout.tensor * request.layout.context
-        sights.add((ROUTED, block_class(ROUTED, request.layout, request.model, of_copies), ranks > 1))
-    return sights
+    return {(block, block_class(block, request.layout, request.model, of_copies)) for block in blocks}
 
 
 def _numbers(request: Request) -> set[End]:

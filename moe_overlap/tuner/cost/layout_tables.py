@@ -14,12 +14,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.capture.blocks import expert_replicas, is_of_expert, numbered, storage_order
+from moe_overlap.tuner.capture.blocks import expert_replicas, is_of_expert
 from moe_overlap.tuner.capture.composition import Composite
 from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import Op, Part
 from moe_overlap.tuner.capture.kernels import KERNELS
 from moe_overlap.tuner.capture.library import BlockLibrary
+from moe_overlap.tuner.capture.names import numbered, storage_order
 from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.capture.scaling import Degrees, ScalingMatrix, UndeterminedError
 from moe_overlap.tuner.cost.memory import lifetimes
@@ -193,7 +194,6 @@ class _Group:
             if op.collective is not None:
                 row += 1
                 payloads.append(sizes[row])
-                moved[-1] = moved[-1] + sizes[row]
             cuts.append(slice(row + 1, row + 1 + len(op.shape)))
             flops.append(_flops(op, sizes[cuts[-1]], sizes.shape[1]))
             row = cuts[-1].stop
@@ -214,11 +214,9 @@ class _Group:
         moved, shapes, payloads = [], [], []
         for name, op in zip(self._names, part.ops, strict=True):
             shapes.append(values[[rows[name, "shape", axis] for axis in range(len(op.shape))]])
-            total = values[rows[name, "bytes", 0]]
+            moved.append(values[rows[name, "bytes", 0]])
             if op.collective is not None:
                 payloads.append(values[rows[name, "payload", 0]])
-                total = total + payloads[-1]
-            moved.append(total)
         dense, of_experts = self._parameters(requests, values)
         return LayoutTable(
             places=tuple(places),
