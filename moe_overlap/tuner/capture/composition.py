@@ -192,6 +192,8 @@ class Composite:
     """Parallel axes of its collectives, each named once."""
     is_of_experts: bool
     """Whether it has operators or storages for each expert, or such that have replicas of their own."""
+    open: tuple[Scaling, ...]
+    """Scalings of which the samples leave several sums."""
 
     @staticmethod
     def of(whole: NamedPart, scalings: Mapping[Size, Scaling]) -> Composite:
@@ -201,7 +203,17 @@ class Composite:
             entry.per_expert or is_of_expert(entry.storage) for entry in whole.storages.values()
         )
         axes = dict.fromkeys(collective.axis for collective in collectives if collective is not None)
-        return Composite(whole, scalings, tuple(axes), is_of_experts)
+        left = {id(scaling): scaling for scaling in scalings.values() if not scaling.is_unique}
+        return Composite(whole, scalings, tuple(axes), is_of_experts, tuple(left.values()))
+
+    def is_decided(self, degrees: Degrees) -> bool:
+        """Whether the samples decide every size of a layout."""
+        try:
+            for scaling in self.open:
+                scaling.at(degrees)
+        except UndeterminedError:
+            return False
+        return True
 
     def values(self, degrees: Degrees) -> dict[int, Expression]:
         """The value of every scaling, by its identity: graphs repeat few.

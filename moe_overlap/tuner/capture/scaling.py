@@ -138,6 +138,11 @@ class Scaling:
 
     terms: tuple[tuple[Monomial, tuple[Sum, ...]], ...]
 
+    @property
+    def is_unique(self) -> bool:
+        """Whether every coefficient is one sum alone."""
+        return all(len(sums) == 1 for _, sums in self.terms)
+
     def at(self, degrees: Degrees) -> Expression:
         """The size of a layout, an expression in b and s.
 
