@@ -192,6 +192,8 @@ class Composite:
     """Parallel axes of its collectives, each named once."""
     is_of_experts: bool
     """Whether it has operators or storages for each expert, or such that have replicas of their own."""
+    runs_each_expert: bool
+    """Whether it has operators for each expert."""
     open: tuple[Scaling, ...]
     """Scalings of which the samples leave several sums."""
 
@@ -199,12 +201,13 @@ class Composite:
     def of(whole: NamedPart, scalings: Mapping[Size, Scaling]) -> Composite:
         """The graph whose sizes scale so."""
         collectives = [named_op.op.collective for named_op in whole.ops]
-        is_of_experts = any(named_op.per_expert for named_op in whole.ops) or any(
+        runs_each_expert = any(named_op.per_expert for named_op in whole.ops)
+        is_of_experts = runs_each_expert or any(
             entry.per_expert or is_of_expert(entry.storage) for entry in whole.storages.values()
         )
         axes = dict.fromkeys(collective.axis for collective in collectives if collective is not None)
         left = {id(scaling): scaling for scaling in scalings.values() if not scaling.is_unique}
-        return Composite(whole, scalings, tuple(axes), is_of_experts, tuple(left.values()))
+        return Composite(whole, scalings, tuple(axes), is_of_experts, runs_each_expert, tuple(left.values()))
 
     def is_decided(self, degrees: Degrees) -> bool:
         """Whether the samples decide every size of a layout."""

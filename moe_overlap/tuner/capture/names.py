@@ -430,6 +430,14 @@ def storage_order(source: NamedPart, experts: int) -> list[Place]:
     return _places(source, experts)[1]
 
 
+def operator_order(source: NamedPart, experts: int) -> list[OpName]:
+    """The operators of `numbered`, in order."""
+    order: list[OpName] = []
+    for stretch, group in groupby(source.ops, key=lambda named_op: named_op.stretch):
+        order += [named_op.name for named_op in group] * (experts if stretch else 1)
+    return order
+
+
 Place = tuple[StorageName, int | None]
 """A storage, and of storages for each expert, which one."""
 

@@ -122,15 +122,16 @@ def test_operators_of_one_expert_after_the_other_are_those_of_any_number_of_expe
     assert library.unlike == () and len(library.captured_layouts) <= 10
 
 
-def test_tables_of_many_layouts_are_those_of_each() -> None:
-    library = BlockLibrary(captured)
+@pytest.mark.parametrize("biases", [False, True])
+def test_tables_of_many_layouts_are_those_of_each(biases: bool) -> None:
+    library = BlockLibrary(partial(captured, biases=biases))
     library.prepare(requests())
     asked, b, s = requests(), 2, 512
     seen = []
     for table in LayoutTables(library).tables("moe", asked, b, s):
         for column, place in enumerate(table.places):
             seen.append(place)
-            (part,) = captured(asked[place]).parts
+            (part,) = captured(asked[place], biases=biases).parts
             expected = tabulate(part, b, s)
             assert table.flops[:, column] == pytest.approx(expected.flops, rel=1e-12)
             assert table.bytes[:, column] == pytest.approx(expected.bytes, rel=1e-12)
