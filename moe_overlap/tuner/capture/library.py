@@ -4,7 +4,7 @@ A layout is answered in one of two ways. If captured layouts have every block in
 size, its parts are put together (`composition.py`). Otherwise it is captured itself, and from then on helps to answer others;
 so a class of graphs is captured when the first of its layouts is asked for. What was captured although it could have been put
 together is compared: a kind of part that differs is never put together again. `prepare` orders the captures so that few
-suffice.
+suffice; `decide` adds those that tell apart the sums that sizes may still be.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class Degrees:
 
     Attributes:
         vocabulary: rows of the embedding on a rank.
-        copies: ranks that a token is sent to by a library that sends it once to each, in sixteenths.
+        copies: ranks that a token is sent to by a library that sends it once to each, in sixteenths (`sent_rows` of the
+            library's stand-in in fused_functions.py).
     """
 
     tensor: int

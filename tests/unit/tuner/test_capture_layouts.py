@@ -84,24 +84,24 @@ def test_graphs_under_a_dispatch_library_are_those_of_captures(family: str, libr
     compare_with_captures(requests_of(family, library))
 
 
-CASES = [
-    ("deepseek-v3-mtp", "deepep"),
+CASES = (
     ("deepseek-v3-mtp", "hybridep"),
-    ("gpt-oss-120b", ""),
     ("gpt-oss-120b", "deepep"),
-]
+    pytest.param("deepseek-v3-mtp", "deepep", marks=pytest.mark.slow),
+    pytest.param("gpt-oss-120b", "", marks=pytest.mark.slow),
+)
 
 
 @pytest.mark.parametrize(("family", "library"), CASES)
 def test_few_captures_tell_of_all_layouts(family: str, library: str) -> None:
-    """The number of captures, and two layouts that were not captured, as they are captured."""
+    """The number of captures, and a layout that was not captured, as it is captured; slow tests compare more of them."""
     asked = all_requests(family, library)
     known = BlockLibrary(captured_in_process)
     known.prepare(asked)
     assert known.unlike == () and len(known.captured_layouts) <= MOST < len(asked)
     left = [one for one in asked if one.layout not in known.captured_layouts]
-    for of_layout in random.Random(1).sample(left, 2):
-        assert set(known.composed(of_layout)) == set(captured_in_process(of_layout).parts)
+    of_layout = random.Random(1).choice(left)
+    assert set(known.composed(of_layout)) == set(captured_in_process(of_layout).parts)
 
 
 @pytest.mark.slow
