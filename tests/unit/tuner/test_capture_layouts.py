@@ -55,7 +55,7 @@ def all_requests(family: str, library: str) -> list[Request]:
     base = request(f"{flags} --bf16", "te", vocabulary=512)
     # megatron-core adds biases of experts on one rank of expert tensor parallelism only; four ranks of TP would leave one query
     # head on a rank, whose sinks do not run at this width.
-    tensor, context, split = ((1, 2), (1, 2, 4), (1,)) if base.model.linear_bias else ((1, 2, 4), (1, 2), (1, 2))
+    tensor, context, split = ((1, 2), (1, 2, 4, 8), (1,)) if base.model.linear_bias else ((1, 2, 4), (1, 2), (1, 2))
     # A library dispatches among several ranks.
     axes = [
         (t, c, e, x) for t in tensor for c in context for e in (1, 2, 4, 8) for x in split if e * x > 1 or not library
