@@ -109,7 +109,7 @@ def _part_values(part: Part, table: dict[Expression, int]) -> dict[str, Any]:
     def plain(name: str, value: Any) -> Any:
         if isinstance(value, Expression):
             return number(value)
-        if name == "shape":
+        if name in ("shape", "touched", "elements"):
             return [number(size) for size in value]
         if isinstance(value, Collective):
             return [value.kind, value.axis, value.size, number(value.payload_bytes)]
@@ -142,7 +142,8 @@ def _op(row: list[Any], table: list[Expression]) -> Op:
         fields["collective"] = Collective(kind=kind, axis=axis, size=size, payload_bytes=table[payload])
     for name in ("reads", "writes", "after"):
         fields[name] = tuple(fields[name])
-    fields["shape"] = tuple(table[index] for index in fields["shape"])
+    for name in ("shape", "touched", "elements"):
+        fields[name] = tuple(table[index] for index in fields[name])
     return Op(**{**fields, "flops": table[fields["flops"]], "bytes": table[fields["bytes"]]})
 
 

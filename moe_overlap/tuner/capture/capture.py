@@ -33,12 +33,20 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.build import World, build_one_of_each, config_for, pretended_world, stock_layer
 from moe_overlap.tuner.capture.expression import B, Expression, S, evaluate
 from moe_overlap.tuner.capture.fused_modules import accumulate_in_products, fused_kernels
-from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check
+from moe_overlap.tuner.capture.graph import (
+    COPIES_PER,
+    CapturedModel,
+    Collective,
+    Layout,
+    Op,
+    Part,
+    Storage,
+    check,
+)
 from moe_overlap.tuner.capture.kernels import flops
 from moe_overlap.tuner.capture.parts import PartRecorder, RunnablePart, keep_gradients_apart, prediction_layers
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
-from moe_overlap.tuner.capture.scaling import COPIES_PER
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
 
 Point = tuple[int, int]
@@ -132,11 +140,23 @@ def _fit_op(ops: Sequence[Op], points: tuple[Point, ...]) -> Op:
     place = f"{base.name} in {base.module or base.operator}"
     shape = tuple(_polynomial([op.shape[axis] for op in ops], points, place) for axis in range(len(base.shape)))
     moved = _polynomial([op.bytes for op in ops], points, place)
+    touched, elements = (
+        tuple(_polynomial(list(numbers), points, place) for numbers in zip(*of_ops, strict=True))
+        for of_ops in ([op.touched for op in ops], [op.elements for op in ops])
+    )
     collective: Collective | None = None
     if base.collective is not None:
         payload = _polynomial([op.collective.payload_bytes for op in ops if op.collective], points, place)
         collective = dataclasses.replace(base.collective, payload_bytes=payload)
-    return dataclasses.replace(base, shape=shape, bytes=moved, flops=flops(base.name, shape), collective=collective)
+    return dataclasses.replace(
+        base,
+        shape=shape,
+        bytes=moved,
+        touched=touched,
+        elements=elements,
+        flops=flops(base.name, shape),
+        collective=collective,
+    )
 
 
 def _fit_storage(storages: Sequence[Storage], points: tuple[Point, ...]) -> Storage:

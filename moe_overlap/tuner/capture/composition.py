@@ -1,5 +1,6 @@
 """The graphs of any layout, put together from blocks of captured layouts. No torch.
 
+`arranged` lays the blocks of several named parts out in the order of one of them.
 A `Composite` is the graph of all layouts whose blocks have the same classes: operators and storages by name, and a scaling of
 every size. `Composer` makes composites of samples, captured layouts by name, and numbers them for a layout.
 """
@@ -10,27 +11,36 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from typing import Any
 
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.operators import SHARED
 from moe_overlap.tuner.capture.blocks import (
     ROUTED,
-    NamedPart,
     NotComposableError,
-    Size,
-    arranged,
     block_class,
     block_of,
     expert_replicas,
     group_size,
     has_vocabulary,
     is_of_expert,
-    named,
-    numbered,
     shares_sizes,
 )
 from moe_overlap.tuner.capture.expression import Expression, Monomial
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
+from moe_overlap.tuner.capture.names import (
+    OF_OPERATORS,
+    SUMS,
+    NamedOp,
+    NamedPart,
+    NamedStorage,
+    OpName,
+    Size,
+    StorageName,
+    named,
+    numbered,
+)
 from moe_overlap.tuner.capture.scaling import (
     Degrees,
     Products,
@@ -39,6 +49,7 @@ from moe_overlap.tuner.capture.scaling import (
     UndeterminedError,
     dense_products,
     routed_products,
+    total,
 )
 
 PartKey = tuple[str, bool]
@@ -99,6 +110,78 @@ def at_one_sample(expression: Expression) -> Expression:
     return sum((Expression(((rest, value),)) for rest, value in terms.items() if value), Expression())
 
 
+def arranged(backbone: NamedPart, of_block: Mapping[str, NamedPart]) -> NamedPart:
+    """A part with the operators of each block from another part.
+
+    Args:
+        backbone: gives the order of the blocks.
+        of_block: block -> the part that gives its operators and the storages they make.
+    Raises:
+        NotComposableError: the parts order their blocks differently, or an operator needs a storage that no block makes.
+    """
+    runs = backbone.runs
+    if any(source.runs != runs for source in of_block.values()):
+        raise NotComposableError(f"{backbone.part.kind}: blocks in another order")
+    stretches = {id(source): _stretches(source) for source in of_block.values()}
+    ops = tuple(op for place, (_, block) in enumerate(runs) for op in stretches[id(of_block[block])][place])
+    block_of_op = {named_op.name: block_of(named_op.op) for named_op in ops}
+    storages: dict[StorageName, NamedStorage] = {}
+    homes: dict[StorageName, str] = {}
+    outside = (*backbone.held, *backbone.returned, *backbone.behind)
+    used = dict.fromkeys((*outside, *(name for op in ops for name in (*op.reads, *op.writes))))
+    for name in used:
+        block = _home(name, block_of_op)
+        # What comes from outside is the same in all of them; some of it, such as a buffer that a block shares, not in all.
+        sources = (backbone, *of_block.values()) if block is None else (of_block[block],)
+        storage = next((source.storages[name] for source in sources if name in source.storages), None)
+        if storage is None:
+            raise NotComposableError(f"{backbone.part.kind}: no block makes {name}")
+        if storage.freed is not None and storage.freed not in block_of_op:
+            storage = _freed_elsewhere(name, of_block, block_of_op)
+        storages[name] = storage
+        if block is not None:
+            homes[name] = block
+    emptied = _emptied(backbone, of_block, block_of_op)
+    shares = {op.name: of_block[block_of(op.op)].shares[op.name] for op in ops}
+    return dataclasses.replace(backbone, ops=ops, storages=storages, homes=homes, emptied=emptied, shares=shares)
+
+
+def _emptied(
+    backbone: NamedPart, of_block: Mapping[str, NamedPart], block_of_op: Mapping[OpName, str]
+) -> tuple[StorageName, ...]:
+    """The storages that the backward pass fills again, in the order of the backbone's blocks."""
+    own = {
+        block: [name for name in source.emptied if _home(name, block_of_op) == block]
+        for block, source in of_block.items()
+    }
+    order = [backbone.home(name) for name in backbone.emptied]
+    if any(len(names) != order.count(block) for block, names in own.items()):
+        raise NotComposableError(f"{backbone.part.kind}: blocks empty different numbers of storages")
+    left = {block: iter(names) for block, names in own.items()}
+    return tuple(next(left[block]) for block in order)
+
+
+def _home(name: StorageName, block_of_op: Mapping[OpName, str]) -> str | None:
+    if name[0] not in OF_OPERATORS:
+        return None
+    return SHARED if name[1] == SHARED else block_of_op.get(name[1])
+
+
+def _freed_elsewhere(
+    name: StorageName, of_block: Mapping[str, NamedPart], block_of_op: Mapping[OpName, str]
+) -> NamedStorage:
+    """The storage as the block has it that frees it: another block's operators hold it."""
+    for block, source in of_block.items():
+        storage = source.storages.get(name)
+        if storage is not None and storage.freed is not None and block_of_op.get(storage.freed) == block:
+            return storage
+    raise NotComposableError(f"no block frees {name}")
+
+
+def _stretches(source: NamedPart) -> list[list[NamedOp]]:
+    return [list(ops) for _, ops in groupby(source.ops, key=lambda op: (op.op.phase, block_of(op.op)))]
+
+
 @dataclass(frozen=True, slots=True)
 class Composite:
     """The graph of all layouts whose blocks have the same classes."""
@@ -109,16 +192,31 @@ class Composite:
     """Parallel axes of its collectives, each named once."""
     is_of_experts: bool
     """Whether it has operators or storages for each expert, or such that have replicas of their own."""
+    runs_each_expert: bool
+    """Whether it has operators for each expert."""
+    open: tuple[Scaling, ...]
+    """Scalings of which the samples leave several sums."""
 
     @staticmethod
     def of(whole: NamedPart, scalings: Mapping[Size, Scaling]) -> Composite:
         """The graph whose sizes scale so."""
         collectives = [named_op.op.collective for named_op in whole.ops]
-        is_of_experts = any(named_op.per_expert for named_op in whole.ops) or any(
+        runs_each_expert = any(named_op.per_expert for named_op in whole.ops)
+        is_of_experts = runs_each_expert or any(
             entry.per_expert or is_of_expert(entry.storage) for entry in whole.storages.values()
         )
         axes = dict.fromkeys(collective.axis for collective in collectives if collective is not None)
-        return Composite(whole, scalings, tuple(axes), is_of_experts)
+        left = {id(scaling): scaling for scaling in scalings.values() if not scaling.is_unique}
+        return Composite(whole, scalings, tuple(axes), is_of_experts, runs_each_expert, tuple(left.values()))
+
+    def is_decided(self, degrees: Degrees) -> bool:
+        """Whether the samples decide every size of a layout."""
+        try:
+            for scaling in self.open:
+                scaling.at(degrees)
+        except UndeterminedError:
+            return False
+        return True
 
     def values(self, degrees: Degrees) -> dict[int, Expression]:
         """The value of every scaling, by its identity: graphs repeat few.
@@ -168,6 +266,8 @@ class Composer:
         """By block, its class, the samples whose sizes may follow the same sum, and values."""
         self._shared: dict[tuple[Products, SampledValues], Scaling] = {}
         """By products, and the values that pass through one sum."""
+        self._totals: dict[tuple[int, ...], tuple[Scaling, Sequence[Scaling]]] = {}
+        """By the identities of some scalings: their sum, and they themselves, so that no other gets their identity."""
         self._composites: dict[tuple[PartKey, Classes, bool], Composite | NotComposableError | UndeterminedError] = {}
         # Embedding, head and dense layers are the same under many layouts; equal parts are one object, which is priced once.
         self._parts: dict[tuple[object, ...], tuple[Part, ...]] = {}
@@ -273,7 +373,23 @@ class Composer:
                 if values[size] not in known:
                     known[values[size]] = self._scaling(key, size, block, sharing, layout)
                 scalings[size] = known[values[size]]
-        return Composite.of(whole, {size: scalings[size] for size in homes})
+        return Composite.of(whole, self._with_totals({size: scalings[size] for size in homes}))
+
+    def _with_totals(self, scalings: Mapping[Size, Scaling]) -> dict[Size, Scaling]:
+        """The scalings of what `numbered` takes: sizes of an operator in its storages are added up."""
+        totals: dict[Size, Scaling] = {}
+        for (name, which), group in groupby(scalings.items(), key=lambda entry: entry[0][:2]):
+            members = list(group)
+            if which not in SUMS:
+                totals.update(members)
+                continue
+            key = tuple(id(scaling) for _, scaling in members)
+            # The values of a layout are looked up by the identity of their scalings, so equal sums are one object.
+            if key not in self._totals:
+                parts = [scaling for _, scaling in members]
+                self._totals[key] = total(parts), parts
+            totals[name, SUMS[which], 0] = self._totals[key][0]
+        return totals
 
     def _sampled(self, key: PartKey) -> dict[Size, SampledValues]:
         """The values of every size of a part in all samples."""

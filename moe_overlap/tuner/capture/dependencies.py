@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from itertools import groupby
 
 from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS
-from moe_overlap.tuner.capture.graph import Op
+from moe_overlap.tuner.capture.graph import OF_EXPERT, Op, Storage
 
 _WITH_LOAD = (DISPATCH, EXPERTS, COMBINE)
 
@@ -50,9 +52,41 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
             is_weight_gradient=op.id in weights,
             is_recomputed=op.is_recomputed,
             scales_with_load=op.operator in _WITH_LOAD and not all(roles[index] == "gradient" for index in op.writes),
+            touched=op.touched,
+            elements=op.elements,
         )
         for op in ops
     )
+
+
+def in_order_of_experts(ops: Sequence[Op], storages: Sequence[Storage]) -> tuple[list[Op], tuple[Storage, ...]]:
+    """The same operators, those that add up the gradients of experts, one behind the other, in the order of the experts.
+
+    Autograd's queue is a heap, whose order of equals is another one for every number of experts. Nothing depends on it.
+    """
+
+    def expert(op: Op) -> int | None:
+        names = [OF_EXPERT.fullmatch(storages[index].name) for index in op.writes]
+        return int(names[0][3]) if len(names) == 1 and names[0] is not None else None
+
+    def stretch(op: Op) -> object:
+        if expert(op) is None or op.phase == "forward":
+            return op.id
+        return op.name, op.operator, op.module, len(op.reads), storages[op.writes[0]].bytes
+
+    ordered: list[Op] = []
+    for _, group in groupby(ops, key=stretch):
+        members = list(group)
+        ordered += sorted(members, key=lambda op: expert(op) or 0) if len(members) > 1 else members
+    place = {op.id: index for index, op in enumerate(ordered)}
+    users = {(op.id, index) for op in ops for index in (*op.reads, *op.writes)}
+    freed = tuple(
+        dataclasses.replace(storage, freed_after=place[storage.freed_after])
+        if storage.freed_after is not None and (storage.freed_after, storage.id) in users
+        else storage
+        for storage in storages
+    )
+    return [dataclasses.replace(op, id=index) for index, op in enumerate(ordered)], freed
 
 
 def _weight_gradients(ops: Sequence[Op], roles: Sequence[str]) -> set[int]:

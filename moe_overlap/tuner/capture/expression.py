@@ -192,7 +192,7 @@ def _floor(number: Fraction) -> Fraction:
 def _canonical(terms: Mapping[Monomial, Fraction]) -> Expression:
     # Without zero terms and in one order: equality of values is then equality of tuples, and of text.
     kept = ((monomial, coefficient) for monomial, coefficient in terms.items() if coefficient)
-    return Expression(tuple(sorted(kept, key=lambda term: _monomial_text(term[0]))))
+    return Expression(tuple(sorted(kept, key=lambda term: monomial_text(term[0]))))
 
 
 def _product(left: Monomial, right: Monomial) -> Monomial:
@@ -203,14 +203,15 @@ def _product(left: Monomial, right: Monomial) -> Monomial:
     return tuple(sorted(powers.items(), key=lambda item: str(item[0])))
 
 
-def _monomial_text(monomial: Monomial) -> str:
+def monomial_text(monomial: Monomial) -> str:
+    """The text of a monomial, by which the terms of an expression are sorted."""
     return "*".join(f"{factor}^{power}" if power > 1 else str(factor) for factor, power in monomial)
 
 
 def _term_text(monomial: Monomial, coefficient: Fraction) -> str:
     if not monomial:
         return str(coefficient)
-    return _monomial_text(monomial) if coefficient == 1 else f"{coefficient}*{_monomial_text(monomial)}"
+    return monomial_text(monomial) if coefficient == 1 else f"{coefficient}*{monomial_text(monomial)}"
 
 
 class _Parser:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_overlap.describe.model import expected_places
+from moe_overlap.tuner.capture.graph import COPIES_PER
 from moe_overlap.tuner.capture.record import Recorder
-from moe_overlap.tuner.capture.scaling import COPIES_PER
 from moe_overlap.tuner.capture.stand_ins import Counts
 
 

@@ -11,8 +11,9 @@ its user.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_overlap.tuner.capture.expression import Expression, evaluate
@@ -27,6 +28,10 @@ Implementation = Literal["te", "torch"]
 """`te`: Transformer Engine's fused kernels, as megatron-core runs on a GPU. `torch`: what runs on a CPU."""
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
+OF_EXPERT = re.compile(r"(.*\bexperts\..*\.)(weight|bias)(\d+)")
+"""Name of a weight of one expert: module, weight or bias, expert."""
+COPIES_PER = 16
+"""Copies of a token that a dispatch library sends are counted in sixteenths, so that tokens of a sample batch make whole rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +113,9 @@ class Op:
         is_weight_gradient: a product that nothing but a parameter's gradient depends on.
         is_recomputed: a forward operator that runs again in the backward pass.
         scales_with_load: work and bytes grow with the rows routed to this rank's experts.
+        touched: of a captured operator, the bytes of each storage that it reads, then of each that it writes: `bytes` is their
+            sum, of more terms than each of them has. Empty in graphs that are put together, and no part of a comparison.
+        elements: the same of the elements written in each storage, where `shape` is their sum.
     """
 
     id: int
@@ -127,6 +135,8 @@ class Op:
     is_weight_gradient: bool = False
     is_recomputed: bool = False
     scales_with_load: bool = False
+    touched: tuple[Expression, ...] = field(default=(), compare=False)
+    elements: tuple[Expression, ...] = field(default=(), compare=False)
 
     @property
     def library(self) -> str:

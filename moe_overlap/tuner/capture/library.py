@@ -4,7 +4,7 @@ A layout is answered in one of two ways. If captured layouts have every block in
 size, its parts are put together (`composition.py`). Otherwise it is captured itself, and from then on helps to answer others;
 so a class of graphs is captured when the first of its layouts is asked for. What was captured although it could have been put
 together is compared: a kind of part that differs is never put together again. `prepare` orders the captures so that few
-suffice.
+suffice; `decide` adds those that tell apart the sums that sizes may still be.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from moe_overlap.tuner.capture.request import Request, layer_kinds, prediction_k
 from moe_overlap.tuner.capture.scaling import Degrees, UndeterminedError
 
 Capture = Callable[[Request], CapturedModel]
+DECIDING = 8
+"""Captures at most that `BlockLibrary.decide` adds: a size that so many do not tell is no short sum."""
 
 
 class BlockLibrary:
@@ -100,6 +102,29 @@ class BlockLibrary:
             key = request.layout, request.model.vocab_size
             if key not in self._captured and (is_new or self.must_capture(request)):
                 self._learn(request)
+
+    def decide(self, requests: Iterable[Request]) -> None:
+        """Capture what tells apart the sums that sizes of these requests may be: each capture does so for many layouts."""
+        left = [request for request, _ in _in_order(requests)]
+        for _ in range(DECIDING):
+            left = [request for request in left if self._is_open(request)]
+            if not left:
+                return
+            self._learn(left[0])
+
+    def _is_open(self, request: Request) -> bool:
+        """Whether the captures of a layout's classes leave a size of it open; what has no such captures is another matter."""
+        composer, model = self._composer, request.model
+        if composer is None or (request.layout, model.vocab_size) in self._captured or self.unlike:
+            return False
+        degrees = Degrees.of(request.layout, model.vocab_size, model.router_topk)
+        keys = [(kind, False) for kind in composer.kinds] + [(kind, True) for kind in composer.single]
+        try:
+            return not all(composer.composite(key, request.layout).is_decided(degrees) for key in keys)
+        except UndeterminedError:
+            return True
+        except NotComposableError:
+            return False
 
     def must_capture(self, request: Request) -> bool:
         """Whether what was captured so far does not tell the graphs of a request."""
@@ -187,12 +212,7 @@ def _sights(request: Request) -> set[object]:
     """The classes that a capture of a request shows."""
     of_copies = _sends_copies(request)
     blocks = (ATTENTION, CORE, ROUTED, MLP, *((ROUTER,) if of_copies else ()))
-    sights: set[object] = {(block, block_class(block, request.layout, request.model, of_copies)) for block in blocks}
-    if of_copies:
-        # Sizes of experts are those of one class alone there: two captures tell how they fall with the ranks of a sample.
-        ranks = request.layout.tensor * request.layout.context
-        sights.add((ROUTED, block_class(ROUTED, request.layout, request.model, of_copies), ranks > 1))
-    return sights
+    return {(block, block_class(block, request.layout, request.model, of_copies)) for block in blocks}
 
 
 def _numbers(request: Request) -> set[End]:
@@ -258,6 +278,7 @@ class Libraries:
         for members in groups.values():
             library = self.of(members[0])
             library.prepare([one for one in members if id(one) in wanted])
+            library.decide(members)
             if all_layouts:
                 self._files.captures([one for one in members if library.must_capture(one)])
                 library.prepare(members)

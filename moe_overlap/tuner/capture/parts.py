@@ -33,7 +33,7 @@ from moe_overlap.plan.operators import (
     PROJECT,
     SHARED,
 )
-from moe_overlap.tuner.capture.dependencies import finished
+from moe_overlap.tuner.capture.dependencies import finished, in_order_of_experts
 from moe_overlap.tuner.capture.graph import Layout, Part, Role
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import FULL
@@ -157,12 +157,13 @@ class PartRecorder:
             for tensor in self._buffer.buffer.values():
                 recorder.hold(tensor, "constant", "shared all-gather buffer")
             recording = recorder.recording
+            ops, storages = in_order_of_experts(recording.ops, recording.frozen_storages())
             part = Part(
                 kind=runnable.kind,
                 variant=self._variant,
                 one_sample=samples == 1,
-                ops=finished(recording.ops, [storage.role for storage in recording.storages]),
-                storages=recording.frozen_storages(),
+                ops=finished(ops, [storage.role for storage in storages]),
+                storages=storages,
                 saved=_saved(recording, input_ids, output_id),
                 inputs=input_ids,
                 outputs=(output_id,),

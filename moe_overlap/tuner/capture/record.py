@@ -298,7 +298,7 @@ class Recorder(TorchDispatchMode):
             tensors = tensors[1:]
         reads = [self._watch(tensor, "constant") for tensor in tensors]
         writes = [self._watch(tensor, "activation") for tensor in written]
-        entry = KERNELS.get(name)
+        entry, elements = KERNELS.get(name), dict[int, int]()
         if collective is not None:
             shape = ()
         elif shape is not None:
@@ -306,12 +306,15 @@ class Recorder(TorchDispatchMode):
         elif entry is not None and entry.shape is not None:
             shape = tuple(int(size) for size in entry.shape(tensors, produced or written))
         else:
-            shape = (sum(tensor.numel() for tensor in written),)
-        read_bytes = sum(map(_touched_bytes, tensors))
+            elements = _by_storage(writes, [tensor.numel() for tensor in written])
+            shape = (sum(elements.values()),)
+        read_bytes, written_bytes = (list(map(_touched_bytes, side)) for side in (tensors, written))
         if name.removesuffix("_") in GATHERS:
             # A gather reads the rows that it takes, not the whole table.
-            read_bytes = sum(map(_touched_bytes, [*tensors[1:], *written]))
-        moved = 0 if name in FORWARD_ONLY else read_bytes + sum(map(_touched_bytes, written))
+            read_bytes[0] = sum(written_bytes)
+        of_reads, of_writes = _by_storage(reads, read_bytes), _by_storage(writes, written_bytes)
+        if name in FORWARD_ONLY:
+            of_reads, of_writes = {}, dict.fromkeys(of_writes, 0)
         expressions = tuple(map(Expression.of, shape))
         self._append(
             name=name,
@@ -319,10 +322,9 @@ class Recorder(TorchDispatchMode):
             shape=expressions,
             dtype=str((written or tensors)[0].dtype).removeprefix("torch."),
             flops=flops(name, expressions),
-            bytes=Expression.of(moved),
-            reads=tuple(dict.fromkeys(reads)) if name not in FORWARD_ONLY else (),
-            writes=tuple(dict.fromkeys(writes)),
             collective=collective,
+            elements=tuple(map(Expression.of, elements.values())),
+            **_memory(of_reads, of_writes),
         )
 
     def _emit_collective(self, name: str, args: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -334,7 +336,8 @@ class Recorder(TorchDispatchMode):
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         outputs = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
         inputs = outputs if name in _ONE_BUFFER else [t for t in tensors if all(t is not o for o in outputs)]
-        sent, received = (sum(map(_touched_bytes, side)) for side in (inputs, outputs))
+        sent_bytes, received_bytes = (list(map(_touched_bytes, side)) for side in (inputs, outputs))
+        sent, received = sum(sent_bytes), sum(received_bytes)
         kind = COLLECTIVES[name]
         # The whole tensor, as `links.collective_seconds` counts it, not the shard of a rank.
         payload = sent if kind in ("all_to_all", "reduce_scatter") else max(sent, received)
@@ -346,9 +349,7 @@ class Recorder(TorchDispatchMode):
             shape=(),
             dtype=str(outputs[0].dtype).removeprefix("torch."),
             flops=Expression(),
-            bytes=Expression.of(sent + received),
-            reads=tuple(dict.fromkeys(reads)),
-            writes=tuple(dict.fromkeys(writes)),
+            **_memory(_by_storage(reads, sent_bytes), _by_storage(writes, received_bytes)),
             collective=Collective(
                 kind=kind,
                 axis=self._axis_of[group.group_name],
@@ -417,6 +418,29 @@ def _mutated(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             mutated += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return mutated
+
+
+def _by_storage(ids: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
+    """Storage -> the bytes of all its tensors among some."""
+    total: dict[int, int] = {}
+    for index, size in zip(ids, sizes, strict=True):
+        total[index] = total.get(index, 0) + size
+    return total
+
+
+def _memory(of_reads: Mapping[int, int], of_writes: Mapping[int, int]) -> dict[str, Any]:
+    """The fields of an operator that say what it moves.
+
+    Args:
+        of_reads, of_writes: storage -> bytes.
+    """
+    sizes = (*of_reads.values(), *of_writes.values())
+    return {
+        "bytes": Expression.of(sum(sizes)),
+        "reads": tuple(of_reads),
+        "writes": tuple(of_writes),
+        "touched": tuple(map(Expression.of, sizes)),
+    }
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

@@ -49,7 +49,7 @@ NO_RECOMPUTATION, FULL = "none", "full"
 
 _SOURCES = ("moe_overlap/tuner/capture", "megatron/training/model", "megatron/training/cli")
 """Folders whose sources decide, beside the libraries, which operators run."""
-_ANSWERING = ("library.py", "composition.py", "blocks.py")
+_ANSWERING = ("library.py", "composition.py", "names.py", "blocks.py", "scaling.py")
 """Files of the first folder that answer from captures: a capture does not depend on them."""
 
 

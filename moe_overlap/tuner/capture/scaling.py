@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
@@ -22,16 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.describe.model import expected_places
-from moe_overlap.tuner.capture.expression import Expression, Monomial
-from moe_overlap.tuner.capture.graph import Layout
+from moe_overlap.tuner.capture.expression import Expression, Monomial, monomial_text
+from moe_overlap.tuner.capture.graph import COPIES_PER, Layout
 
 Floats = NDArray[np.float64]
 Powers = tuple[int, int, int, int, int, int]
 """Exponents of the degrees, in the order of `Degrees.values`."""
 Sum = tuple[tuple[Powers, Fraction], ...]
 """Products of powers with their coefficients."""
-COPIES_PER = 16
-"""Copies of a token are counted in sixteenths, so that tokens of a sample batch make whole rows."""
 TERMS = 2
 """Products in a sum at most."""
 
@@ -46,7 +44,8 @@ class Degrees:
 
     Attributes:
         vocabulary: rows of the embedding on a rank.
-        copies: ranks that a token is sent to by a library that sends it once to each, in sixteenths.
+        copies: ranks that a token is sent to by a library that sends it once to each, in sixteenths (`sent_rows` of the
+            library's stand-in in fused_functions.py).
     """
 
     tensor: int
@@ -63,14 +62,15 @@ class Degrees:
         Args:
             vocabulary: rows of the embedding on all ranks.
         """
-        ranks = layout.expert * layout.expert_tensor
+        # Every shard of an expert is a choice: a token goes to all ranks that hold one.
+        choices, ranks = topk * layout.expert_tensor, layout.expert * layout.expert_tensor
         return Degrees(
             tensor=layout.tensor,
             context=layout.context,
             expert=layout.expert,
             expert_tensor=layout.expert_tensor,
             vocabulary=vocabulary // layout.tensor,
-            copies=round(COPIES_PER * expected_places(topk, ranks)) if topk else 1,
+            copies=round(COPIES_PER * expected_places(choices, ranks)) if topk else 1,
         )
 
     @property
@@ -121,9 +121,11 @@ def routed_products(of_copies: bool) -> Products:
     grown = sorted(itertools.product((-1, 0, 1), (-1, 0, 1)), key=lambda powers: (sum(map(abs, powers)), powers))
     copies = (0, 1) if of_copies else (0,)
     tokens = ((-1, -1), (0, -1))
+    # A map of the tokens of all ranks has a column for every shard of every expert.
+    maps = tuple((*cut, 1, 2, 0, 0) for cut in tokens) if of_copies else ()
     return Products(
         tuple((0, 0, *powers, 0, 0) for powers in grown),
-        tuple((*cut, *powers, 0, q) for q in copies for cut in tokens for powers in grown),
+        (*((*cut, *powers, 0, q) for q in copies for cut in tokens for powers in grown), *maps),
     )
 
 
@@ -136,6 +138,11 @@ class Scaling:
     """
 
     terms: tuple[tuple[Monomial, tuple[Sum, ...]], ...]
+
+    @property
+    def is_unique(self) -> bool:
+        """Whether every coefficient is one sum alone."""
+        return all(len(sums) == 1 for _, sums in self.terms)
 
     def at(self, degrees: Degrees) -> Expression:
         """The size of a layout, an expression in b and s.
@@ -151,6 +158,37 @@ class Scaling:
             if number:
                 total.append((monomial, number))
         return Expression(tuple(total))
+
+
+def total(scalings: Sequence[Scaling]) -> Scaling:
+    """The sum of some sizes as one scaling.
+
+    Of every other sum that a size may be, the sum of all is another one, too: they agree where each size is decided.
+    """
+    if len(scalings) == 1:
+        return scalings[0]
+    sizes = [dict(scaling.terms) for scaling in scalings]
+    terms: list[tuple[Monomial, tuple[Sum, ...]]] = []
+    for monomial in _sorted(monomial for size in sizes for monomial in size):
+        choices = [size[monomial] for size in sizes if monomial in size]
+        first = [sums[0] for sums in choices]
+        totals = [_added(first)]
+        for place, sums in enumerate(choices):
+            totals += [_added([*first[:place], other, *first[place + 1 :]]) for other in sums[1:]]
+        terms.append((monomial, tuple(dict.fromkeys(totals))))
+    return Scaling(tuple(terms))
+
+
+def _sorted(monomials: Iterable[Monomial]) -> list[Monomial]:
+    """Each once, in the order of an expression's terms."""
+    return sorted(set(monomials), key=monomial_text)
+
+
+def _added(sums: Sequence[Sum]) -> Sum:
+    factors: dict[Powers, Fraction] = {}
+    for powers, factor in itertools.chain(*sums):
+        factors[powers] = factors.get(powers, Fraction(0)) + factor
+    return tuple(factors.items())
 
 
 def _total(terms: Sum, values: Sequence[int]) -> Fraction:
@@ -195,7 +233,7 @@ class Samples:
         key = (products, tuple(sizes.items()))
         if key not in self._scalings:
             coefficients = [dict(size.terms) for size in sizes.values()]
-            monomials = dict.fromkeys(monomial for of_one in coefficients for monomial in of_one)
+            monomials = _sorted(monomial for of_one in coefficients for monomial in of_one)
             self._scalings[key] = Scaling(
                 tuple(
                     (

@@ -14,18 +14,21 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.capture.blocks import expert_replicas, is_of_expert, numbered, storage_order
+from moe_overlap.tuner.capture.blocks import expert_replicas, is_of_expert
 from moe_overlap.tuner.capture.composition import Composite
 from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import Op, Part
 from moe_overlap.tuner.capture.kernels import KERNELS
 from moe_overlap.tuner.capture.library import BlockLibrary
+from moe_overlap.tuner.capture.names import numbered, operator_order, storage_order
 from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.capture.scaling import Degrees, ScalingMatrix, UndeterminedError
 from moe_overlap.tuner.cost.memory import lifetimes
 from moe_overlap.tuner.cost.operators import OpTable, resized, tabulate
 
 Floats = NDArray[np.float64]
+GroupKey = tuple[int, int]
+"""Identity of a composite, and the experts of a rank where they decide how many operators there are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +67,7 @@ class LayoutTables:
 
     def __init__(self, library: BlockLibrary) -> None:
         self._library = library
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[GroupKey, _Group] = {}
 
     def operators(self, kind: str, requests: Sequence[Request], b: int, s: int) -> list[OpTable | None]:
         """The operators of a kind of part under many layouts, as `tabulate` has them but for rounding, without their graphs.
@@ -102,23 +105,25 @@ class LayoutTables:
             tables.append(_alone(self._library.model(requests[place]).part(kind, samples=b), place, b, s))
         return tuple(tables)
 
-    def _grouped(self, kind: str, requests: Sequence[Request], b: int) -> tuple[dict[int, list[int]], list[int]]:
+    def _grouped(self, kind: str, requests: Sequence[Request], b: int) -> tuple[dict[GroupKey, list[int]], list[int]]:
         """The places of requests by their group, and of those that have none."""
-        members: dict[int, list[int]] = {}
+        members: dict[GroupKey, list[int]] = {}
         alone: list[int] = []
         for place, request in enumerate(requests):
             composite = self._library.graph_of(kind, request, b)
             if composite is None:
                 alone.append(place)
                 continue
-            if id(composite) not in self._groups:
+            # Where operators run for one expert after the other, layouts run the same ones only with as many experts.
+            key = id(composite), _experts(request) if composite.runs_each_expert else 0
+            if key not in self._groups:
                 try:
                     # The group holds the composite, so no other gets its identity.
-                    self._groups[id(composite)] = _Group(composite, request)
+                    self._groups[key] = _Group(composite, request)
                 except UndeterminedError:
                     alone.append(place)
                     continue
-            members.setdefault(id(composite), []).append(place)
+            members.setdefault(key, []).append(place)
         return members, alone
 
 
@@ -134,7 +139,6 @@ class _Group:
         sizes = list(composite.scalings)
         self._rows = {size: row for row, size in enumerate(sizes)}
         self._matrix = ScalingMatrix([composite.scalings[size] for size in sizes])
-        # Layouts of one group have other operators for each expert only if they have as many experts.
         part = numbered(whole, request.layout, _experts(request), composite.sizes(_degrees(request)))
         names = [name for name, _ in storage_order(whole, _experts(request))]
         spans = lifetimes(part)
@@ -145,7 +149,7 @@ class _Group:
         self._part, self._alive = part, np.cumsum(change, axis=0)[:-1]
         self._live = [self._rows[names[index], "bytes", 0] for index in spans]
         self._kept = [self._rows[names[index], "bytes", 0] for index in part.saved]
-        self._names = [named_op.name for named_op in whole.ops]
+        self._names = operator_order(whole, _experts(request))
         self._first: dict[tuple[int, int], OpTable] = {}
         self._resized: dict[tuple[int, int, bytes], OpTable] = {}
 
@@ -193,7 +197,6 @@ class _Group:
             if op.collective is not None:
                 row += 1
                 payloads.append(sizes[row])
-                moved[-1] = moved[-1] + sizes[row]
             cuts.append(slice(row + 1, row + 1 + len(op.shape)))
             flops.append(_flops(op, sizes[cuts[-1]], sizes.shape[1]))
             row = cuts[-1].stop
@@ -214,11 +217,9 @@ class _Group:
         moved, shapes, payloads = [], [], []
         for name, op in zip(self._names, part.ops, strict=True):
             shapes.append(values[[rows[name, "shape", axis] for axis in range(len(op.shape))]])
-            total = values[rows[name, "bytes", 0]]
+            moved.append(values[rows[name, "bytes", 0]])
             if op.collective is not None:
                 payloads.append(values[rows[name, "payload", 0]])
-                total = total + payloads[-1]
-            moved.append(total)
         dense, of_experts = self._parameters(requests, values)
         return LayoutTable(
             places=tuple(places),

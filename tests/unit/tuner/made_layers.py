@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,8 +48,13 @@ class Tape:
         module: str = "self_attention",
         into: list[int] | None = None,
         moved: Expression | int = 0,
+        touched: Sequence[Expression] = (),
     ) -> int:
-        """An operator; its result, or the first storage that it writes."""
+        """An operator; its result, or the first storage that it writes.
+
+        Args:
+            touched: as in `Op.touched`, where the storages that it reads and writes are told apart.
+        """
         writes = into if into is not None else [self.hold(size, "activation")]
         collective = None
         kind: Any = KERNELS[name].cost_class if name in KERNELS else "memory"
@@ -71,7 +76,8 @@ class Tape:
                 dtype="bfloat16",
                 after=(),
                 flops=Expression() if axis else flops(name, sizes),
-                bytes=Expression.of(size) + moved,
+                bytes=sum(touched, Expression.of(size) + moved),
+                touched=tuple(touched),
                 reads=tuple(dict.fromkeys(reads)),
                 writes=tuple(writes),
                 collective=collective,
@@ -80,18 +86,32 @@ class Tape:
         return writes[0]
 
 
-def part(layout: Layout, vocabulary: int, extra: Extra | None = None) -> Part:
-    """Attention, router and experts of one layer, forward and a backward pass of the experts and their weights."""
+def part(
+    layout: Layout, vocabulary: int, extra: Extra | None = None, library: bool = False, biases: bool = False
+) -> Part:
+    """Attention, router and experts of one layer, forward and a backward pass of the experts and their weights.
+
+    Args:
+        library: dispatches tokens, whichever ranks the experts are on.
+        biases: every expert adds one to its rows, one after the other, and in the backward pass the last one first.
+    """
     tape = Tape(layout)
     t, c, e, x = layout.tensor, layout.context, layout.expert, layout.expert_tensor
     local, rows, own = EXPERTS // e, B * S / c, B * S / (c * t)
     qkv = tape.hold(HIDDEN * HEADS // t * 8, "parameter", "self_attention.linear_qkv.weight", "dp")
     size, replicas = HIDDEN * WIDTH // x * 2, "dp" if (e, x) == (1, t) else "edp"
-    weights, gradients = [], []
+    weights, gradients, added = [], [], []
     for expert in range(local):
         name = f"mlp.experts.linear_fc1.weight{expert}"
         weights.append(tape.hold(size, "parameter", name, replicas))
         gradients.append(tape.hold(2 * size, "gradient", name, replicas))
+        if biases:
+            name = f"mlp.experts.linear_fc1.bias{expert}"
+            kept = (
+                tape.hold(2 * HIDDEN, "parameter", name, replicas),
+                tape.hold(4 * HIDDEN, "gradient", name, replicas),
+            )
+            added.append(kept)
     given = tape.hold(own * HIDDEN, "input")
     whole = tape.op("allgather", [given], rows * HIDDEN, "tp") if t > 1 else given
     heads = tape.op(
@@ -104,7 +124,7 @@ def part(layout: Layout, vocabulary: int, extra: Extra | None = None) -> Part:
     tape.operator = "moe.gate"
     scores = tape.op("topk", [out], own * EXPERTS, module="mlp.router")
     tape.operator = "moe.dispatch"
-    sent = tape.op("alltoall", [out, scores], own * HIDDEN, "ep", module="mlp") if e > 1 else out
+    sent = tape.op("alltoall", [out, scores], own * HIDDEN, "ep", module="mlp") if e > 1 or library else out
     tape.operator = "moe.experts"
     gathered = tape.op("allgather", [sent], own * (HIDDEN * x), "etp", module="mlp") if x > 1 else sent
     if local > 1:
@@ -115,8 +135,17 @@ def part(layout: Layout, vocabulary: int, extra: Extra | None = None) -> Part:
         module="mlp.experts",
         moved=size * local + own * (HIDDEN * x),
     )
+    if biases:
+        with_biases, each = [], own * WIDTH / local
+        for bias, _ in added:
+            scaled = tape.op("mul", [bias, scores], each, module="mlp.experts")
+            with_biases.append(tape.op("add", [made, scaled], each, module="mlp.experts"))
+        made = tape.op("cat", with_biases, own * WIDTH, module="mlp.experts")
     end = tape.hold(own * WIDTH, "input")
     tape.phase = "backward"
+    for _, gradient in reversed(added):
+        of_rows = tape.op("sum", [end], 2 * HIDDEN, module="mlp.experts", moved=own * WIDTH / local)
+        tape.op("add_", [gradient, of_rows], 4 * HIDDEN, module="mlp.experts", into=[gradient])
     products = (local, own * x, WIDTH // x, HIDDEN)
     tape.op(
         *("te.grouped_weight_gradient", [end, gathered, *gradients], 0),
@@ -147,10 +176,11 @@ def part(layout: Layout, vocabulary: int, extra: Extra | None = None) -> Part:
     return whole_part
 
 
-def captured(request: Request, extra: Extra | None = None) -> CapturedModel:
+def captured(request: Request, extra: Extra | None = None, biases: bool = False) -> CapturedModel:
     """The captured model of a request for the layer."""
+    library = request.config.moe.moe_token_dispatcher_type == "flex"
     return CapturedModel(
-        parts=(part(request.layout, request.model.vocab_size, extra),),
+        parts=(part(request.layout, request.model.vocab_size, extra, library, biases),),
         layer_kinds=("moe",),
         mtp_kinds=(),
         layout=request.layout,

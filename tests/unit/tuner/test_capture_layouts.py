@@ -1,4 +1,4 @@
-"""Graphs put together from blocks against real captures of small models of four families."""
+"""Graphs put together from blocks against real captures of small models of four families, under all dispatchers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,41 @@ MODULES = {
 }
 """Modules that each family recomputes, but not `moe`: its graphs are captured, as they depend on more than a block's class."""
 FEWER_LAYOUTS = 12
+LIBRARIES = ("deepep", "hybridep")
+MOST = 10
+"""Captures of a model over all layouts."""
 
 
-def requests_of(family: str) -> list[Request]:
-    """Layouts of a family, drawn from all that its sizes allow."""
+def requests_of(family: str, library: str = "", layouts: int = LAYOUTS) -> list[Request]:
+    """Layouts of a family, drawn from all that its sizes allow.
+
+    Args:
+        library: that dispatches tokens; empty for plain all-to-alls.
+        layouts: number of them; 0 for all.
+    """
+    asked = all_requests(family, library)
+    return random.Random(0).sample(asked, layouts) if layouts else asked
+
+
+def all_requests(family: str, library: str) -> list[Request]:
+    """All layouts of a family."""
     lines = (EXAMPLES / f"tiny-{family}.args").read_text().splitlines()
     flags = " ".join(
         line.replace("'", "").replace("query-groups 2", "query-groups 4") for line in lines if not line.startswith("#")
     )
+    if library:
+        flags = flags.replace(
+            "dispatcher-type alltoall", f"dispatcher-type flex --moe-flex-dispatcher-backend {library}"
+        )
     base = request(f"{flags} --bf16", "te", vocabulary=512)
     # megatron-core adds biases of experts on one rank of expert tensor parallelism only; four ranks of TP would leave one query
     # head on a rank, whose sinks do not run at this width.
-    tensor, context, split = ((1, 2), (1, 2, 4), (1,)) if base.model.linear_bias else ((1, 2, 4), (1, 2), (1, 2))
-    axes = [(t, c, e, x) for t in tensor for c in context for e in (1, 2, 4, 8) for x in split]
-    chosen = random.Random(0).sample(axes, LAYOUTS)
-    layouts = [Layout(tensor=t, context=c, expert=e, expert_tensor=x, sequence_parallel=t > 1) for t, c, e, x in chosen]
+    tensor, context, split = ((1, 2), (1, 2, 4, 8), (1,)) if base.model.linear_bias else ((1, 2, 4), (1, 2), (1, 2))
+    # A library dispatches among several ranks.
+    axes = [
+        (t, c, e, x) for t in tensor for c in context for e in (1, 2, 4, 8) for x in split if e * x > 1 or not library
+    ]
+    layouts = [Layout(tensor=t, context=c, expert=e, expert_tensor=x, sequence_parallel=t > 1) for t, c, e, x in axes]
     return [replace(base, layout=layout) for layout in layouts]
 
 
@@ -55,6 +75,33 @@ def captured_in_process(asked: Request) -> CapturedModel:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_from_blocks_are_those_of_captures(family: str) -> None:
     compare_with_captures(requests_of(family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_graphs_under_a_dispatch_library_are_those_of_captures(family: str, library: str) -> None:
+    compare_with_captures(requests_of(family, library))
+
+
+CASES = (
+    ("deepseek-v3-mtp", "hybridep"),
+    ("gpt-oss-120b", "deepep"),
+    pytest.param("deepseek-v3-mtp", "deepep", marks=pytest.mark.slow),
+    pytest.param("gpt-oss-120b", "", marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.parametrize(("family", "library"), CASES)
+def test_few_captures_tell_of_all_layouts(family: str, library: str) -> None:
+    """The number of captures, and a layout that was not captured, as it is captured; slow tests compare more of them."""
+    asked = all_requests(family, library)
+    known = BlockLibrary(captured_in_process)
+    known.prepare(asked)
+    assert known.unlike == () and len(known.captured_layouts) <= MOST < len(asked)
+    left = [one for one in asked if one.layout not in known.captured_layouts]
+    of_layout = random.Random(1).choice(left)
+    assert set(known.composed(of_layout)) == set(captured_in_process(of_layout).parts)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,34 +86,52 @@ def test_a_size_that_is_no_short_sum_is_captured_under_every_layout() -> None:
     assert wrong == [] and len(library.captured_layouts) > len(AXES) / 2
 
 
-def test_sizes_of_a_dispatch_library_are_told_by_two_captures_of_each_way_to_split_experts() -> None:
-    """HybridEP's tables have sizes of more terms than captures tell apart; its gate reads what ranks of experts decide."""
+def of_library(tape: Tape, layout: Layout) -> None:
+    """What a dispatch library adds: a map of all ranks' tokens, tables of places, copies; and a sum over an expert's shards."""
+    e, x, own = layout.expert, layout.expert_tensor, B * S / (layout.tensor * layout.context)
+    copies = own * Degrees.of(layout, BASE.model.vocab_size, BASE.model.router_topk).copies
+    sizes = (
+        own * (128 * e * x * x),
+        own * (4 * e * x) + own * (128 * x),
+        copies * 7 + own * (9 * e * x),
+        copies * 16 / e,
+    )
+    tape.operator = "moe.dispatch"
+    tables = [tape.hold(size, "activation") for size in sizes]
+    # Of six terms, of which each storage has two at most.
+    tape.op("mul", [0], 0, module="mlp", into=tables, touched=[own, *sizes])
+    tape.operator = "moe.gate"
+    tape.op("mul", [tables[0] if x > 1 else 0], own, module="mlp.router")
 
-    def extra(tape: Tape, layout: Layout) -> None:
-        e, x, own = layout.expert, layout.expert_tensor, B * S / (layout.tensor * layout.context)
-        tape.operator = "moe.dispatch"
-        table = tape.op("mul", [0], own * (128 * e * x * x + 128 * x + 4 * e * x + 7), module="mlp")
-        tape.operator = "moe.gate"
-        tape.op("mul", [table] if e > 1 else [0], own, module="mlp.router")
 
+def test_sizes_under_a_dispatch_library_are_told_by_what_is_moved_in_each_storage() -> None:
     flex = replace(BASE, config=replace(BASE.config, moe=replace(BASE.config.moe, moe_token_dispatcher_type="flex")))
-    asked = [replace(flex, layout=each.layout) for each in requests()]
-    library = BlockLibrary(lambda request: captured(request, extra))
+    asked = [
+        replace(flex, layout=each.layout) for each in requests() if each.layout.expert * each.layout.expert_tensor > 1
+    ]
+    library = BlockLibrary(lambda request: captured(request, of_library))
     library.prepare(asked)
-    assert all(library.model(each).parts == captured(each, extra).parts for each in asked) and library.unlike == ()
-    ways = {(each.layout.expert, each.layout.expert_tensor) for each in asked}
-    assert len(library.captured_layouts) <= 2 * len(ways) + 6 < len(AXES) / 2
+    assert all(library.model(each).parts == captured(each, of_library).parts for each in asked) and library.unlike == ()
+    assert len(library.captured_layouts) <= 10 < len(asked)
 
 
-def test_tables_of_many_layouts_are_those_of_each() -> None:
-    library = BlockLibrary(captured)
+def test_operators_of_one_expert_after_the_other_are_those_of_any_number_of_experts() -> None:
+    library = BlockLibrary(partial(captured, biases=True))
+    library.prepare(requests())
+    assert all(library.model(asked).parts == captured(asked, biases=True).parts for asked in requests())
+    assert library.unlike == () and len(library.captured_layouts) <= 10
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_tables_of_many_layouts_are_those_of_each(biases: bool) -> None:
+    library = BlockLibrary(partial(captured, biases=biases))
     library.prepare(requests())
     asked, b, s = requests(), 2, 512
     seen = []
     for table in LayoutTables(library).tables("moe", asked, b, s):
         for column, place in enumerate(table.places):
             seen.append(place)
-            (part,) = captured(asked[place]).parts
+            (part,) = captured(asked[place], biases=biases).parts
             expected = tabulate(part, b, s)
             assert table.flops[:, column] == pytest.approx(expected.flops, rel=1e-12)
             assert table.bytes[:, column] == pytest.approx(expected.bytes, rel=1e-12)

@@ -76,8 +76,9 @@ class GatherSequence(torch.autograd.Function):
 
 
 def _order(sequence_length: int, size: int, device: torch.device) -> Tensor:
-    """[S] places in the sample, rank after rank."""
-    return torch.cat([positions(sequence_length, size, rank, device) for rank in range(size)])
+    """[S] places in the sample, rank after rank: `positions` of all ranks, by as many kernels however many ranks there are."""
+    chunks = torch.arange(sequence_length, device=device).view(2 * size, -1)
+    return torch.stack([chunks[:size], chunks[size:].flip(0)], dim=1).flatten()
 
 
 # Core attention (S are this rank's queries)

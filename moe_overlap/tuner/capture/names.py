@@ -1,0 +1,545 @@
+"""Names of a captured part's operators and storages, under which captures of several layouts are the same. No torch.
+
+1. `named` gives every operator and storage of a part a name that does not depend on its place in the lists, and folds what is
+   there once for every expert of a rank into one: weights and their gradients, and stretches of operators that run for one
+   expert after the other (`_Stretches`), such as those that add an expert's bias to its rows.
+2. `numbered` turns names into places again, for a number of experts, with sizes from the caller. Of a single part it gives
+   back exactly that part, which `named` checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.operators import SHARED
+from moe_overlap.tuner.capture.blocks import (
+    OUTSIDE,
+    ROUTED,
+    NotComposableError,
+    block_of,
+    expert_replicas,
+    group_size,
+    is_of_expert,
+)
+from moe_overlap.tuner.capture.dependencies import finished
+from moe_overlap.tuner.capture.expression import Expression
+from moe_overlap.tuner.capture.graph import OF_EXPERT, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.kernels import flops
+
+OpName = tuple[str, str, str, str, int]
+"""Phase, operator, module, kernel, and how many of the same four ran before."""
+StorageName = tuple[Any, ...]
+"""How a storage comes to be: its role and name, its place among the inputs, or the operator that first writes or reads it."""
+Field = Literal["bytes", "shape", "payload", "touched", "elements"]
+SUMS: Mapping[str, Field] = {"touched": "bytes", "elements": "shape"}
+"""Sizes of an operator in each of its storages, and the size that is their sum."""
+Size = tuple[OpName | StorageName, Field, int]
+"""Operator or storage, which of its sizes, and the axis of a shape or the place of a storage."""
+OF_OPERATORS = ("written", "read", "handed over")
+"""Names of storages that operators bring, by their first words; the others are there from outside."""
+_FOR_EACH_EXPERT = ("te.bias_gradients",)
+"""Kernels that write one storage for each expert."""
+LONGEST = 64
+"""Operators of one expert in a stretch at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStorage:
+    """A storage by name; of a storage for each expert, the one of the first expert.
+
+    Attributes:
+        freed: the operator after which it is freed; of operators for each expert, its own, or the last one's.
+        per_expert: there is one for each expert of the rank.
+    """
+
+    storage: Storage
+    freed: OpName | None
+    saved: bool
+    per_expert: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOp:
+    """An operator by name; of an operator for each expert, the one of the first expert.
+
+    Attributes:
+        stretch: the stretch of operators that it belongs to, of those that run for one expert after the other; 0 for none,
+            below 0 if the last expert comes first.
+    """
+
+    name: OpName
+    op: Op
+    reads: tuple[StorageName, ...]
+    writes: tuple[StorageName, ...]
+    stretch: int
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether it runs for each expert."""
+        return self.stretch != 0
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """Everything but sizes."""
+        collective = self.op.collective
+        kind = (collective.kind, collective.axis) if collective is not None else None
+        return (
+            *(self.name, self.reads, self.writes, self.stretch, kind),
+            *(self.op.cost_class, len(self.op.shape), self.op.dtype, self.op.is_recomputed),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPart:
+    """A part whose operators and storages have names.
+
+    Attributes:
+        part: kind, variant, inputs and outputs; its lists are not read.
+        held: storages that are there before the first operator, in order; those of one expert stand for all.
+        emptied: what the forward pass empties and the backward pass fills again, as recomputed modules' outputs are: it counts
+            as new memory, noted between the passes; in order.
+        returned: gradients of the outputs, which appear behind those; behind: storages noted at the end.
+    """
+
+    part: Part
+    ops: tuple[NamedOp, ...]
+    storages: Mapping[StorageName, NamedStorage]
+    held: tuple[StorageName, ...]
+    emptied: tuple[StorageName, ...]
+    returned: tuple[StorageName, ...]
+    behind: tuple[StorageName, ...]
+    outputs: tuple[StorageName, ...]
+    gradient_outputs: tuple[StorageName, ...]
+    homes: Mapping[StorageName, str] = field(default_factory=dict)
+    """Storage -> the block that makes it; empty for those that come from outside."""
+    shares: Mapping[OpName, tuple[tuple[Expression, ...], tuple[Expression, ...]]] = field(default_factory=dict)
+    """Operator -> the bytes that it moves and the elements that it writes in each storage; those of all experts are one."""
+
+    @property
+    def runs(self) -> list[tuple[str, str]]:
+        """Phase and block of every stretch of operators of one block."""
+        return [key for key, _ in groupby((named.op.phase, block_of(named.op)) for named in self.ops)]
+
+    def blocks(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Block -> the structure of its operators."""
+        blocks: dict[str, list[tuple[Any, ...]]] = {}
+        for named_op in self.ops:
+            blocks.setdefault(block_of(named_op.op), []).append(named_op.structure)
+        return blocks
+
+    def home(self, name: OpName | StorageName) -> str:
+        """The block of an operator, or the one that a storage belongs to; that of parameters is told by their names."""
+        if name in self.storages:
+            return ROUTED if is_of_expert(self.storages[name].storage) else self.homes.get(name, OUTSIDE)
+        return next(block_of(named_op.op) for named_op in self.ops if named_op.name == name)
+
+    def sizes(self) -> Iterator[tuple[Size, Expression]]:
+        """Every size, storages' among them; of what operators move, that in each storage."""
+        for name, storage in self.storages.items():
+            yield (name, "bytes", 0), storage.storage.bytes
+        for named_op in self.ops:
+            op = named_op.op
+            touched, elements = self.shares[named_op.name]
+            for place, moved in enumerate(touched or _lump(op)):
+                yield (named_op.name, "touched", place), moved
+            if op.collective is not None:
+                yield (named_op.name, "payload", 0), op.collective.payload_bytes
+            for place, count in enumerate(elements):
+                yield (named_op.name, "elements", place), count
+            for axis, size in enumerate(() if elements else op.shape):
+                yield (named_op.name, "shape", axis), size
+
+
+def _lump(op: Op) -> tuple[Expression, ...]:
+    """The bytes of an operator whose storages are not told apart: of a collective, those of one buffer are its payload."""
+    if op.collective is None:
+        return (op.bytes,)
+    return op.collective.payload_bytes, op.bytes - op.collective.payload_bytes
+
+
+def _by_use(uses: Sequence[tuple[bool, StorageName]], sizes: Sequence[Expression]) -> tuple[Expression, ...]:
+    """The sizes of all uses, those of equal ones added up; none where none were recorded."""
+    total: dict[tuple[bool, StorageName], Expression] = {}
+    for use, size in zip(uses, sizes, strict=bool(sizes)):
+        total[use] = total[use] + size if use in total else size
+    return tuple(total.values())
+
+
+def with_totals(sizes: Mapping[Size, Expression]) -> dict[Size, Expression]:
+    """The sizes that `numbered` takes: those of all storages of an operator are one."""
+    totals: dict[Size, Expression] = {}
+    for size, value in sizes.items():
+        name, which, _ = size
+        if which in SUMS:
+            of_all = name, SUMS[which], 0
+            totals[of_all] = totals.get(of_all, Expression()) + value
+        else:
+            totals[size] = value
+    return totals
+
+
+def named(part: Part, layout: Layout, model: ModelDescription) -> NamedPart:
+    """A captured part by names.
+
+    Raises:
+        NotComposableError: something is there for each expert that is not known to be.
+    """
+    experts = model.num_experts // layout.expert
+    result = _Names(part, experts).result()
+    if numbered(result, layout, experts, with_totals(dict(result.sizes()))) != part:
+        raise NotComposableError(f"{part.kind}: operators for each expert follow no known order")
+    return result
+
+
+def _stretches(ops: Sequence[Op], expert_of: Mapping[int, int], experts: int) -> dict[int, tuple[int, int, int]]:
+    """Operators that run for one expert after the other: the same ones as often as there are experts.
+
+    Args:
+        expert_of: storage -> the expert that it belongs to.
+    Returns:
+        Operator -> stretch (`NamedOp.stretch`), expert, and its place among those of an expert.
+    """
+    kinds = [(op.phase, op.operator, op.module, op.name) for op in ops]
+    owners = [{expert_of[index] for index in (*op.reads, *op.writes) if index in expert_of} for op in ops]
+    found: dict[int, tuple[int, int, int]] = {}
+    first, count = 0, 0
+    while first < len(ops) and experts > 1:
+        length, order = _repetition(kinds, owners, first, experts)
+        if not length:
+            first += 1
+            continue
+        count += 1
+        for index in range(first, first + length * experts):
+            place = index - first
+            found[ops[index].id] = (count if order[0] == 0 else -count, order[place // length], place % length)
+        first += length * experts
+    return found
+
+
+def _repetition(
+    kinds: Sequence[tuple[str, ...]], owners: Sequence[set[int]], first: int, experts: int
+) -> tuple[int, Sequence[int]]:
+    """The operators of one expert in the stretch that starts at an operator, and the order of experts; 0 if none starts there."""
+    upwards = range(experts)
+    for length in range(1, min(LONGEST, (len(kinds) - first) // experts) + 1):
+        if kinds[first : first + length] != kinds[first + length : first + 2 * length]:
+            continue
+        rounds = [slice(first + r * length, first + (r + 1) * length) for r in range(experts)]
+        seen = [set().union(*owners[each]) for each in rounds]
+        if any(len(of_round) != 1 for of_round in seen) or any(kinds[each] != kinds[rounds[0]] for each in rounds):
+            continue
+        order = [of_round.pop() for of_round in seen]
+        if order in (list(upwards), list(reversed(upwards))):
+            return length, order
+    return 0, ()
+
+
+class _Names:
+    """Names of one part's operators and storages.
+
+    Args:
+        experts: on this rank.
+    """
+
+    def __init__(self, part: Part, experts: int) -> None:
+        self._part, self._experts = part, experts
+        self._of: dict[int, tuple[StorageName, int | None]] = {}
+        """Storage -> name and, of a storage for each expert, which one."""
+        for storage in part.storages:
+            expert = OF_EXPERT.fullmatch(storage.name)
+            if expert is not None:
+                self._of[storage.id] = ((storage.role, expert[1], expert[2]), int(expert[3]))
+            elif storage.name:
+                self._of[storage.id] = ((storage.role, storage.name), None)
+        for role, ids in (("input", part.inputs), ("gradient", part.gradient_inputs)):
+            for place, index in enumerate(ids):
+                self._of[index] = ((role, place), None)
+        self._name_handed_over()
+        self._ops, self._name_of_op = self._operators()
+
+    def _name_handed_over(self) -> None:
+        """Name what shared experts make for others by its place: which of their operators makes it depends on TP."""
+        maker: dict[int, Op] = {}
+        for op in self._part.ops:
+            for index in op.reads:
+                if index in maker and index not in self._of and block_of(op) != SHARED:
+                    count = sum(name[0] == "handed over" for name, _ in self._of.values())
+                    self._of[index] = (("handed over", SHARED, count), None)
+            for index in op.writes:
+                if block_of(op) == SHARED and index not in self._of:
+                    maker.setdefault(index, op)
+
+    def _operators(self) -> tuple[list[NamedOp], dict[int, OpName]]:
+        ops: list[NamedOp] = []
+        names: dict[int, OpName] = {}
+        counts: dict[tuple[str, str, str, str], int] = {}
+        stretches = _stretches(self._part.ops, self._experts_of(), self._experts)
+        of_stretch: dict[tuple[int, int], tuple[int, OpName]] = {}
+        """By stretch and place among the operators of an expert: the place in `ops`, and the name."""
+        for op in self._part.ops:
+            kind = (op.phase, op.operator, op.module, op.name)
+            stretch, expert, place = stretches.get(op.id, (0, None, 0))
+            if (stretch, place) not in of_stretch:
+                counts[kind] = counts.get(kind, 0) + 1
+                name: OpName = (*kind, counts[kind] - 1)
+            else:
+                # Operators of the experts behind the first have the name of the first one's.
+                name = of_stretch[stretch, place][1]
+            names[op.id] = name
+            self._name_new(op, name, expert)
+            reads, writes = (tuple(dict.fromkeys(self._of[i][0] for i in ids)) for ids in (op.reads, op.writes))
+            named_op = NamedOp(name, op, reads, writes, stretch)
+            if (stretch, place) not in of_stretch:
+                ops.append(named_op)
+            elif expert == 0:
+                ops[of_stretch[stretch, place][0]] = named_op
+            if stretch:
+                of_stretch.setdefault((stretch, place), (len(ops) - 1, name))
+        return ops, names
+
+    def _experts_of(self) -> dict[int, int]:
+        """Storages of one expert that have their names, and those of kernels that write one for each."""
+        experts = {index: expert for index, (_, expert) in self._of.items() if expert is not None}
+        for op in self._part.ops:
+            if op.name in _FOR_EACH_EXPERT:
+                experts |= {index: expert for expert, index in enumerate(op.writes)}
+        return experts
+
+    def _name_new(self, op: Op, name: OpName, expert: int | None) -> None:
+        for how, ids in (("read", op.reads), ("written", op.writes)):
+            for place, index in enumerate(ids):
+                if index not in self._of and op.name in _FOR_EACH_EXPERT and how == "written":
+                    self._of[index] = ((how, name), place)
+                elif index not in self._of:
+                    self._of[index] = ((how, name, place), expert)
+
+    def result(self) -> NamedPart:
+        """The part by names."""
+        part = self._part
+        if len(self._of) != len(part.storages):
+            raise NotComposableError(f"{part.kind}: a storage belongs to no operator")
+        storages: dict[StorageName, NamedStorage] = {}
+        saved = set(part.saved)
+        for storage in part.storages:
+            name, expert = self._of[storage.id]
+            freed = None if storage.freed_after is None else self._name_of_op[storage.freed_after]
+            if not expert:
+                storages[name] = NamedStorage(storage, freed, storage.id in saved, expert is not None)
+        touched = {index for op in part.ops for index in (*op.reads, *op.writes)} - set(part.gradient_inputs)
+        first = min((i for i in touched if part.storages[i].name == "" and i not in part.inputs), default=0)
+        # In the order of their ids: what is held from the start stands in front of what the operators bring.
+        outside = [storage.id for storage in part.storages if self._of[storage.id][0][0] not in OF_OPERATORS]
+        start = [i for i in outside if i < first and i not in part.gradient_inputs]
+        behind = [i for i in outside if i > first and i not in (*part.gradient_inputs, *touched)]
+        emptied = [i for i in range(min(part.gradient_inputs, default=0)) if self._is_met_in_backward(i)]
+
+        def by_name(ids: Sequence[int]) -> tuple[StorageName, ...]:
+            return tuple(dict.fromkeys(self._of[index][0] for index in ids))
+
+        homes: dict[StorageName, str] = {}
+        for named_op in self._ops:
+            for name in named_op.writes:
+                if name[0] in OF_OPERATORS:
+                    homes.setdefault(name, block_of(named_op.op))
+        return NamedPart(
+            part=part,
+            ops=tuple(self._ops),
+            storages=storages,
+            held=by_name(start),
+            emptied=by_name(emptied),
+            returned=by_name(part.gradient_inputs),
+            behind=by_name(behind),
+            outputs=by_name(part.outputs),
+            gradient_outputs=by_name(part.gradient_outputs),
+            homes=homes,
+            shares={named_op.name: self._shares(named_op.op) for named_op in self._ops},
+        )
+
+    def _shares(self, op: Op) -> tuple[tuple[Expression, ...], tuple[Expression, ...]]:
+        """Of the storages of `NamedOp.reads` and `NamedOp.writes`, the bytes that an operator moves; of the latter, elements."""
+        reads, writes = ([self._of[index][0] for index in ids] for ids in (op.reads, op.writes))
+        uses = [*((False, name) for name in reads), *((True, name) for name in writes)]
+        return _by_use(uses, op.touched), _by_use(uses[len(reads) :], op.elements)
+
+    def _is_met_in_backward(self, index: int) -> bool:
+        """Whether the first operator that uses a storage is one of the backward pass."""
+        name = self._of[index][0]
+        return name[0] in OF_OPERATORS and name[1][0] == "backward"
+
+
+def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Size, Expression]) -> Part:
+    """The part of a layout, by places.
+
+    Args:
+        experts: on this rank.
+        sizes: of every operator and storage.
+    """
+    places, order = _places(source, experts)
+    ops, last_of = _operators(source, layout, experts, sizes, places)
+    replicas = {name: _replicas(name, entry, layout) for name, entry in source.storages.items()}
+    storages = []
+    for index, (name, expert) in enumerate(order):
+        entry = source.storages[name]
+        freed = None
+        if entry.freed is not None:
+            own = ops.get((entry.freed, expert))
+            freed = last_of[entry.freed] if own is None else own.id
+        # There may be hundreds of experts, and `dataclasses.replace` takes several times as long.
+        storages.append(
+            Storage(
+                id=index,
+                bytes=sizes[(name, "bytes", 0)],
+                role=entry.storage.role,
+                name=_label(name, entry, expert),
+                replicas=replicas[name],
+                freed_after=freed,
+            )
+        )
+    roles = [storage.role for storage in storages]
+    return dataclasses.replace(
+        source.part,
+        ops=finished(list(ops.values()), roles),
+        storages=tuple(storages),
+        saved=tuple(index for index, (name, _) in enumerate(order) if source.storages[name].saved),
+        inputs=tuple(places[("input", place), None] for place in range(len(source.part.inputs))),
+        outputs=tuple(places[name, None] for name in source.outputs),
+        gradient_inputs=tuple(places[name, None] for name in source.returned),
+        gradient_outputs=tuple(places[name, None] for name in source.gradient_outputs),
+    )
+
+
+def _label(name: StorageName, entry: NamedStorage, expert: int | None) -> str:
+    return f"{name[1]}{name[2]}{expert}" if entry.per_expert and entry.storage.name else entry.storage.name
+
+
+def _replicas(name: StorageName, entry: NamedStorage, layout: Layout) -> Literal["", "dp", "edp"]:
+    """The axis over which the copies of a storage are reduced, whichever expert it is of."""
+    if not entry.storage.replicas:
+        return ""
+    one = dataclasses.replace(entry.storage, name=_label(name, entry, 0))
+    return expert_replicas(layout) if is_of_expert(one) else entry.storage.replicas
+
+
+def storage_order(source: NamedPart, experts: int) -> list[Place]:
+    """The storages of `numbered`, in order."""
+    return _places(source, experts)[1]
+
+
+def operator_order(source: NamedPart, experts: int) -> list[OpName]:
+    """The operators of `numbered`, in order."""
+    order: list[OpName] = []
+    for stretch, group in groupby(source.ops, key=lambda named_op: named_op.stretch):
+        order += [named_op.name for named_op in group] * (experts if stretch else 1)
+    return order
+
+
+Place = tuple[StorageName, int | None]
+"""A storage, and of storages for each expert, which one."""
+
+
+def _places(source: NamedPart, experts: int) -> tuple[dict[Place, int], list[Place]]:
+    """The place of every storage: what is held first, then in the order in which operators meet them."""
+    order: dict[Place, None] = {}
+
+    def add(names: Sequence[StorageName]) -> None:
+        for is_each, group in groupby(names, key=lambda name: _module_of_expert(source, name)):
+            members = list(group)
+            if is_each is None:
+                order.update(dict.fromkeys((name, None) for name in members))
+            else:
+                order.update(dict.fromkeys((name, expert) for expert in range(experts) for name in members))
+
+    add(source.held)
+    returned = False
+    for (phase, stretch), group in groupby(source.ops, key=lambda named_op: (named_op.op.phase, named_op.stretch)):
+        members = list(group)
+        if not returned and phase == "backward":
+            add(source.emptied)
+            add(source.returned)
+            returned = True
+        if not stretch:
+            for named_op in members:
+                add(named_op.reads)
+                add(named_op.writes)
+            continue
+        for expert in _order(stretch, experts):
+            for name in (name for named_op in members for name in (*named_op.reads, *named_op.writes)):
+                order.setdefault((name, expert if source.storages[name].per_expert else None))
+    add(source.returned)
+    add(source.behind)
+    return {place: index for index, place in enumerate(order)}, list(order)
+
+
+def _order(stretch: int, experts: int) -> Iterable[int]:
+    """The experts in the order in which the operators of a stretch run for them."""
+    return range(experts) if stretch > 0 else reversed(range(experts))
+
+
+def _module_of_expert(source: NamedPart, name: StorageName) -> Any:
+    return name[1] if source.storages[name].per_expert else None
+
+
+def _operators(
+    source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Size, Expression], places: Mapping[Place, int]
+) -> tuple[dict[tuple[OpName, int | None], Op], dict[OpName, int]]:
+    """Operators by name and expert, and the last one of each name."""
+    ops: dict[tuple[OpName, int | None], Op] = {}
+    last: dict[OpName, int] = {}
+    for stretch, group in groupby(source.ops, key=lambda named_op: named_op.stretch):
+        members = list(group)
+        for expert in _order(stretch, experts) if stretch else (None,):
+            for member in members:
+                index = len(ops)
+                last[member.name] = index
+                ops[member.name, expert] = _operator(source, member, index, expert, layout, experts, sizes, places)
+    return ops, last
+
+
+def _operator(
+    source: NamedPart,
+    member: NamedOp,
+    index: int,
+    expert: int | None,
+    layout: Layout,
+    experts: int,
+    sizes: Mapping[Size, Expression],
+    places: Mapping[Place, int],
+) -> Op:
+    def ids(names: Sequence[StorageName]) -> tuple[int, ...]:
+        found: list[int] = []
+        for name in names:
+            if not source.storages[name].per_expert:
+                found.append(places[name, None])
+            else:
+                found += [places[name, e] for e in (range(experts) if expert is None else (expert,))]
+        return tuple(found)
+
+    op, collective = member.op, None
+    if op.collective is not None:
+        payload = sizes[(member.name, "payload", 0)]
+        size = group_size(layout, op.collective.axis)
+        collective = dataclasses.replace(op.collective, size=size, payload_bytes=payload)
+    shape = tuple(sizes[(member.name, "shape", axis)] for axis in range(len(op.shape)))
+    work = Expression() if collective is not None else flops(op.name, shape)
+    return Op(
+        id=index,
+        name=op.name,
+        phase=op.phase,
+        operator=op.operator,
+        module=op.module,
+        cost_class=op.cost_class,
+        shape=shape,
+        dtype=op.dtype,
+        flops=work,
+        bytes=sizes[(member.name, "bytes", 0)],
+        reads=ids(member.reads),
+        writes=ids(member.writes),
+        after=(),
+        collective=collective,
+        is_recomputed=op.is_recomputed,
+    )
