@@ -94,7 +94,7 @@ def load_captured(path: Path) -> CapturedModel:
             versions=tuple((name, version) for name, version in values["versions"]),
             sha256=values["sha256"],
         )
-    except (UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise CorruptFileError(f"{path}: {error}") from error
 
 

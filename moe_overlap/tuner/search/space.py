@@ -234,9 +234,28 @@ def layers_of_parts(num_layers: int, parts: int) -> list[int]:
     return [-(-num_layers // parts) - (place in short) for place in range(parts)]
 
 
+def layers_of_chunks(num_layers: int, pipeline: int, virtual: int) -> list[int]:
+    """Layers of each chunk of an interleaved pipeline in the order of the model, as equal as they can be.
+
+    Stages wait for each other's longer chunks (uneven_chunks.py), least where all of them have theirs at the same time: the first
+    chunks of all stages are a layer longer, and of the row that is longer in part only, those of the stages in the middle. The
+    last chunks, which the loss makes longer, are among the short ones.
+    """
+    least, longer = divmod(num_layers, pipeline * virtual)
+    rows, rest = divmod(longer, pipeline)
+    from_middle = sorted(range(pipeline), key=lambda stage: (stage == pipeline - 1, stage == 0, stage))
+    long_stages = set(from_middle[:rest])
+    return [
+        least + (row < rows or (row == rows and stage in long_stages))
+        for row in range(virtual)
+        for stage in range(pipeline)
+    ]
+
+
 def chunks_of(num_layers: int, pipeline: int, virtual: int) -> list[tuple[tuple[int, int], ...]]:
     """The layer ranges of every stage's chunks."""
-    sizes = layers_of_parts(num_layers, pipeline * virtual)
+    one_each = virtual == 1
+    sizes = layers_of_parts(num_layers, pipeline) if one_each else layers_of_chunks(num_layers, pipeline, virtual)
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     return [tuple(ranges[stage::pipeline]) for stage in range(pipeline)]

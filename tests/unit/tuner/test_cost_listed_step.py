@@ -115,9 +115,13 @@ def test_stages_that_are_alike_are_looked_at_once(
     one_alone = listed_step._stage_alone
     monkeypatch.setattr(listed_step, "_stage_alone", count)
     once = answer()
-    assert looked_at == ([0, 1, 3] if is_alike else [0, 1, 2, 3])
+    # The step is predicted again on a host that launches for nothing, and with graphs: each time they are looked at once.
+    expected = [0, 1, 3] if is_alike else [0, 1, 2, 3]
+    times, rest = divmod(len(looked_at), len(expected))
+    assert 1 <= times <= 3 and not rest and looked_at == expected * times
     monkeypatch.setattr(listed_step, "equivalence_key", lambda _plan, index, *_: index)
-    assert answer() == once and len(looked_at) > 4
+    before = len(looked_at)
+    assert answer() == once and len(looked_at) == before + 4 * times
 
 
 def test_overlap_is_in_the_predicted_step() -> None:

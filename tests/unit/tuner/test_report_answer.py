@@ -81,9 +81,11 @@ def test_the_figures_are_those_of_the_prediction() -> None:
         f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
     )
     exposed = exposed_seconds(prediction.breakdown)
-    waiting = figures(shown["waiting"])
+    assert prediction.launching is not None
+    *waiting, launches = figures(shown["waiting"])
     assert waiting[0] == pytest.approx(100 * sum(exposed.values()) / step, abs=0.06)
     assert waiting[-1] == pytest.approx(100 * prediction.breakdown["bubble_seconds"] / step, abs=0.06)
+    assert launches == pytest.approx(100 * prediction.launching.seconds / step, abs=0.06)
     assert sum(waiting[1:-1]) == pytest.approx(waiting[0], abs=0.3)
 
 

@@ -9,6 +9,7 @@ import random
 from collections.abc import Mapping
 from functools import cache
 
+import numpy as np
 import pytest
 
 from megatron.training.plan_flags import plan_from_flags
@@ -23,6 +24,7 @@ from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.machine import machine_of
 from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.uneven_chunks import unevenness
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.solution import Status
@@ -32,6 +34,7 @@ from moe_overlap.tuner.search.space import (
     Run,
     UniformLayout,
     chunks_of,
+    layers_of_chunks,
     layers_of_parts,
     uniform_layouts,
     uniform_plan,
@@ -179,6 +182,38 @@ def test_parts_are_equal_and_shorter_at_the_ends(layers: int, parts: int) -> Non
     assert sizes[-1] == min(sizes)
     ranges = [chunk for chunks in zip(*chunks_of(layers, parts, 1), strict=True) for chunk in chunks]
     assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
+
+
+CHUNKED = [(94, 16, 5), (61, 16, 3), (61, 8, 3), (61, 8, 5), (32, 4, 6), (32, 2, 7), (60, 8, 4), (48, 4, 4), (94, 8, 4)]
+
+
+@pytest.mark.parametrize(("layers", "stages", "virtual"), CHUNKED)
+def test_chunks_are_equal_and_longer_in_front(layers: int, stages: int, virtual: int) -> None:
+    sizes = layers_of_chunks(layers, stages, virtual)
+    assert sum(sizes) == layers and max(sizes) - min(sizes) <= 1 and sizes[-1] == min(sizes)
+    of_stages = [sum(sizes[stage::stages]) for stage in range(stages)]
+    assert max(of_stages) - min(of_stages) <= 1 and of_stages[-1] == min(of_stages)
+    ranges = [chunk for chunks in zip(*chunks_of(layers, stages, virtual), strict=True) for chunk in chunks]
+    assert [last - first for first, last in ranges] == sizes
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
+
+
+def test_chunks_that_are_longer_in_front_let_stages_wait_less() -> None:
+    """Beside chunks that are shorter at both ends of the model; the loss takes as long as a layer or two."""
+
+    def waits(sizes: list[int], stages: int, loss: float) -> float:
+        chunks = [np.array([sizes[stage::stages]] * 2, dtype=float)[..., None] for stage in range(stages)]
+        chunks[-1][:, -1] += loss
+        total = sum(float(each[0].sum()) for each in chunks) / stages
+        longest = max(float(each[0].sum()) for each in chunks)
+        return float(unevenness(chunks, 8 * stages)[0]) * longest / total
+
+    gains = {}
+    for (layers, stages, virtual), loss in itertools.product(CHUNKED, (0.5, 1.0, 2.0)):
+        before = waits(layers_of_parts(layers, stages * virtual), stages, loss)
+        gains[layers, stages, virtual, loss] = before / waits(layers_of_chunks(layers, stages, virtual), stages, loss)
+    assert min(gains.values()) > 0.985
+    assert min(gains[shape] for shape in ((61, 16, 3, 1.0), (61, 8, 3, 1.0), (61, 8, 5, 2.0))) > 1.04
 
 
 def test_attention_and_experts_have_degrees_of_their_own() -> None:
