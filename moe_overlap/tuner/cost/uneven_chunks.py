@@ -5,9 +5,10 @@ head, stages wait for each other although each has as much to do: whoever has th
 theirs at another time, and what is in flight makes up for little of that. DeepSeek-V3 in 16 stages of three chunks takes 18 %
 longer for it.
 
-1. Passes of chunks are multiples of the mean chunk, in steps of STEP: many layouts then have the same, and each is played once.
-2. They are played in megatron-core's order, each behind the one before it on its stage and the one that it gets its input from.
-   Beyond FEW rounds of micro-batches every further one takes as long as the last.
+1. Passes run in megatron-core's order, each behind the one before it on its stage and the one that it gets its input from. That
+   order knows no seconds: `_order` sorts it once by how many passes stand one behind another. Passes of one level, at most one of
+   a stage, are played at once.
+2. Beyond FEW rounds of micro-batches every further one takes as long as the last.
 3. The share by which that is longer than the closed form of the same passes is the answer; transfers and ends are left out.
 
 Legend: S stages, V chunks of each, G micro-batches, D directions (forward, backward), R choices of recomputation.
@@ -17,6 +18,7 @@ Time: S · V · min(G, FEW · S) passes. `simulate/step.py` is the slow twin.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -27,11 +29,8 @@ from moe_overlap.tuner.cost.pipeline import StageTimes, step_seconds
 from moe_overlap.tuner.cost.slots import Part
 
 Floats = NDArray[np.float64]
-STEP = 0.02
-"""Of the mean chunk."""
 FEW = 4
-Passes = tuple[tuple[tuple[float, ...], ...], ...]
-"""[D][S][V] seconds."""
+DIRECTIONS = ("forward", "backward")
 
 
 def unevenness(stages: Sequence[Floats], micro_batches: int) -> Floats:
@@ -45,8 +44,14 @@ def unevenness(stages: Sequence[Floats], micro_batches: int) -> Floats:
     if virtual == 1 or count == 1 or micro_batches % count:
         return np.ones(choices)
     seconds = np.stack(stages)
-    steps = np.rint(seconds / seconds.sum(axis=1).mean(axis=(0, 1)) / STEP).transpose(3, 1, 0, 2)
-    return np.array([_longer(_as_passes(each), micro_batches) for each in steps])
+    few = min(micro_batches, FEW * count)
+    played = _played(seconds, few)
+    if micro_batches > few:
+        played = played + (micro_batches - few) / count * (played - _played(seconds, few - count))
+    whole = seconds.sum(axis=2)
+    times = [StageTimes(forward=forward, backward=backward) for forward, backward in whole]
+    longer: Floats = np.maximum(1.0, played / step_seconds(times, [micro_batches] * count, virtual))
+    return longer
 
 
 def chunk_seconds(parts: Sequence[Part], counts: Floats, seconds: tuple[Floats, Floats], virtual: int) -> Floats:
@@ -64,53 +69,69 @@ def chunk_seconds(parts: Sequence[Part], counts: Floats, seconds: tuple[Floats, 
     return chunks
 
 
-def _as_passes(steps: Floats) -> Passes:
-    return tuple(tuple(tuple(each * STEP for each in stage) for stage in direction) for direction in steps.tolist())
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The passes of all stages, level by level.
+
+    Attributes:
+        before, source: of each pass the number of the one before it on its stage, and of the one that it gets its input from; 0
+            where there is none, and passes are counted from 1.
+        taken: the row of its seconds among those of stages, directions and chunks.
+        levels: where each level begins, and the end.
+    """
+
+    before: NDArray[np.intp]
+    source: NDArray[np.intp]
+    taken: NDArray[np.intp]
+    levels: tuple[int, ...]
+
+
+def _played(seconds: Floats, micro_batches: int) -> Floats:
+    """[R] Seconds of all passes.
+
+    Args:
+        seconds: [S, D, V, R].
+    """
+    stages, _, virtual, choices = seconds.shape
+    order, rows = _order(stages, virtual, micro_batches), seconds.reshape(-1, choices)
+    ended = np.zeros((len(order.taken) + 1, choices))
+    for begin, end in zip(order.levels, order.levels[1:], strict=False):
+        own = slice(begin, end)
+        free = np.maximum(ended[order.before[own]], ended[order.source[own]])
+        ended[begin + 1 : end + 1] = free + rows[order.taken[own]]
+    latest: Floats = ended.max(axis=0)
+    return latest
 
 
 @cache
-def _longer(passes: Passes, micro_batches: int) -> float:
-    forward, backward = passes
-    count = len(forward)
-    few = min(micro_batches, FEW * count)
-    played = _played(passes, few)
-    if micro_batches > few:
-        played += (micro_batches - few) / count * (played - _played(passes, few - count))
-    times = [StageTimes(forward=sum(ahead), backward=sum(back)) for ahead, back in zip(forward, backward, strict=True)]
-    return max(1.0, played / float(step_seconds(times, [micro_batches] * count, len(forward[0]))))
-
-
-@cache
-def _played(passes: Passes, micro_batches: int) -> float:
-    """Seconds of all passes."""
-    forward, backward = passes
-    stages, virtual = len(forward), len(forward[0])
-    orders = [_order(stages, index, virtual, micro_batches) for index in range(stages)]
-    ended: dict[tuple[int, Step], float] = {}
-    next_, free = [0] * stages, [0.0] * stages
-    moves = True
-    while moves:
-        moves = False
+def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
+    orders = [interleaved(stages, index, virtual, micro_batches) for index in range(stages)]
+    level: dict[tuple[int, Step], int] = {}
+    done = [0] * stages
+    while any(place < len(order) for place, order in zip(done, orders, strict=True)):
         for index, order in enumerate(orders):
-            now, place = free[index], next_[index]
-            while place < len(order):
-                step = order[place]
+            while done[index] < len(order):
+                step = order[done[index]]
                 source = _source(index, step, stages, virtual)
-                there = 0.0 if source is None else ended.get(source)
-                if there is None:
+                if source is not None and source not in level:
                     break
-                taken = (backward if step.direction == "backward" else forward)[index][step.chunk]
-                now = max(now, there) + taken
-                ended[index, step] = now
-                place += 1
-            moves = moves or place > next_[index]
-            free[index], next_[index] = now, place
-    return max(free)
-
-
-@cache
-def _order(stages: int, index: int, virtual: int, micro_batches: int) -> tuple[Step, ...]:
-    return interleaved(stages, index, virtual, micro_batches)
+                before = level[index, order[done[index] - 1]] if done[index] else -1
+                level[index, step] = 1 + max(before, -1 if source is None else level[source])
+                done[index] += 1
+    passes = sorted(level, key=lambda each: level[each])
+    number = {each: place + 1 for place, each in enumerate(passes)}
+    behind = {(index, step): order[place - 1] for index, order in enumerate(orders) for place, step in enumerate(order)}
+    first = {(index, order[0]) for index, order in enumerate(orders)}
+    sources = [_source(*each, stages, virtual) for each in passes]
+    sizes = np.bincount([level[each] for each in passes])
+    return _Order(
+        before=np.array([0 if each in first else number[each[0], behind[each]] for each in passes]),
+        source=np.array([0 if source is None else number[source] for source in sources]),
+        taken=np.array(
+            [(index * 2 + DIRECTIONS.index(step.direction)) * virtual + step.chunk for index, step in passes]
+        ),
+        levels=(0, *np.cumsum(sizes).tolist()),
+    )
 
 
 def _source(index: int, step: Step, stages: int, virtual: int) -> tuple[int, Step] | None:
