@@ -1,4 +1,4 @@
-"""What launching from the host costs a step, and what CUDA graphs would leave of it.
+"""Seconds that launching from the host adds to a step, and the step that CUDA graphs would leave.
 
 The step is predicted again on a host that launches for nothing: the difference is what the device waits for launches, in a term
 of its own that the breakdown has within computation. Where that is worth a look, it is predicted once more with the graphs that

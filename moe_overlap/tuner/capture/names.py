@@ -361,7 +361,7 @@ class _Names:
         )
 
     def _shares(self, op: Op) -> tuple[tuple[Expression, ...], tuple[Expression, ...]]:
-        """Of the storages of `NamedOp.reads` and `NamedOp.writes`, the bytes that an operator moves; of the latter, elements."""
+        """Bytes that an operator moves in each storage of `NamedOp.reads` and `writes`, and elements of the latter."""
         reads, writes = ([self._of[index][0] for index in ids] for ids in (op.reads, op.writes))
         uses = [*((False, name) for name in reads), *((True, name) for name in writes)]
         return _by_use(uses, op.touched), _by_use(uses[len(reads) :], op.elements)

@@ -261,7 +261,7 @@ class Prediction:
     tried: tuple[Change, ...] = ()
     """The changes that were looked at."""
     launching: Launching | None = None
-    """What launches cost the step, where that was looked at."""
+    """Seconds of the step that are due to launches, where that was looked at."""
 
     @property
     def fits(self) -> bool:

@@ -74,7 +74,7 @@ def replays_of(plan: Plan, features: Features) -> Replays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launching:
-    """What launching from the host costs a step.
+    """Seconds of a step that are due to launching from the host.
 
     Attributes:
         seconds: by which it is longer than on a host that launches for nothing.

@@ -185,6 +185,17 @@ def test_exchange_channel_with_shared_experts() -> None:
         assert {each["L0.moe.shared"].id, each["L0.moe.combine"].id} >= set(each["L0.moe.merge"].after)
 
 
+def test_megatron_core_recomputes_behind_the_gradient_that_it_receives() -> None:
+    """Where transfers run beside computation nothing else would hold the recomputation back."""
+    stage = {"recompute": Recompute(layers=1, granularity="full")}
+    made = lower(plan_samples.plan(4, 2, 2, 4, stage), plan_samples.model("dddd"), 0)
+    receives = {(i.chunk, i.micro_batch): i.id for i in made if i.name.startswith("receive.") and i.in_backward_pass}
+    again = [i for i in made if i.operator.phase == "recompute" and (i.chunk, i.micro_batch) in receives]
+    first = {(i.chunk, i.micro_batch): i for i in reversed(again)}
+    assert len(first) == len(receives) == 8
+    assert all(receives[of_pass] in i.after for of_pass, i in first.items())
+
+
 def test_planned_bytes() -> None:
     """Those of the worked example, which has two partitions per micro-batch: 2 · 131072."""
     made = {i.name: i for i in lower(plan_samples.plan(stages=2, stage=EP2), plan_samples.model(), 0)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
+import json
 import multiprocessing
 import os
 import sys
@@ -137,6 +139,19 @@ def captured(sha256: str = "0") -> CapturedModel:
 def test_files_give_back_what_was_written(tmp_path: Path) -> None:
     save_captured(captured(), tmp_path / "a" / "graph.json")
     assert load_captured(tmp_path / "a" / "graph.json") == captured()
+
+
+def test_a_file_of_another_release_is_told(tmp_path: Path) -> None:
+    """Its hash is right, and its operators have a field less."""
+    path = tmp_path / "graph.json"
+    save_captured(captured(), path)
+    values = json.loads(path.read_text().partition("\n")[2])
+    for part in values["parts"]:
+        part["ops"] = [row[:-1] for row in part["ops"]]
+    body = json.dumps(values)
+    path.write_text(f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
+    with pytest.raises(CorruptFileError, match="graph.json"):
+        load_captured(path)
 
 
 @pytest.mark.parametrize(

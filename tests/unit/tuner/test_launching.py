@@ -1,4 +1,4 @@
-"""What launching from the host costs a step, and the CUDA graphs that answers name for it."""
+"""Seconds of a step that are due to launching from the host, and the CUDA graphs that answers name for it."""
 
 from __future__ import annotations
 
