@@ -56,11 +56,19 @@ def test_long_chunks_of_one_row_cost_less_than_scattered_ones() -> None:
         stage[:, index, 2] *= 2.0
     equal, row, scattered = unevenness(stages, 32)
     assert equal < 1.01 and 1.02 < row < scattered - 0.05
-    # Every further round takes as long as the last that was played.
-    many = unevenness(stages, 96)[2]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(uneven_chunks, "FEW", 96)
-        assert many == pytest.approx(unevenness(stages, 96)[2], rel=0.01)
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 2), (4, 4), (8, 3), (16, 2)])
+def test_every_further_round_takes_as_long_as_the_last_that_was_played(
+    monkeypatch: pytest.MonkeyPatch, stages: int, virtual: int
+) -> None:
+    """Chunks of one to three layers drawn at random, and a head: steps of twelve rounds, played whole and from four of them."""
+    draws = np.random.default_rng(stages).integers(1, 4, size=(stages, 1, virtual, 40)).astype(float)
+    draws[-1, :, -1] += 1.5
+    chunks = list(np.concatenate([draws, 2.0 * draws], axis=1))
+    few = unevenness(chunks, 12 * stages)
+    monkeypatch.setattr(uneven_chunks, "FEW", 12)
+    assert few == pytest.approx(unevenness(chunks, 12 * stages), rel=0.008)
 
 
 def test_chunks_add_up_their_parts() -> None:
