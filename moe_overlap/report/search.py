@@ -17,7 +17,7 @@ from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runne
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
-from moe_overlap.report.tuning import GRAPHS, LEFT_OUT, Tuned, graphs_json, graphs_lines
+from moe_overlap.report.tuning import GRAPHS, LEFT_OUT, Tuned, graphs_help, graphs_json, graphs_lines
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.host import Launching
 from moe_overlap.tuner.problem import Problem
@@ -353,11 +353,13 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
 
 
 def detail_lines(search: PlanSearch) -> list[str]:
-    """The lines of --verbose: every change of the user's flags, the plans that rules refuse, and what no layout shards."""
+    """The lines of --verbose: every change of the user's flags, CUDA graphs, the plans that rules refuse, and what no layout
+    shards."""
     changes = [] if search.baseline is None else change_lines(search.changes, search.baseline)
     sharding = [] if search.sharding is None else sharding_details(search.sharding)
     return [
         *changes,
+        *_graphs_lines(search),
         *_screened_lines(search.screened),
         *sharding,
         *refused_lines(search.refused),
@@ -375,6 +377,11 @@ def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
         others = f" (and {more:,} more plan{'s' * (more > 1)} for this flag: --json)" if more else ""
         lines.append(f"{'refused':<12}{name}: {rule}{others}")
     return lines
+
+
+def _graphs_lines(search: PlanSearch) -> list[str]:
+    """A line on lists that are replayed as CUDA graphs, or not; none where no list is run."""
+    return [f"{'graphs':<12}{line}" for line in graphs_lines(search.graphs, search.prediction)]
 
 
 def _screened_lines(screened: Sequence[Screened]) -> list[str]:
@@ -407,8 +414,9 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
             f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
     lines += _dispatcher_lines(search)
-    if search.graphs is not None:
-        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(search.graphs, search.prediction)]
+    # Graphs that would gain nothing are a detail.
+    if search.graphs is not None and (search.graphs.is_on or graphs_help(search.graphs, search.prediction)):
+        lines += _graphs_lines(search)
     if search.refusal is None:
         lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     else:

@@ -224,9 +224,15 @@ def graphs_lines(graphs: GraphsChoice | None, chosen: Prediction) -> list[str]:
     peak = max(stage.peak_bytes for stage in other.predicted.stages) / GIB
     fits = "" if other.fits else f", {other.memory_verdict}"
     # The choice of overlap knew nothing of graphs: with the flag, more partitions may be worth their launches.
-    helps = other.fits and other.predicted.step_seconds < seconds * (1.0 - WORTH)
-    again = "search again with the flag; " if helps else ""
+    again = "search again with the flag; " if graphs_help(graphs, chosen) else ""
     return [f"with {GRAPHS} {graphs.name}: {than}, peak {peak:.1f} GiB{fits}; {again}{UNTRIED}"]
+
+
+def graphs_help(graphs: GraphsChoice, chosen: Prediction) -> bool:
+    """Whether CUDA graphs, which the answer goes without, fit and would make its step shorter by more than rounding."""
+    if graphs.is_on or graphs.other is None:
+        return False
+    return graphs.other.fits and graphs.other.predicted.step_seconds < chosen.predicted.step_seconds * (1.0 - WORTH)
 
 
 def _figures(candidate: Candidate) -> str:

@@ -16,11 +16,12 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.overlapped_search import OverlapSearch, decide_overlaps
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import SearchSettings, search_plan
-from moe_overlap.report.search import Finalist, closing_lines, search_json, write_search
+from moe_overlap.report.search import Finalist, PlanSearch, closing_lines, detail_lines, search_json, write_search
 from moe_overlap.report.tuning import Tuned, graphs_lines, tuned_json, tuned_text, write_run
 from moe_overlap.tuner.cost.hardware import Constants
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, NOT_REPLAYED, PLAIN, WHOLE
+from moe_overlap.tuner.search.layer.overlap import GraphsChoice
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.test_overlap_tuning import JOB, slow_links
 from tests.unit.tuner.test_overlapped_search import at_speed
@@ -105,11 +106,24 @@ def test_a_search_of_plans_keeps_the_flag_and_its_files_are_predicted_the_same(
     assert with_graphs.tuned is not None and with_graphs.tuned.graphs is not None
     assert GRAPHS in with_graphs.written.flags and GRAPHS not in dict(with_graphs.written.left_out)
     assert search_json(with_graphs)["graphs"]["replayed"]
-    assert any(line.startswith("graphs ") for line in closing_lines(with_graphs, tmp_path, []))
+    assert named_graphs(with_graphs) == (True, True)
+    # Without the flag the answer names graphs where they gain something, --verbose always.
+    predicted = with_graphs.prediction.predicted
+    for times, is_named in ((0.9, True), (1.0, False), (1.1, False)):
+        step = dataclasses.replace(predicted, step_seconds=times * predicted.step_seconds)
+        other = GraphsChoice(is_on=False, name="A", other=dataclasses.replace(with_graphs.prediction, predicted=step))
+        assert named_graphs(dataclasses.replace(with_graphs, graphs=other)) == (is_named, True)
     write_search(tmp_path, with_graphs)
     monkeypatch.chdir(tmp_path)
     again = predict(["@megatron_args.txt"], at_speed(150.0), **options)
     assert again.predicted == with_graphs.prediction.predicted
+
+
+def named_graphs(search: PlanSearch) -> tuple[bool, bool]:
+    """Whether the answer of a search has a line on graphs, and whether --verbose adds one."""
+    lines = closing_lines(search, Path("x"), []), detail_lines(search)
+    answer, details = (any(line.startswith("graphs ") for line in each) for each in lines)
+    return answer, details
 
 
 def finalist(name: str, seconds: float) -> Finalist:
