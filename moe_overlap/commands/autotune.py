@@ -24,6 +24,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.sharded_search import Processes
 from moe_overlap.shards import Shard, ShardsMissingError
 from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
+from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.uniform import RankedLayout
@@ -139,6 +141,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if shard is not None and arguments.search_space in BEYOND:
         print(f"note: one process searches what --search-space {arguments.search_space} adds", file=sys.stderr)
     limits = _limits(arguments)
+    # Before the search: it looks at overlap last, and not at all where nothing can overlap.
+    check_limits(limits)
     # Whatever is refused from here on ends the line of progress first.
     progress = Progress(sys.stderr)
     settings = SearchSettings(
@@ -227,8 +231,12 @@ def _require_writable(folder: Path) -> None:
     place = folder
     while not place.exists():
         place = place.parent
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        raise ConfigError("--output", str(folder), f"{place} cannot be written", "give another folder")
+    try:
+        # Permissions do not tell: an administrator's are ignored, and file systems may be full, read-only or none.
+        os.rmdir(tempfile.mkdtemp(dir=place))
+    except OSError as error:
+        rule = f"{place} cannot be written ({error.strerror})"
+        raise ConfigError("--output", str(folder), rule, "give another folder") from None
 
 
 def _limits(arguments: argparse.Namespace) -> SearchLimits:
