@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import tempfile
 import time
@@ -233,7 +232,7 @@ def _require_writable(folder: Path) -> None:
         place = place.parent
     try:
         # Permissions do not tell: an administrator's are ignored, and file systems may be full, read-only or none.
-        os.rmdir(tempfile.mkdtemp(dir=place))
+        Path(tempfile.mkdtemp(dir=place)).rmdir()
     except OSError as error:
         rule = f"{place} cannot be written ({error.strerror})"
         raise ConfigError("--output", str(folder), rule, "give another folder") from None
