@@ -97,7 +97,7 @@ def machine_of(
     units = gpu.fp4_tflops if precision == "nvfp4" else gpu.fp8_tflops
     if precision in LOW_PRECISIONS and not units:
         # The first, which is the one that a short answer tells.
-        reasons.insert(0, f"{gpu.name} has no {precision} units: products are priced in the next wider format it has")
+        reasons.insert(0, f"no {precision} rate of {gpu.name} is known: products are priced in the next wider format")
     errors = shipped_errors()
     machine = Machine(
         cluster=cluster,

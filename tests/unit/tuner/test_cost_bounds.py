@@ -304,7 +304,7 @@ def test_products_of_a_gpu_without_narrow_units_take_as_long_as_in_bf16(precisio
 
 def test_units_that_a_gpu_has_not_and_unlike_groups_are_named() -> None:
     _, reasons = machine_of(shipped_cluster("H100", 16), SHIPPED, precision="nvfp4")
-    assert reasons[0].startswith("H100 has no nvfp4 units")
+    assert reasons[0].startswith("no nvfp4 rate of H100 is known")
     cluster = shipped_cluster("H100", 16)
     (group,) = cluster.groups
     slower = dataclasses.replace(group, gpu=shipped_cluster("L4", 16).group_of(0).gpu)
