@@ -38,6 +38,7 @@ from moe_overlap.commands.job_arguments import (
     PRICES,
     add_job_arguments,
     add_margin_argument,
+    assumed_of,
     cluster_of,
     clusters_of,
     margin_of,
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for note in notes_of(arguments):
             print(f"not the same as {arguments.model}: {note}", file=sys.stderr)
+        for sentence in assumed_of(arguments):
+            print(f"assumed: {sentence}", file=sys.stderr)
         return (_overlap if arguments.overlap_only else _plan)(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

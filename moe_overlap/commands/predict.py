@@ -24,6 +24,7 @@ from moe_overlap.commands.job_arguments import (
     PRICES,
     add_job_arguments,
     add_margin_argument,
+    assumed_of,
     cluster_of,
     margin_of,
     name_of,
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
         prediction = predict(words, cluster, **given)
-        prediction = dataclasses.replace(prediction, assumed=(*prediction.assumed, *notes))
+        assumed = (*assumed_of(arguments, is_predicted=True), *prediction.assumed, *notes)
+        prediction = dataclasses.replace(prediction, assumed=assumed)
         step = simulated(words, cluster, **given) if arguments.trace is not None else None
         if step is not None:
             write_trace(arguments.trace, step)

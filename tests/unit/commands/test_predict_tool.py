@@ -75,6 +75,7 @@ def test_a_layer_of_a_config_that_nothing_computes_is_said(tmp_path: Path, capsy
     assert main([*words, "--megatron-args", str(tmp_path / "job.args"), "--json"]) == 0
     assumed = json.loads(capsys.readouterr().out)["assumed"]
     assert any("not modelled" in text and "q_norm and k_norm are over all heads" in text for text in assumed)
+    assert assumed[0].startswith("samples of 256 tokens, as a config.json says none")
     # A plan is to be run: its search refuses the model.
     assert tune_main([*words, "--global-batch-size", "8", "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
