@@ -20,7 +20,7 @@ from megatron.training.cli.rules.moe import listed_run, static_capacity_factor
 from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
 from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
-from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run
+from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run, require_world
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.model import ModelDescription, require_bounded_layers
 from moe_overlap.describe.readers.predicted_flags import (
@@ -76,7 +76,8 @@ def read_job(
             a file says itself which it is for.
         name: of the model, where no file of flags names it.
     Raises:
-        ConfigError: the flags are wrong, or do not describe the vocabulary.
+        ConfigError: the flags are wrong, or do not describe the vocabulary; or the plan is none, of another model, or for another
+            number of GPUs.
     """
     reading = read(list(expand_files(words)))
     parsed = parse(reading.arguments)
@@ -144,6 +145,8 @@ def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flag
     if file is not None:
         decided = load_plan(file)
         validate_plan(decided, model, file)
+        # Its steps would else be told, per GPU, of machines that have other GPUs.
+        require_world(decided, file, num_gpus, "world size", "use")
         return decided
     if config.overlap.plan is not None:
         return plan_of_run(config, model, num_gpus)

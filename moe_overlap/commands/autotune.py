@@ -22,8 +22,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +38,7 @@ from moe_overlap.commands.job_arguments import (
     PRICES,
     add_job_arguments,
     add_margin_argument,
+    assumed_of,
     cluster_of,
     clusters_of,
     margin_of,
@@ -60,6 +61,7 @@ from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.sharded_search import Processes
 from moe_overlap.shards import Shard, ShardsMissingError
 from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
+from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.uniform import RankedLayout
@@ -79,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for note in notes_of(arguments):
             print(f"not the same as {arguments.model}: {note}", file=sys.stderr)
+        for sentence in assumed_of(arguments):
+            print(f"assumed: {sentence}", file=sys.stderr)
         return (_overlap if arguments.overlap_only else _plan)(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -139,6 +143,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if shard is not None and arguments.search_space in BEYOND:
         print(f"note: one process searches what --search-space {arguments.search_space} adds", file=sys.stderr)
     limits = _limits(arguments)
+    # Before the search: it looks at overlap last, and not at all where nothing can overlap.
+    check_limits(limits)
     # Whatever is refused from here on ends the line of progress first.
     progress = Progress(sys.stderr)
     settings = SearchSettings(
@@ -227,8 +233,12 @@ def _require_writable(folder: Path) -> None:
     place = folder
     while not place.exists():
         place = place.parent
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        raise ConfigError("--output", str(folder), f"{place} cannot be written", "give another folder")
+    try:
+        # Permissions do not tell: an administrator's are ignored, and file systems may be full, read-only or none.
+        Path(tempfile.mkdtemp(dir=place)).rmdir()
+    except OSError as error:
+        rule = f"{place} cannot be written ({error.strerror})"
+        raise ConfigError("--output", str(folder), rule, "give another folder") from None
 
 
 def _limits(arguments: argparse.Namespace) -> SearchLimits:

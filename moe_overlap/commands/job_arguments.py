@@ -148,6 +148,20 @@ def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple
     return () if arguments.model is None else read_model(arguments.model, is_predicted=is_predicted).notes
 
 
+def assumed_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
+    """The sentence on the length of samples, where a config.json leaves it open and neither a flag nor a plan says it."""
+    is_said = arguments.seq_length is not None or getattr(arguments, "plan", None) is not None
+    if arguments.model is None or is_said:
+        return ()
+    described = read_model(arguments.model, is_predicted=is_predicted)
+    given = expand_files([f"@{arguments.megatron_args}"]) if arguments.megatron_args is not None else ()
+    if not described.is_config or any(word.partition("=")[0] == "--seq-length" for word in given):
+        return ()
+    return (
+        f"samples of {described.flags['seq-length']} tokens, as a config.json says none; --seq-length says another",
+    )
+
+
 def _model_words(
     path: str, given: Sequence[str], of_experts: Sequence[str], precision: str | None, is_predicted: bool
 ) -> list[str]:

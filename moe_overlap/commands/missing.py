@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_overlap.commands.exits import INTERRUPTED
 from moe_overlap.describe.errors import ConfigError
 
 OURS = ("moe_overlap", "megatron.training", "tools")
@@ -15,11 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
-def says_what_is_missing(root: Path = ROOT) -> Iterator[None]:
-    """End with one line and status 2 where the block imports a package that this Python lacks.
+def says_what_is_missing(root: Path = ROOT, answers_ctrl_c: bool = True) -> Iterator[None]:
+    """End with one line and status 2 where the block imports a package that this Python lacks; with 130 after Ctrl-C.
 
     Args:
         root: the checkout, in which `make train` makes `.venv`.
+        answers_ctrl_c: whether Ctrl-C ends the block with a line; training has an end of its own.
     """
     try:
         yield
@@ -29,6 +32,13 @@ def says_what_is_missing(root: Path = ROOT) -> Iterator[None]:
             raise
         print(f"error: {_missing(name, root)}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        if not answers_ctrl_c:
+            raise
+        # Commands answer Ctrl-C themselves; this is while their packages are loaded, which takes a second.
+        if os.environ.get("RANK", "0") == "0":
+            print("error: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _missing(name: str, root: Path) -> ConfigError:

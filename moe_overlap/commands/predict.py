@@ -24,6 +24,7 @@ from moe_overlap.commands.job_arguments import (
     PRICES,
     add_job_arguments,
     add_margin_argument,
+    assumed_of,
     cluster_of,
     margin_of,
     name_of,
@@ -31,9 +32,10 @@ from moe_overlap.commands.job_arguments import (
     on_standard_error,
     words_of,
 )
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.job import PRECISIONS, Job, read_job
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import load_plan
 from moe_overlap.report.answer import Answer, answer_lines
 from moe_overlap.report.prediction import prediction_json, prediction_text
 from moe_overlap.report.trace import write_trace
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster = cluster_of(arguments)
         words, notes = words_of(arguments, is_predicted=True), notes_of(arguments, is_predicted=True)
+        _require_plan_alone(arguments)
         given = Options(
             precision=arguments.precision,
             software=arguments.software,
@@ -57,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
         prediction = predict(words, cluster, **given)
-        prediction = dataclasses.replace(prediction, assumed=(*prediction.assumed, *notes))
+        assumed = (*assumed_of(arguments, is_predicted=True), *prediction.assumed, *notes)
+        prediction = dataclasses.replace(prediction, assumed=assumed)
         step = simulated(words, cluster, **given) if arguments.trace is not None else None
         if step is not None:
             write_trace(arguments.trace, step)
@@ -81,6 +85,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if seconds is not None:
         print(f"simulated: {seconds:.3f} s, with what the plan overlaps; {arguments.trace}")
     return 0
+
+
+def _require_plan_alone(arguments: argparse.Namespace) -> None:
+    """Refuse an option that says another batch, length or precision than the file of `--plan`, which decides all three."""
+    if arguments.plan is None:
+        return
+    plan = load_plan(arguments.plan)
+    for flag, said, planned in (
+        ("--global-batch-size", arguments.global_batch_size, plan.global_batch_size),
+        ("--seq-length", arguments.seq_length, plan.sequence_length),
+        ("--precision", arguments.precision, plan.precision),
+    ):
+        fix = f"drop {flag}, or write another plan"
+        require(said in (None, planned), flag, said, f"--plan {arguments.plan} decides it, and says {planned}", fix)
 
 
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

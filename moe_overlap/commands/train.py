@@ -399,7 +399,7 @@ def run() -> NoReturn:
     """Entry point of `moe-train` and `pretrain_moe.py`: ends the process with the status of `main`."""
     leave_to_signals()
     try:
-        with says_what_is_missing():
+        with says_what_is_missing(answers_ctrl_c=False):
             status = main(sys.argv[1:])
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)

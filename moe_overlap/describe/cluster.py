@@ -228,11 +228,29 @@ _GPU_FIELDS = {
 }
 
 
+_MOST = {"tflops": (100_000, "TFLOP/s"), "gib": (50_000, "GiB"), "gb_per_s": (100_000, "GB/s")}
+"""Unit at the end of a field's name -> the most that is read, and how the unit is written.
+
+Several times what any device has, so that a rate in FLOP/s or in bytes/s, which every prediction would believe, is refused.
+"""
+
+
+def _require_units(row: Mapping[str, Any], subject: str) -> None:
+    """Refuse values that no device of today comes near: they are in another unit."""
+    for name, value in row.items():
+        for ending, (most, unit) in _MOST.items():
+            if name.endswith(f"_{ending}") and value is not None and value > most:
+                rule = f"is more than {most:,} {unit}, which no device has"
+                raise ConfigError(f"{subject}.{name}", f"{value:g}", rule, f"write it in {unit}")
+
+
 def _group(row: Any, subject: str) -> NodeGroup:
     _require_fields(row, _GROUP_FIELDS, subject)
+    _require_units(row, subject)
     if isinstance(row["gpu"], dict):
         known_blocks: dict[str, Any] = {"multiprocessors": int} if "multiprocessors" in row["gpu"] else {}
         _require_fields(row["gpu"], _GPU_FIELDS | known_blocks, f"{subject}.gpu")
+        _require_units(row["gpu"], f"{subject}.gpu")
         gpu = Gpu(**row["gpu"])
     else:
         known = known_gpu(row["gpu"], f"{subject}.gpu")

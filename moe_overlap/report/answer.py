@@ -282,7 +282,8 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
 
 
 def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, is_searched: bool = False) -> list[str]:
-    """Advice from what a plan waits for or lacks; the largest term decides, and none below a twentieth of the step.
+    """Advice from what a plan waits for or lacks; the largest term decides, and none below a twentieth of the step. Where whole
+    layers are computed again for memory that is not needed, that comes first.
 
     Behind a search only what it cannot decide is advice: the batch, and who runs the plan.
     """
@@ -292,6 +293,7 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
         return [f"{change_name(remedy.change)}: then it fits, {cost}; {change_advice(remedy.change)}"]
     if prediction.tried:
         return [f"another layout: no single change makes it fit ({len(prediction.tried)} tried: --verbose)"]
+    again = [] if is_searched else _less_recomputation(plan, prediction)
     seconds, stage = prediction.predicted.step_seconds, plan.stages[0]
     terms = {f"exposed {kind}": part for kind, part in exposed_seconds(prediction.breakdown).items()}
     terms["bubble"] = prediction.breakdown.get("bubble_seconds", 0.0)
@@ -300,7 +302,7 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
         terms[LAUNCHES] = launching.seconds
     name = max(terms, key=lambda term: terms[term])
     if terms[name] < WORTH_A_LOOK * seconds:
-        return []
+        return again
     ours = "this fork's, --target both says what it gains"
     advice = {
         "bubble": "more micro-batches or fewer stages"
@@ -323,7 +325,21 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
         if name not in advice:
             return []
     share = f"{name} takes {_share(terms[name] / seconds)} of the step"
-    return [f"{advice.get(name, 'another layout')}: {share}"]
+    return [*again, f"{advice.get(name, 'another layout')}: {share}"]
+
+
+def _less_recomputation(plan: Plan, prediction: Prediction) -> list[str]:
+    """Advice against whole layers that are computed again although more than half of the memory stays free.
+
+    No term of the step shows them: they are computation like any other.
+    """
+    spare = prediction.capacity_bytes - prediction.fullest.high_bytes
+    if spare <= prediction.capacity_bytes / 2 or all(
+        stage.recompute.granularity not in ("full", "uniform") for stage in plan.stages
+    ):
+        return []
+    free = f"{spare / GIB:.1f} of {prediction.capacity_bytes / GIB:.1f} GiB stay free"
+    return [f"less recomputation: whole layers are computed again, and {free}; tools/autotune.py finds how little fits"]
 
 
 def _graphs_advice(launching: Launching | None, step_seconds: float, is_upstream: bool) -> str:

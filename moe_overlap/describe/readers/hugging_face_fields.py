@@ -9,6 +9,7 @@ megatron-core 0.16.1.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -75,7 +76,7 @@ class Fields:
         if value is None and default is None:
             return None
         if not is_whole(value):
-            raise self.error(name, _shown(value), "must be a whole number", "correct the file")
+            raise self.error(name, _written(value), "must be a whole number", "correct the file")
         if value < least:
             raise self.error(name, value, f"must be at least {least}", "correct the file")
         return int(value)
@@ -93,14 +94,14 @@ class Fields:
         if value is None and default is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(name, _shown(value), "must be a number", "correct the file")
+            raise self.error(name, _written(value), "must be a number", "correct the file")
         return value
 
     def switch(self, name: str, default: Any = REQUIRED) -> bool:
         """The value of a field that is true or false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.error(name, _shown(value), "must be true or false", "correct the file")
+            raise self.error(name, _written(value), "must be true or false", "correct the file")
         return value
 
     def inner(self, name: str) -> Fields | None:
@@ -113,7 +114,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.error(name, _shown(value), "must be an object", "correct the file")
+            raise self.error(name, _written(value), "must be an object", "correct the file")
         return Fields(value, f"{self.where} {name}", self.unbuilt)
 
     def built(self, name: str, default: Any, allowed: tuple[Any, ...], rule: str) -> Any:
@@ -165,6 +166,11 @@ def is_whole(value: Any) -> bool:
     return (
         not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value == int(value)
     )
+
+
+def _written(value: Any) -> str:
+    """A value of the wrong kind: a text in its quotation marks, as "2048" looks like the number that was asked for."""
+    return _shown(json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value)
 
 
 def _shown(value: Any) -> str:

@@ -26,6 +26,8 @@ class ModelFile:
     """Lines that say where megatron-core computes otherwise than the source of the file."""
     dtype: str | None = None
     """The type of a config.json's weights, as `bfloat16`: the precision of a run where nothing else says one."""
+    is_config: bool = False
+    """Whether it is a config.json, which says how many positions the model covers and not how long samples are."""
 
     @property
     def arguments(self) -> list[str]:
@@ -56,7 +58,8 @@ def read_model(path: str, subject: str = "--model", *, is_predicted: bool = Fals
         flags, notes = flags_of_config(values, path, is_predicted)
         dtype = values.get("torch_dtype") or values.get("dtype")
         written = None if dtype is None else str(dtype).removeprefix("torch.")
-        return ModelFile(name=_name_of_config(values, file), flags=flags, notes=notes, dtype=written)
+        name = _name_of_config(values, file)
+        return ModelFile(name=name, flags=flags, notes=notes, dtype=written, is_config=True)
     rule = "has neither flags nor a model_type"
     fix = "give a file like examples/models/mixtral-8x7b.json or a Hugging Face config.json"
     raise ConfigError(subject, path, rule, fix)

@@ -2,8 +2,8 @@
 
 A collective runs inside the domains and across them at the same time, so the slower of the two counts; each GPU has a network
 card of its own. NCCL runs a ring through each of a domain's cards and does not add up inside the domains first: (n - 1) / n of
-the whole passes every link, and the cards share it. Rates are peak rates times a measured efficiency. All functions take arrays
-of bytes.
+the whole passes every link, and the cards share it. So do the links of a node that join domains smaller than it. Rates are peak
+rates times a measured efficiency. All functions take arrays of bytes.
 
 Two collectives at a time slow each other down only on links that both use (`LinkUse`, `crowding`): an all-to-all inside a node
 leaves the network to gradients that cross it.
@@ -221,8 +221,9 @@ def _tiers(moved: Floats, group: Group, rates: LinkRates) -> tuple[Floats, Float
     if group.per_domain > 1:
         assert links.domain_gb_per_s is not None
         inside = moved / (links.domain_gb_per_s * GIGA * rates.domain)
-    elif group.per_node > 1:
-        inside = moved / (links.node_gb_per_s * GIGA * rates.domain)
+    if group.per_node > group.per_domain:
+        # Domains smaller than their node, such as pairs with a bridge: a ring passes through the link of each of their GPUs.
+        inside = np.maximum(inside, moved / group.per_domain / (links.node_gb_per_s * GIGA * rates.domain))
     outer, cards = _outer(group)
     if outer > 1:
         outside = moved / cards / (links.network_gb_per_s * GIGA * rates.network)
@@ -247,9 +248,14 @@ def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, ne
 def _all_to_all_tiers(sent: Floats, group: Group, rates: LinkRates, network_share: float) -> tuple[Floats, Floats]:
     """Seconds of an all-to-all inside the domains and across them."""
     _, inner = _outer(group)
-    links = group.links
-    near = links.domain_gb_per_s if group.per_domain > 1 and links.domain_gb_per_s else links.node_gb_per_s
-    inside = sent * (inner - 1) / group.size / (near * GIGA * rates.all_to_all_domain)
+    links, inside = group.links, np.zeros_like(sent)
+    if group.per_domain > 1:
+        assert links.domain_gb_per_s is not None
+        near = sent * (group.per_domain - 1) / group.size
+        inside = near / (links.domain_gb_per_s * GIGA * rates.all_to_all_domain)
+    if group.per_node > group.per_domain:
+        beside = sent * (group.per_node - group.per_domain) / group.size
+        inside = np.maximum(inside, beside / (links.node_gb_per_s * GIGA * rates.all_to_all_domain))
     across = sent * (group.size - inner) / group.size * network_share
     return inside, across / (links.network_gb_per_s * GIGA * rates.all_to_all_network)
 

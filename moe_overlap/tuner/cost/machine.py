@@ -96,7 +96,8 @@ def machine_of(
         reasons.append(f"groups of unlike GPUs or links: all are priced as {gpu.name}, and fit or not as {gpu.name}")
     units = gpu.fp4_tflops if precision == "nvfp4" else gpu.fp8_tflops
     if precision in LOW_PRECISIONS and not units:
-        reasons.append(f"{gpu.name} has no {precision} units: products are priced in the next wider format it has")
+        # The first, which is the one that a short answer tells.
+        reasons.insert(0, f"no {precision} rate of {gpu.name} is known: products are priced in the next wider format")
     errors = shipped_errors()
     machine = Machine(
         cluster=cluster,

@@ -193,7 +193,8 @@ def device_seconds(
 
 def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConstants, common: CommonConstants) -> Floats:
     precision = features.precision
-    low = table.quantizable if precision in LOW_PRECISIONS else np.zeros_like(table.quantizable)
+    # Where a GPU has no such units the products are bf16's, and nothing is quantized for them.
+    low = table.quantizable & has_narrow_units(gpu, precision)
     forward = ~table.backward
     efficiency = np.select(
         [
@@ -247,6 +248,13 @@ def fused_share(table: OpTable, features: Features) -> Floats:
     if features.fused_experts:
         share[moves & (table.operators == EXPERTS)] = 0.0
     return share
+
+
+def has_narrow_units(gpu: Gpu, precision: str) -> bool:
+    """Whether products of this precision run below bf16 on a GPU: in its units for it, or in those for fp8."""
+    if precision not in LOW_PRECISIONS:
+        return False
+    return bool(gpu.fp8_tflops or (precision == "nvfp4" and gpu.fp4_tflops))
 
 
 def low_precision_rate(gpu: Gpu, precision: str, constants: GpuConstants) -> float:

@@ -2,7 +2,7 @@
 
 1. `SearchSpace` names what a search is free to decide (`--search-space`): up to `full`, each name adds to the one before.
 2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on so many GPUs, but for two kinds that are
-   never better than another: tensor-parallel groups, whose ranks talk in every layer, across NVLink domains; and CP with a
+   never better than another: tensor-parallel groups, whose ranks talk in every layer, across the network; and CP with a
    micro-batch that has a common divisor with it, as a c-th of both computes as many tokens per rank and sends fewer.
 3. `uniform_plan` makes the plan of a layout with its decisions about memory.
 
@@ -148,7 +148,7 @@ class Run:
     """The run that layouts are enumerated for.
 
     Attributes:
-        domain_gpus: GPUs of an NVLink domain, the most ranks of a tensor-parallel group.
+        domain_gpus: GPUs of an NVLink domain or of a node, whichever has more: the most ranks of a tensor-parallel group.
     """
 
     gpus: int

@@ -267,7 +267,8 @@ def _experts(plan: Plan, stage: StagePlan) -> str:
 
 def _batch(plan: Plan, stage: StagePlan) -> str:
     count = stage.gradient_accumulation_steps
-    return f"{count} micro-batches a step on each of {stage.data} replicas"
+    counted = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    return f"{counted} a step" + (f" on each of {stage.data} replicas" if stage.data > 1 else "")
 
 
 def _recomputed(plan: Plan, stage: StagePlan) -> str:
@@ -298,7 +299,9 @@ REASONS: Mapping[str, Callable[[Plan, StagePlan], str]] = {
     "--use-tp-pp-dp-mapping": lambda plan, stage: "the stages of a replica are neighbours",
     "--micro-batch-size": _batch,
     "--recompute-granularity": _recomputed,
-    "--use-distributed-optimizer": lambda plan, stage: "the optimizer's states are shared by the replicas (ZeRO-1)",
+    "--use-distributed-optimizer": lambda plan, stage: (
+        "the optimizer's states are shared by the replicas (ZeRO-1)" if stage.data > 1 else "ZeRO-1, with one replica"
+    ),
     "--use-megatron-fsdp": lambda plan, stage: f"states are shared by the replicas (ZeRO-{stage.zero_level})",
     "--optimizer-cpu-offload": lambda plan, stage: (
         f"{100 * stage.offload.optimizer:.0f} % of the optimizer's states on the host"

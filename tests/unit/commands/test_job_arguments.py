@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from moe_overlap.commands.job_arguments import words_of
+from moe_overlap.commands import autotune
+from moe_overlap.commands.job_arguments import assumed_of, words_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import read_job
 
@@ -64,3 +65,30 @@ def test_another_type_needs_a_precision(tmp_path: Path) -> None:
         "config.json torch_dtype float8_e4m3fn: is no precision of a run (bfloat16, float16, float32); add --precision"
     )
     assert precisions(words(tmp_path, "--bf16", torch_dtype="float8_e4m3fn")) == []
+
+
+def test_the_length_of_samples_that_nothing_says_is_said_to_be_assumed(tmp_path: Path) -> None:
+    """4096 tokens, or as many as the model covers; what a flag, an option, a plan or a file of ours says is none."""
+    model, flags = tmp_path / "config.json", tmp_path / "job.args"
+
+    def assumed(covered: int = 8192, given: str | None = None, **options: Any) -> tuple[str, ...]:
+        model.write_text(json.dumps(LLAMA | {"max_position_embeddings": covered}))
+        flags.write_text(given or "")
+        file = None if given is None else str(flags)
+        said = {"model": str(model), "megatron_args": file, "seq_length": None, "plan": None} | options
+        return assumed_of(argparse.Namespace(**said))
+
+    (sentence,) = assumed()
+    assert sentence.startswith("samples of 4096 tokens, as a config.json says none; --seq-length")
+    assert assumed(2048)[0].startswith("samples of 2048 tokens") and assumed(given="--bf16") == assumed()
+    assert assumed(given="--bf16 --seq-length 1024") == assumed(given="--seq-length=1024") == ()
+    assert assumed(seq_length=1024) == assumed(plan="plan.json") == assumed(model=None) == ()
+    assert assumed(model=str(Path(__file__).resolve().parents[3] / "examples/models/mixtral-8x7b.json")) == ()
+
+
+def test_a_search_says_what_it_assumes_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    machines = ["--gpu", "H100", "--num-gpus", "8", "--output", str(tmp_path / "tuned")]
+    # Without a batch it ends behind the sentence.
+    assert autotune.main(["--model", str(tmp_path / "config.json"), *machines]) == 2
+    assert capsys.readouterr().err.splitlines()[0].startswith("assumed: samples of 4096 tokens, as a config.json")

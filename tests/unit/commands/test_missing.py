@@ -38,3 +38,21 @@ def test_in_the_environment_it_is_installed_again(
 def test_a_missing_module_of_ours_is_a_defect(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModuleNotFoundError), says_what_is_missing(tmp_path):
         raise ModuleNotFoundError(name, name=name)
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, "error: interrupted\n"), ("0", "error: interrupted\n"), ("1", "")])
+def test_ctrl_c_while_packages_are_loaded_is_one_line(
+    rank: str | None, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as end, says_what_is_missing():
+        raise KeyboardInterrupt
+    assert end.value.code == 130 and capsys.readouterr().err == said
+
+
+def test_ctrl_c_of_training_is_left_to_its_own_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), says_what_is_missing(answers_ctrl_c=False):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""

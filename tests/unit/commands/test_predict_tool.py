@@ -14,6 +14,8 @@ import moe_overlap.api as api
 import moe_overlap.results as results
 from moe_overlap.commands.autotune import main as tune_main
 from moe_overlap.commands.predict import main
+from moe_overlap.job import read_job
+from moe_overlap.plan.serialize import save_plan
 from tests.unit.tuner.test_cost_predict import by_hand
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,6 +75,7 @@ def test_a_layer_of_a_config_that_nothing_computes_is_said(tmp_path: Path, capsy
     assert main([*words, "--megatron-args", str(tmp_path / "job.args"), "--json"]) == 0
     assumed = json.loads(capsys.readouterr().out)["assumed"]
     assert any("not modelled" in text and "q_norm and k_norm are over all heads" in text for text in assumed)
+    assert assumed[0].startswith("samples of 256 tokens, as a config.json says none")
     # A plan is to be run: its search refuses the model.
     assert tune_main([*words, "--global-batch-size", "8", "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
@@ -131,6 +134,30 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
     assert message in said
+
+
+@pytest.mark.usefixtures("hand_made")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-gpus", "32"], "world size 32: {plan} is for 64 processes; use 64"),
+        (["--num-gpus", "128"], "world size 128: {plan} is for 64 processes; use 64"),
+        (["--global-batch-size", "128"], "--global-batch-size 128: --plan {plan} decides it, and says 256"),
+        (["--seq-length", "2048"], "--seq-length 2048: --plan {plan} decides it, and says 4096"),
+        (["--precision", "fp8"], "--precision fp8: --plan {plan} decides it, and says bf16"),
+    ],
+)
+def test_a_plan_is_for_its_own_gpus_batch_length_and_precision(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    save_plan(read_job([f"@{ROOT}/examples/mixtral-8x7b.args"], 64).plan, plan)
+    same = ["--global-batch-size", "256", "--seq-length", "4096", "--precision", "bf16"]
+    assert main([*JOB, *H100, "--plan", str(plan), *same]) == 0
+    capsys.readouterr()
+    assert main([*JOB, *H100, "--plan", str(plan), *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message.format(plan=plan)}") and said.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_overlap.describe.cluster import cluster_of, known_gpus, load_cluster, shipped_cluster
+from moe_overlap.describe.cluster import GIB, cluster_of, known_gpus, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from tools.write_examples import CLUSTERS, cluster_files
 
@@ -45,6 +45,22 @@ def group(**changes: Any) -> dict[str, Any]:
     return {"name": "mine", "groups": [{**content["groups"][0], **changes}]}
 
 
+OWN_GPU = {
+    "name": "mine",
+    "architecture": "Hopper",
+    "bf16_tflops": 900.0,
+    "fp8_tflops": 1800.0,
+    "fp4_tflops": 3600.0,
+    "memory_gib": 80.0,
+    "memory_gb_per_s": 3000.0,
+    "multiprocessors": 132,
+}
+
+
+def own(**changes: float) -> dict[str, Any]:
+    return group(gpu=OWN_GPU | changes)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -60,6 +76,17 @@ def group(**changes: Any) -> dict[str, Any]:
         (group(gpus_per_node=-8), "f groups[0].gpus_per_node -8: must be a positive number"),
         (group(host_gb_per_s=float("inf")), "f groups[0].host_gb_per_s Infinity: must be a positive number"),
         (group(gpu={"name": "mine"}), "f groups[0].gpu.architecture: is missing"),
+        (
+            group(network_gb_per_s=50e9),
+            "f groups[0].network_gb_per_s 5e+10: is more than 100,000 GB/s, which no device has",
+        ),
+        (group(domain_gb_per_s=450_000), "f groups[0].domain_gb_per_s 450000: is more than 100,000 GB/s"),
+        (
+            own(bf16_tflops=989e12),
+            "f groups[0].gpu.bf16_tflops 9.89e+14: is more than 100,000 TFLOP/s, which no device has",
+        ),
+        (own(fp8_tflops=1979e12), "f groups[0].gpu.fp8_tflops 1.979e+15: is more than 100,000 TFLOP/s"),
+        (own(memory_gib=80 * GIB), "f groups[0].gpu.memory_gib 8.58993e+10: is more than 50,000 GiB"),
     ],
 )
 def test_mistakes_in_a_file_are_one_line(content: Any, message: str) -> None:
@@ -68,16 +95,6 @@ def test_mistakes_in_a_file_are_one_line(content: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-OWN_GPU = {
-    "name": "mine",
-    "architecture": "Hopper",
-    "bf16_tflops": 900.0,
-    "fp8_tflops": 1800.0,
-    "fp4_tflops": 3600.0,
-    "memory_gib": 80.0,
-    "memory_gb_per_s": 3000.0,
-    "multiprocessors": 132,
-}
 MEASURED = {
     "database": "db",
     "device": "cuda",

@@ -454,6 +454,13 @@ RULES = [
         "--moe-overlap-cuda-graphs: megatron-core's router logs its losses where a graph must not keep them; "
         "add --moe-gate topk",
     ),
+    ("--vocab-size 1000000000000000", 1, "--vocab-size 1000000000000000: is more than 100000000; correct the value"),
+    ("--hidden-size 1000000000000", 1, "--hidden-size 1000000000000: is more than 100000000; correct the value"),
+    (
+        "--moe-ffn-hidden-size 100000001",
+        1,
+        "--moe-ffn-hidden-size 100000001: is more than 100000000; correct the value",
+    ),
     (
         "--hidden-size 66",
         1,

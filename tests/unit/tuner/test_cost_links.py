@@ -52,6 +52,25 @@ def test_all_to_all_counts_what_each_rank_sends_to_each(group: Group) -> None:
     assert all_to_all_seconds(sent, group, RATES) == pytest.approx(twin)
 
 
+@pytest.mark.parametrize("pair_rate", [1.0, 450.0])
+def test_pairs_with_a_bridge_share_their_node_s_own_links(pair_rate: float) -> None:
+    """A slow twin of four pairs in a node: every peer by its tier; a ring through either GPU of a pair, as across nodes."""
+    node = dataclasses.replace(H100, domain_gpus=2, domain_gb_per_s=pair_rate, node_gb_per_s=30.0)
+    group, sent = axis_group(8, 1, 8, node), 1e9
+    bridge, own = sent / 8, sum(sent / 8 for peer in range(2, 8))
+    twin = max(bridge / (pair_rate * 1e9 * 0.4), own / (30e9 * 0.4))
+    assert all_to_all_seconds(sent, group, RATES) == pytest.approx(twin)
+    passed = sent * 7 / 8
+    twin = max(passed / (pair_rate * 1e9 * 0.5), passed / 2 / (30e9 * 0.5))
+    assert collective_seconds("all_gather", sent, group, RATES) == pytest.approx(twin)
+    # Inside a pair nothing else counts, and with a domain of the whole node neither.
+    assert collective_seconds("all_gather", sent, axis_group(2, 1, 8, node), RATES) == pytest.approx(
+        sent / 2 / (pair_rate * 1e9 * 0.5)
+    )
+    whole = axis_group(8, 1, 8, dataclasses.replace(node, domain_gpus=8))
+    assert collective_seconds("all_gather", sent, whole, RATES) == pytest.approx(passed / (pair_rate * 1e9 * 0.5))
+
+
 def test_a_ring_inside_a_domain_moves_all_but_the_own_part() -> None:
     group = axis_group(8, 1, 64, H100)
     assert collective_seconds("all_gather", 8e9, group, RATES) == pytest.approx(7e9 / (450e9 * 0.5))

@@ -225,7 +225,14 @@ def test_no_layout_divides() -> None:
         (["--train-tokens", "many"], "--train-tokens many: is no number of tokens"),
         (["--refine", "trace.json"], "--refine trace.json: traces refine the overlap of one layout"),
         (["--global-batch-size", "-4"], "--global-batch-size"),
-        (["--output", f"{__file__}/inside"], f"{__file__} cannot be written; give another folder"),
+        (["--output", f"{__file__}/inside"], f"{__file__} cannot be written (Not a directory); give another folder"),
+        (
+            ["--output", "/proc/tuned"],
+            "--output /proc/tuned: /proc cannot be written (",
+        ),  # Whatever its permissions say.
+        (["--overlap-max-partitions", "0"], "--overlap-max-partitions 0: must be at least 1 and finite"),
+        (["--overlap-group-seconds", "nan"], "--overlap-group-seconds nan: must be at least 0 and finite"),
+        (["--overlap-range-limit", "-1"], "--overlap-range-limit -1: must be at least 1 and finite"),
     ],
 )
 def test_mistakes_of_the_command_line(

@@ -172,6 +172,26 @@ def test_suggestions_follow_the_largest_term() -> None:
     assert overlap.endswith("tools/autotune.py --overlap-only: exposed expert takes 30.0 % of the step")
 
 
+def test_layers_that_are_computed_again_for_memory_that_stays_free_are_said_first() -> None:
+    every = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    plan, prediction = planned(*every), predicted(*every)
+    capacity = prediction.capacity_bytes
+    assert prediction.fullest.high_bytes < capacity / 2
+    waits = suggestions(planned(), dataclasses.replace(predicted(*every), tried=()))
+    first, *others = suggestions(plan, prediction)
+    assert others == waits and first == (
+        f"less recomputation: whole layers are computed again, and {(capacity - prediction.fullest.high_bytes) / GIB:.1f} of "
+        f"{capacity / GIB:.1f} GiB stay free; tools/autotune.py finds how little fits"
+    )
+    quiet = dataclasses.replace(prediction, breakdown=dict.fromkeys(prediction.breakdown, 0.0), launching=None)
+    assert suggestions(plan, quiet) == [first]
+    # A plan that needs the memory, one that recomputes modules alone, and one of a search have no such advice.
+    tight = dataclasses.replace(prediction, capacity_bytes=2 * prediction.fullest.high_bytes)
+    modules = planned(*"--recompute-granularity selective --recompute-modules layernorm".split())
+    assert suggestions(plan, tight) == suggestions(modules, prediction) == waits
+    assert not any("recomputation" in text for text in suggestions(plan, prediction, is_searched=True))
+
+
 def test_a_search_advises_nothing_that_it_decides() -> None:
     """Layout and overlap were searched: what is left are the batch, and who runs the plan."""
     step = predicted().predicted.step_seconds

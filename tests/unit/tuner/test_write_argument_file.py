@@ -35,6 +35,9 @@ MIXTRAL = shlex.split((ROOT / "examples/mixtral-8x7b.args").read_text(), comment
 OWN_WORDS = "--vocab-size 257 --moe-token-dispatcher-type alltoall --lr 1e-3 --data-path 'my text' --log-interval 7"
 
 
+ALONE = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1".split()
+
+
 def plan_of(words: list[str], world: int) -> tuple[Plan, ModelDescription]:
     config = parse(words).config
     vocabulary = known_vocab_size(config)
@@ -121,6 +124,29 @@ def test_every_choice_has_its_reason_and_its_effect() -> None:
     assert (
         lines[lines.index("--lr 0.0003") - 1].startswith("--") or lines[lines.index("--lr 0.0003") - 1] == "# training"
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "words", "said"),
+    [
+        (1, "2", "--micro-batch-size 2", ["1 micro-batch a step", "ZeRO-1, with one replica"]),
+        (
+            2,
+            "2",
+            "--micro-batch-size 1",
+            [
+                "1 micro-batch a step on each of 2 replicas",
+                "the optimizer's states are shared by the replicas (ZeRO-1)",
+            ],
+        ),
+        (1, "4", "--micro-batch-size 2", ["2 micro-batches a step", "ZeRO-1, with one replica"]),
+    ],
+)
+def test_one_replica_and_one_micro_batch_are_said_as_such(gpus: int, batch: str, words: str, said: list[str]) -> None:
+    plan, _ = plan_of([*MIXTRAL, *ALONE, "--global-batch-size", batch, *words.split()], gpus)
+    values = arguments_of(layout_values(plan, 0))
+    lines = argument_file(MIXTRAL, plan, values, "megatron-lm").text.splitlines()
+    assert [line for line in lines if line in {f"# {text}" for text in said}] == [f"# {text}" for text in said]
 
 
 def test_flags_stand_in_their_groups() -> None:

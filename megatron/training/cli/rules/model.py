@@ -61,6 +61,9 @@ ATTENTION_RULES: tuple[Rule, ...] = (windows_fit, yarn_fits, llama_scaling_fits)
 
 MOST_LAYERS = 10_000
 """A plan names every layer."""
+MOST_WIDE = 100_000_000
+"""Widths, tokens and words of the largest model that is read, a hundred times what is trained: whatever is wider is a slip, and
+the products of several such sizes are no exact numbers any more."""
 
 
 def sizes_are_given(config: Config) -> None:
@@ -94,6 +97,23 @@ def sizes_are_given(config: Config) -> None:
     require(
         dense_width(config) > 0, "--hidden-size", model.hidden_size, "too small for --swiglu's width", "use 24 or more"
     )
+
+
+def sizes_are_bounded(config: Config) -> None:
+    model, moe = config.model, config.moe
+    for flag, size in (
+        ("--hidden-size", model.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--kv-channels", model.kv_channels),
+        ("--seq-length", model.seq_length),
+        ("--max-position-embeddings", model.max_position_embeddings),
+        ("--vocab-size", config.data.vocab_size),
+        ("--num-experts", moe.num_experts),
+        ("--moe-ffn-hidden-size", moe.moe_ffn_hidden_size),
+        ("--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size),
+    ):
+        require((size or 0) <= MOST_WIDE, flag, size, f"is more than {MOST_WIDE}", "correct the value")
 
 
 def values_are_in_range(config: Config) -> None:
@@ -226,6 +246,7 @@ def parallel_block_is_dense(config: Config) -> None:
 
 MODEL_RULES: tuple[Rule, ...] = (
     sizes_are_given,
+    sizes_are_bounded,
     values_are_in_range,
     heads_divide,
     positions_cover_the_sequence,
