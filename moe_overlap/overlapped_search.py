@@ -20,7 +20,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.report.search import Finalist, Screened
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.report.tuning import Tuned, why_plain
 from moe_overlap.tuner.search.hidden import HiddenLayout
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
 from moe_overlap.tuner.search.layer.overlap import GraphsChoice
@@ -42,6 +42,7 @@ class Overlapped:
 
     Attributes:
         tuned: its overlap; None where nothing is overlapped.
+        why_plain: why the chosen plan overlaps nothing; empty where it does, or was not looked at.
         screened: the layouts that were looked at for what they may hide, the fastest first.
         other_graphs: of the plans that run without CUDA graphs, the fastest with its lists replayed as such.
         is_late: whether the time limit left something that was not looked at.
@@ -50,6 +51,7 @@ class Overlapped:
 
     chosen: Finalist
     tuned: Tuned | None
+    why_plain: str = ""
     screened: tuple[Screened, ...] = ()
     other_graphs: GraphsChoice | None = None
     is_late: bool = False
@@ -158,15 +160,16 @@ def _faster(best: Overlapped, finalist: Finalist, search: OverlapSearch, options
         graphs = (GRAPHS_FLAG,) if search.replayed(finalist) else ()
         words = [*finalist.arguments, *graphs]
         tuned = tune(words, search.cluster, search.limits, search.solver_seconds, **options)
-    except ConfigError:
-        return best  # The rules of overlap refuse the plan; it stays what it is.
+    except ConfigError as error:
+        # The rules of overlap refuse the plan; it stays what it is.
+        return replace(best, why_plain=str(error)) if finalist is best.chosen else best
     if tuned.graphs is not None and not tuned.graphs.is_on and tuned.graphs.other is not None:
         own = replace(tuned.graphs, name=f"{finalist.name}, {tuned.graphs.name}")
         known = [own] if best.other_graphs is None else [best.other_graphs, own]
         best = replace(best, other_graphs=min(known, key=lambda choice: choice.order))
     if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < best.seconds:
-        return replace(best, chosen=finalist, tuned=tuned)
-    return best
+        return replace(best, chosen=finalist, tuned=tuned, why_plain="")
+    return replace(best, why_plain=why_plain(tuned)) if finalist is best.chosen else best
 
 
 def _screened(

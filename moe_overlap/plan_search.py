@@ -150,6 +150,7 @@ def search_plan(
         words=tuple(search.bare),
         chosen=chosen,
         tuned=tuned,
+        why_plain=answered.why_plain,
         screened=answered.screened,
         graphs=answered.graphs,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),

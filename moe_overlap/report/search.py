@@ -13,7 +13,7 @@ from moe_overlap.describe.cluster import Cluster, start_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import as_values, save_plan
-from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runner_up
+from moe_overlap.report.answer import WORTH_A_LOOK, Answer, answer_lines, exposed_seconds, plan_sentence, runner_up
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
@@ -121,6 +121,7 @@ class PlanSearch:
         is_interrupted: whether Ctrl-C ended it early.
         is_late: whether the time limit passed while its best plans were simulated and their overlap was decided.
         dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
+        why_plain: why the chosen plan overlaps nothing; empty where it does, or where overlap was not asked for.
         screened: layouts that were looked at for the all-to-alls that they may hide, the fastest first.
         changes: what the plan changes in the user's own layout, the largest gain first.
         graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
@@ -142,6 +143,7 @@ class PlanSearch:
     dropped: Mapping[str, str]
     seconds: float
     staged: StageSearch | None = None
+    why_plain: str = ""
     screened: tuple[Screened, ...] = ()
     changes: tuple[Change, ...] = ()
     is_interrupted: bool = False
@@ -222,6 +224,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "arguments": search.written.arguments if executed else [],
         "not_executed": search.refusal,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
+        "why_no_overlap": search.why_plain or None,
         "graphs": graphs_json(search.graphs),
         "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
         "changes": [] if search.baseline is None else changes_json(search.changes),
@@ -414,6 +417,9 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
             f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
     lines += _dispatcher_lines(search)
+    exposed = exposed_seconds(search.prediction.breakdown).get("expert", 0.0)
+    if search.why_plain and exposed >= WORTH_A_LOOK * search.prediction.predicted.step_seconds:
+        lines.append(f"{'overlap':<12}none helps: {search.why_plain}")
     # Graphs that would gain nothing are a detail.
     if search.graphs is not None and (search.graphs.is_on or graphs_help(search.graphs, search.prediction)):
         lines += _graphs_lines(search)

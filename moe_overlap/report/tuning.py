@@ -253,6 +253,22 @@ def _why(other: Candidate, chosen: Candidate) -> str:
     return f"{compared}, no more than predictions err" if other.seconds < chosen.seconds else compared
 
 
+def why_plain(tuned: Tuned) -> str:
+    """The reason why a layout overlaps nothing: the way to overlap that came closest, and what it lacks.
+
+    Empty where none was tried.
+    """
+    ways = [way for way in (tuned.chosen, *tuned.others) if way.name != PLAIN]
+    predicted = [way for way in ways if way.prediction is not None]
+    if not predicted:
+        return next((f"{way.name}: {way.refused}" for way in ways), "")
+    closest = min(predicted, key=lambda way: (not way.fits, way.seconds))
+    assert closest.prediction is not None
+    than = f"{closest.seconds:.3f} s ({closest.seconds / tuned.plain_seconds - 1:+.1%})"
+    lacks = "" if closest.fits else f", {closest.prediction.memory_verdict}"
+    return f"of {len(ways)} ways the closest, {closest.name}, takes {than}{lacks}"
+
+
 def _decisions(chosen: Candidate) -> list[str]:
     """Ranges, chunks and stages of the chosen plan, each with the seconds that it hides."""
     lines = []

@@ -134,7 +134,9 @@ def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
         ),
         levels=tuple(
             (begin + 1, *of_level)
-            for begin, *of_level in zip([0, *ends.tolist()], np.split(before, ends), np.split(source, ends), strict=True)
+            for begin, *of_level in zip(
+                [0, *ends.tolist()], np.split(before, ends), np.split(source, ends), strict=True
+            )
         ),
         rounds=np.array(
             [[number[index, Step("forward", virtual - 1, each)] for index in range(stages)] for each in reversed(last)]

@@ -223,6 +223,50 @@ def test_an_overlap_that_was_not_decided_to_its_end_is_told(which: str, monkeypa
     assert any(EARLY in line for line in closing_lines(found, Path("tuned"), ()))
 
 
+def way(name: str, seconds: float | None, verdict: str = "fits") -> SimpleNamespace:
+    prediction = None if seconds is None else SimpleNamespace(memory_verdict=verdict)
+    return SimpleNamespace(
+        name=name, seconds=seconds, prediction=prediction, fits=verdict == "fits", refused=f"{name} is refused"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ways", "why"),
+    [
+        ((way("A", 1.2), way("B", 1.1)), "of 2 ways the closest, B, takes 1.100 s (+10.0%)"),
+        ((way("A", 0.9, "does not fit"), way("B", 1.1)), "of 2 ways the closest, B, takes 1.100 s (+10.0%)"),
+        (
+            (way("A", 0.9, "may not fit"), way("B", None)),
+            "of 2 ways the closest, A, takes 0.900 s (-10.0%), may not fit",
+        ),
+        ((way("A", None),), "A: A is refused"),
+        ((), ""),
+    ],
+)
+def test_a_plan_that_overlaps_nothing_has_the_reason(
+    ways: tuple[SimpleNamespace, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = searched("moe-overlap")
+    ranked = [each for each in (found.chosen, *found.others) if each.plan.stages[0].expert > 1][:1]
+    decision = SimpleNamespace(chosen=way(PLAIN, 1.0), others=ways, plain_seconds=1.0, graphs=None)
+    monkeypatch.setattr(overlapped_search, "tune", lambda *words, **options: decision)
+    search = OverlapSearch(read=lambda ranked: found.chosen, cluster=H100, limits=LIMITS, solver_seconds=0.5)
+    assert decide_overlaps(ranked, lambda bar: (), search, **OPTIONS).why_plain == why
+
+
+@pytest.mark.parametrize("share", [0.04, 0.06])
+def test_the_reason_is_told_where_all_to_alls_are_worth_a_look(share: float) -> None:
+    found = searched("moe-overlap")
+    prediction = found.chosen.prediction
+    exposed = {"exposed_expert_seconds": share * prediction.predicted.step_seconds}
+    prediction = dataclasses.replace(prediction, breakdown={**prediction.breakdown, **exposed})
+    chosen = dataclasses.replace(found.chosen, prediction=prediction)
+    found = dataclasses.replace(found, chosen=chosen, tuned=None, why_plain="because")
+    told = [line for line in closing_lines(found, Path("tuned"), ()) if line.startswith("overlap ")]
+    assert told == (["overlap     none helps: because"] if share > 0.05 else [])
+    assert search_json(found)["why_no_overlap"] == "because"
+
+
 def test_layouts_without_a_plan_stand_behind() -> None:
     def screened(seconds: float | None, least: float) -> Screened:
         return Screened(name="", way="", least_seconds=least, seconds=seconds)
