@@ -258,6 +258,11 @@ def _group(row: Any, subject: str) -> NodeGroup:
     if row["domain_gpus"] > 1 and row["domain_gb_per_s"] is None:
         rule = f"{row['domain_gpus']} GPUs share a domain"
         raise ConfigError(f"{subject}.domain_gb_per_s", "null", rule, "give the domain's rate")
+    domain, node = row["domain_gpus"], row["gpus_per_node"]
+    # A part of one node has the links of the whole.
+    if node % domain if domain < node else row["nodes"] > 1 and domain % node:
+        rule = f"domains of {domain} neither divide nodes of {node} GPUs nor consist of whole ones"
+        raise ConfigError(f"{subject}.domain_gpus", domain, rule, "correct one of the two")
     return NodeGroup(**{**row, "gpu": gpu})
 
 

@@ -21,6 +21,10 @@ def test_every_gpu_of_the_table_makes_a_cluster_under_each_of_its_names() -> Non
         assert cluster.group_of(0).gpu.name == row["name"]
 
 
+def test_a_part_of_one_node_is_a_cluster() -> None:
+    assert [shipped_cluster("H100", gpus).gpus for gpus in (3, 6)] == [3, 6]
+
+
 def test_names_for_one_type_are_one_type() -> None:
     assert shipped_cluster("B200-SXM", 64).groups == shipped_cluster("B200", 64).groups
 
@@ -73,6 +77,8 @@ def own(**changes: float) -> dict[str, Any]:
         (group(nodes=True), "f groups[0].nodes true: must be a positive number"),
         (group(network_gb_per_s="fast"), 'f groups[0].network_gb_per_s "fast": must be a positive number'),
         (group(domain_gb_per_s=None), "8 GPUs share a domain"),
+        (group(domain_gpus=3), "domains of 3 neither divide nodes of 8 GPUs"),
+        (group(domain_gpus=12), "domains of 12 neither divide nodes of 8 GPUs"),
         (group(gpus_per_node=-8), "f groups[0].gpus_per_node -8: must be a positive number"),
         (group(host_gb_per_s=float("inf")), "f groups[0].host_gb_per_s Infinity: must be a positive number"),
         (group(gpu={"name": "mine"}), "f groups[0].gpu.architecture: is missing"),
