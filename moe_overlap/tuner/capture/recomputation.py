@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from moe_overlap.tuner.capture.dependencies import finished
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import Op, Part, Storage
-from moe_overlap.tuner.capture.stretches import NotRewrittenError, Stretch, forward_count, stretches
+from moe_overlap.tuner.capture.stretches import NotRewrittenError, Place, Stretch, forward_count, place_of, stretches
 
 FIRST, AGAIN, REFILLED, SCRATCH, SCRATCH_TOO = range(5)
 """Copies of a storage: of the forward pass, of the stretch that runs again, the emptied one that is filled again, and two without
@@ -212,8 +212,10 @@ class _Rewrite:
                 self._add(op, FIRST, stretch)
             self._at[op.id, FIRST] = len(self._steps) - 1
         for op in self._part.ops[self._count :]:
-            # Of hooks on one operator, the one that was set last is the first that fires.
-            for stretch in reversed([each for each in self._stretches if each.starts == op.id]):
+            # A hook on what a checkpoint returns fires before the checkpoint's own backward pass.
+            for stretch in sorted(
+                [each for each in self._stretches if each.starts == op.id], key=lambda each: each.hook is None
+            ):
                 self._run_again(stretch)
             stretch = self._around.get(op.id)
             if stretch is None or op is not self._of[stretch].late:
@@ -227,11 +229,9 @@ class _Rewrite:
         late = self._of[stretch].late
         if late is None:
             return
-        # Autograd adds what comes from outside when the stretch hands over its gradient. The recorder knows the place of a
-        # checkpoint by its first operator, if that is no function of autograd's, such as a library's kernel.
-        first = self._part.ops[stretch.forward.start]
-        at = self._steps[-1].op if first.library else first
-        self._add(dataclasses.replace(late, operator=at.operator, module=at.module), FIRST, None)
+        # Autograd adds what comes from outside when the stretch hands over its gradient.
+        operator, module = stretch.known or place_of(self._steps[-1].op)
+        self._add(dataclasses.replace(late, operator=operator, module=module), FIRST, None)
         self._at[late.id, AGAIN] = len(self._steps) - 1
 
     def _run_again(self, stretch: Stretch) -> None:
@@ -240,23 +240,35 @@ class _Rewrite:
             self._at[place, AGAIN] = len(self._steps) - 1
         if stretch.hook is None:
             return
+        at = self._hook_place(stretch)
         for index in self._of[stretch].outputs:
             # torch copies one storage into another through two empty tensors that are put on them.
             for which in (SCRATCH, SCRATCH_TOO):
-                self._steps.append(_made("empty", stretch.hook[0], (), ((index, which),), Expression()))
+                self._steps.append(_made("empty", at, (), ((index, which),), Expression()))
             copied = ((index, AGAIN),), ((index, REFILLED),)
-            self._steps.append(_made("copy_", stretch.hook[0], *copied, self._part.storages[index].bytes))
+            self._steps.append(_made("copy_", at, *copied, self._part.storages[index].bytes))
 
     def _add(self, op: Op, run: int, stretch: Stretch | None) -> None:
         is_backward = run == AGAIN or op.id >= self._count
         reads, writes = (
             tuple([self._copy(index, stretch, is_backward) for index in ids]) for ids in (op.reads, op.writes)
         )
-        if is_backward and stretch is not None and stretch.hook is not None:
-            at = stretch.hook[0]
-            operator, module = (at.operator, at.module) if op.module == stretch.owner else ("", op.module)
+        if is_backward and stretch is not None:
+            again = stretch.place(op)
+            if again is None:
+                again = self._hook_place(stretch) if run == AGAIN else place_of(self._steps[-1].op)
+            operator, module = again
             op = dataclasses.replace(op, operator=operator, module=module)
         self._steps.append(_Step(op, run, is_backward, reads, writes))
+
+    def _hook_place(self, stretch: Stretch) -> Place:
+        """The place of the function of autograd whose gradient fires a stretch's hook: an operator's, or another checkpoint's."""
+        assert stretch.hook is not None
+        hooked = stretch.hook[0]
+        around = self._around.get(hooked.id)
+        if around is None or around.hook is not None:
+            return place_of(hooked)
+        return around.known or place_of(self._steps[-1].op)
 
     def _copy(self, index: int, stretch: Stretch | None, is_backward: bool) -> Copy:
         """The copy of a storage that an operator uses, which runs in a stretch or in none."""
@@ -353,14 +365,14 @@ class _Rewrite:
         return tuple(saved)
 
 
-def _made(name: str, at: Op, reads: tuple[Copy, ...], writes: tuple[Copy, ...], size: Expression) -> _Step:
+def _made(name: str, at: Place, reads: tuple[Copy, ...], writes: tuple[Copy, ...], size: Expression) -> _Step:
     """An operator of a hook that the part without recomputation has not: it moves bytes from storage to storage."""
     op = Op(
         id=-1,
         name=name,
         phase="backward",
-        operator=at.operator,
-        module=at.module,
+        operator=at[0],
+        module=at[1],
         cost_class="memory" if reads else "free",
         shape=(size,),
         dtype="uint8",

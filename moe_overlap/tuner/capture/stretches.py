@@ -8,6 +8,7 @@ stretch has the operators that a layout gives it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -36,15 +37,19 @@ class Stretch:
     Attributes:
         forward: their places in `Part.ops`.
         backward: the places of their backward operators.
+        place: operator of the stretch -> the place that it has where the stretch runs again. None: what a hook runs outside of
+            all modules has the place of the backward operator that the hook is on, or of the one that ran before.
         hook: of a checkpoint without output, the forward operator that makes the tensor whose gradient fires the hook, and the
             place of the backward operator before which it fires; of a plain one None.
-        owner: the module whose own code the stretch is.
+        known: the place by which the recorder knows the checkpoint's own function of autograd: that of the first operator inside,
+            if that is none of another function's. None: what runs for it has the place of the operator before.
     """
 
     forward: range
     backward: range
+    place: Callable[[Op], Place | None]
     hook: tuple[Op, int] | None = None
-    owner: str | None = None
+    known: Place | None = None
 
     @property
     def starts(self) -> int:
@@ -70,10 +75,9 @@ def _whole(part: Part) -> list[Stretch]:
     """A whole layer; a prediction layer wraps its projection, its layer and the norm behind, but not embedding and loss."""
     count = forward_count(part)
     if not part.kind.startswith(AHEAD):
-        return [Stretch(range(count), range(count, len(part.ops)))]
-    inside = [op.id for op in part.ops[:count] if op.module in ("enorm", "final_layernorm")]
-    forward = range(min(inside), max(inside) + 1)
-    return [Stretch(forward, _backward_of(part, forward, count))]
+        return [Stretch(range(count), range(count, len(part.ops)), place_of)]
+    forward = _inside(part, lambda op: op.module in ("enorm", "final_layernorm"))
+    return [Stretch(forward, _backward_of(part, forward, count), place_of)]
 
 
 def _norms(part: Part) -> list[Stretch]:
@@ -111,15 +115,6 @@ def _latent_projections(part: Part) -> list[Stretch]:
     return [_without_output(part, inside, lambda op: op.module == f"{owner}.core_attention", owner)]
 
 
-_FINDERS: dict[str, Callable[[Part], list[Stretch]]] = {
-    FULL: _whole,
-    "layernorm": _norms,
-    "moe_act": _activation,
-    "mla_up_proj": _latent_projections,
-}
-"""Variant, or module of a list -> its stretches in a part."""
-
-
 def _prefix(part: Part) -> str:
     return "transformer_layer." if part.kind.startswith(AHEAD) else ""
 
@@ -135,7 +130,7 @@ def _inside(part: Part, belongs: Callable[[Op], bool]) -> range:
     return range(min(ids), max(ids) + 1) if ids else range(0)
 
 
-def _without_output(part: Part, forward: range, is_hooked: Callable[[Op], bool], owner: str | None = None) -> Stretch:
+def _without_output(part: Part, forward: range, is_hooked: Callable[[Op], bool], owner: str = "") -> Stretch:
     """A stretch whose outputs are emptied.
 
     Args:
@@ -145,37 +140,98 @@ def _without_output(part: Part, forward: range, is_hooked: Callable[[Op], bool],
     hooked = next(op for op in reversed(part.ops[:count]) if is_hooked(op))
     # Autograd goes backwards through the forward pass: the hook fires before the first operator that no later one brought.
     behind = _places(part.ops[hooked.id + 1 : count])
-    fires = next(op.id for op in part.ops[count:] if _place(op) not in behind)
-    return Stretch(forward, _backward_of(part, forward, fires), (hooked, fires), owner)
+    fires = next(op.id for op in part.ops[count:] if place_of(op) not in behind)
+
+    def place_again(op: Op) -> Place | None:
+        return None if owner and op.module == owner else ("", op.module)
+
+    first = part.ops[forward.start]
+    known = place_of(first) if first.module == owner and not first.library else None
+    return Stretch(forward, _backward_of(part, forward, fires, owner), place_again, (hooked, fires), known)
 
 
-def _place(op: Op) -> Place:
+def _module(part: Part, module: str) -> list[Stretch]:
+    """A module that a checkpoint calls as a whole, outside of the method that names its operators."""
+    forward = _inside(part, lambda op: _is_in(op, part, module))
+    if not forward:
+        return []
+    return [Stretch(forward, _backward_of(part, forward, forward_count(part)), lambda op: ("", op.module))]
+
+
+def _is_moe(part: Part) -> bool:
+    return any(_is_in(op, part, "mlp.router") for op in part.ops)
+
+
+def _dense_mlp(part: Part) -> list[Stretch]:
+    return [] if _is_moe(part) else _module(part, "mlp")
+
+
+def _moe(part: Part) -> list[Stretch]:
+    """What a MoE layer calls: its checkpoint is inside of the module, whose own code has no module where it runs again."""
+    owner = f"{_prefix(part)}mlp"
+
+    def place_again(op: Op) -> Place:
+        return op.operator, "" if op.module == owner else op.module
+
+    stretches = _module(part, "mlp") if _is_moe(part) else []
+    first = [part.ops[stretch.forward.start] for stretch in stretches]
+    # Shared experts run in front of the router if there are any, and begin with a linear's own function.
+    known = [place_of(op) if _is_in(op, part, "mlp.router") else None for op in first]
+    return [
+        dataclasses.replace(stretch, place=place_again, known=of) for stretch, of in zip(stretches, known, strict=True)
+    ]
+
+
+def _core_attention(part: Part) -> list[Stretch]:
+    """Core attention; the kind of its mask is read in the code of attention, before it is called."""
+    stretches = _module(part, "self_attention.core_attention")
+    owner = f"{_prefix(part)}self_attention"
+    return [dataclasses.replace(each, known=(part.ops[each.forward.start].operator, owner)) for each in stretches]
+
+
+def place_of(op: Op) -> Place:
+    """The place of an operator."""
     return op.operator, op.module
 
 
 def _places(ops: Iterable[Op]) -> set[Place]:
-    return {_place(op) for op in ops}
+    return {place_of(op) for op in ops}
 
 
-def _backward_of(part: Part, forward: range, start: int) -> range:
+def _backward_of(part: Part, forward: range, start: int, owner: str = "") -> range:
     """The backward operators of some forward ones, which have their places and run one behind the other.
 
     Args:
         start: the backward operator before which none of them runs.
+        owner: a module whose own code runs in front of the stretch, too: its place ends no stretch that has others.
     """
     count = forward_count(part)
     inside = _places(part.ops[place] for place in forward)
     own = inside - _places(op for op in part.ops[:count] if op.id not in forward)
+    own = {each for each in own if not owner or each[1] != owner}
     later = part.ops[start:]
-    certain = [op.id for op in later if _place(op) in own]
+    certain = [op.id for op in later if place_of(op) in own]
     if not certain:
-        # Code in front of and behind the stretch has its place, too: the stretch's is the first run behind the hook.
-        first = next((op.id for op in later if _place(op) in inside), None)
+        # Code in front of and behind the stretch may have its place: the stretch's is the first run behind the hook.
+        first = next((op.id for op in later if place_of(op) in inside), None)
         if first is None:
             raise NotRewrittenError(f"{part.kind}: a recomputed stretch without backward pass")
-        after = next((op.id for op in part.ops[first:] if _place(op) not in inside), len(part.ops))
+        after = next((op.id for op in part.ops[first:] if place_of(op) not in inside), len(part.ops))
         return range(first, after)
     first = certain[0]
-    while first > start and _place(part.ops[first - 1]) in inside:
+    while first > start and place_of(part.ops[first - 1]) in inside:
         first -= 1
     return range(first, certain[-1] + 1)
+
+
+_FINDERS: dict[str, Callable[[Part], list[Stretch]]] = {
+    FULL: _whole,
+    "layernorm": _norms,
+    "moe_act": _activation,
+    "mla_up_proj": _latent_projections,
+    "core_attn": _core_attention,
+    "mlp": _dense_mlp,
+    "shared_experts": lambda part: _module(part, "mlp.shared_experts"),
+    "moe": _moe,
+}
+"""Variant, or module of a list -> its stretches in a part."""

@@ -10,54 +10,59 @@ import pytest
 
 from moe_overlap.tuner.capture.cache import CaptureFiles, save_captured
 from moe_overlap.tuner.capture.capture import sequence_unit
-from moe_overlap.tuner.capture.graph import CapturedModel, Op, Part, check
+from moe_overlap.tuner.capture.graph import CapturedModel, Op, check
 from moe_overlap.tuner.capture.library import BlockLibrary, Libraries
 from moe_overlap.tuner.capture.recomputation import recomputed
 from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION, Request
 from moe_overlap.tuner.capture.stretches import NotRewrittenError
-from moe_overlap.tuner.capture.without_gradients import marked
-from tests.unit.tuner.capture_cases import AHEAD, CP2, GATED, LATENT, MOE, SHARED, TP2_EP2, recorded, request, running
+from tests.unit.tuner.capture_cases import (
+    AHEAD,
+    CP2,
+    GATED,
+    LATENT,
+    MOE,
+    SHARED,
+    TP2_EP2,
+    marked_parts,
+    recorded,
+    request,
+)
 from tests.unit.tuner.made_layers import captured
 from tests.unit.tuner.test_capture_library import AXES, requests
 
 CHEAP = "layernorm+moe_act"
+EVERY = "core_attn+layernorm+mla_up_proj+mlp+moe_act+shared_experts"
 MODELS = {
-    "heads in groups": (MOE, CHEAP),
-    "biases and windows": (GATED, CHEAP),
-    "latent attention and prediction layers": (f"{LATENT} {SHARED} {AHEAD}", "layernorm+mla_up_proj+moe_act"),
+    "heads in groups": (MOE, (FULL, CHEAP, "core_attn+layernorm+moe")),
+    "biases and windows": (GATED, (FULL, CHEAP)),
+    "latent attention and prediction layers": (f"{LATENT} {SHARED} {AHEAD}", (FULL, EVERY)),
 }
-
-
-def marked_parts(asked: Request, point: tuple[int, int]) -> dict[str, Part]:
-    """The layers of a request at a batch, with the marks of their passes without gradients."""
-    with running(asked) as (runner, _):
-        layers = {kind: layer for kind, layer in runner.runnable_parts.items() if layer.is_layer}
-        return {
-            kind: marked(runner.record(layer, *point), *runner.record_without_gradients(layer, *point))
-            for kind, layer in layers.items()
-        }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rewritten_layer_is_the_captured_one(name: str) -> None:
-    flags, modules = MODELS[name]
+    flags, variants = MODELS[name]
     asked = request(f"{flags} {TP2_EP2} {CP2} --bf16", "te")
     point = (3, sequence_unit(asked.config, asked.model, asked.layout))
     plain = marked_parts(asked, point)
-    for variant in (FULL, modules):
+    for variant in variants:
         expected = recorded(replace(asked, variant=variant), [point])
         assert plain.keys() < expected.keys()
         for kind, part in plain.items():
             rewritten = recomputed(part, variant)
             check(rewritten)
             assert rewritten == expected[kind][0], (kind, variant)
-            assert len(rewritten.ops) > len(part.ops), "something runs again"
+            again = [op for op in rewritten.ops if op.is_recomputed]
+            assert again and all(op.phase == "backward" for op in again)
 
 
-def test_modules_that_no_rewrite_knows_are_refused() -> None:
-    (part,) = captured(requests()[0]).parts
-    with pytest.raises(NotRewrittenError, match="moe"):
-        recomputed(part, "layernorm+moe")
+@pytest.mark.parametrize("variant", ["layernorm+router", "moe+moe_act"])
+def test_variants_that_no_rewrite_knows_are_refused(variant: str) -> None:
+    """A module of another release, and one inside of another."""
+    asked = request(f"{MOE} {TP2_EP2} --bf16", "te")
+    part = marked_parts(asked, (3, sequence_unit(asked.config, asked.model, asked.layout)))["moe"]
+    with pytest.raises(NotRewrittenError):
+        recomputed(part, variant)
 
 
 def test_a_layer_without_the_marks_of_a_pass_without_gradients_is_refused() -> None:
