@@ -48,6 +48,7 @@ from moe_overlap.tuner.capture.parts import PartRecorder, RunnablePart, keep_gra
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
+from moe_overlap.tuner.capture.without_gradients import marked
 
 Point = tuple[int, int]
 """Samples, tokens."""
@@ -241,7 +242,11 @@ def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
             runnable for runnable in runner.runnable_parts.values() if runnable.is_layer or not recomputed
         ]
         unit = sequence_unit(request.config, request.model, request.layout)
-        return tuple(part for runnable in runnable_parts for part in _capture_part(runner, runnable, unit))
+        return tuple(
+            _with_marks(runner, runnable, part, unit)
+            for runnable in runnable_parts
+            for part in _capture_part(runner, runnable, unit)
+        )
 
 
 @contextlib.contextmanager
@@ -314,6 +319,14 @@ def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> li
     many, single = fitted(one_sample=False), sample_points(unit, one_sample=True)[0][0]
     # Where one sample runs the same operators, one recording shows it and saves the others.
     return [many] if gives(many, record(single), single) else [many, fitted(one_sample=True)]
+
+
+def _with_marks(runner: PartRecorder, runnable: RunnablePart, part: Part, unit: int) -> Part:
+    """A layer with the marks of its pass without gradients; a variant's own forward pass is of both kinds, and has none."""
+    if part.variant != NO_RECOMPUTATION or not runnable.is_layer:
+        return part
+    point = sample_points(unit, part.one_sample)[0][0]
+    return _checked(marked(part, *runner.record_without_gradients(runnable, *point)))
 
 
 def _checked(part: Part) -> Part:

@@ -137,7 +137,12 @@ def arranged(backbone: NamedPart, of_block: Mapping[str, NamedPart]) -> NamedPar
         if storage is None:
             raise NotComposableError(f"{backbone.part.kind}: no block makes {name}")
         if storage.freed is not None and storage.freed not in block_of_op:
-            storage = _freed_elsewhere(name, of_block, block_of_op)
+            storage = _ended_elsewhere("freed", name, of_block, block_of_op)
+        for mark in ("released", "replaced"):
+            operator = getattr(storage, mark)
+            if operator is not None and operator not in block_of_op:
+                other = _ended_elsewhere(mark, name, of_block, block_of_op)
+                storage = dataclasses.replace(storage, **{mark: getattr(other, mark)})
         storages[name] = storage
         if block is not None:
             homes[name] = block
@@ -167,13 +172,18 @@ def _home(name: StorageName, block_of_op: Mapping[OpName, str]) -> str | None:
     return SHARED if name[1] == SHARED else block_of_op.get(name[1])
 
 
-def _freed_elsewhere(
-    name: StorageName, of_block: Mapping[str, NamedPart], block_of_op: Mapping[OpName, str]
+def _ended_elsewhere(
+    field: str, name: StorageName, of_block: Mapping[str, NamedPart], block_of_op: Mapping[OpName, str]
 ) -> NamedStorage:
-    """The storage as the block has it that frees it: another block's operators hold it."""
+    """The storage as the block has it that frees or releases it: another block's operators hold it.
+
+    Args:
+        field: of `NamedStorage`: `freed`, `released` or `replaced`.
+    """
     for block, source in of_block.items():
         storage = source.storages.get(name)
-        if storage is not None and storage.freed is not None and block_of_op.get(storage.freed) == block:
+        operator: OpName | None = getattr(storage, field, None)
+        if storage is not None and operator is not None and block_of_op.get(operator) == block:
             return storage
     raise NotComposableError(f"no block frees {name}")
 

@@ -51,6 +51,7 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
             collective=op.collective,
             is_weight_gradient=op.id in weights,
             is_recomputed=op.is_recomputed,
+            needs_gradients=op.needs_gradients,
             scales_with_load=op.operator in _WITH_LOAD and not all(roles[index] == "gradient" for index in op.writes),
             touched=op.touched,
             elements=op.elements,

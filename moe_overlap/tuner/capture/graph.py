@@ -67,6 +67,10 @@ class Storage:
         replicas: of a parameter or gradient, the axis over which its copies are reduced: `dp` or `edp` (experts).
         freed_after: id of the operator after which the memory is given back, as observed: references in the model's code
             may hold it longer than its last reader. None: it outlives the part's backward pass.
+        released_after: of what the forward pass makes, the operator after which a forward pass without gradients gives it back:
+            no autograd node holds it then. None: what such a pass hands out, or does not make.
+        replaced_after: of what the model's code keeps until the layer runs again, such as a map of rows, the operator of that
+            next pass after which it is given back.
     """
 
     id: int
@@ -75,6 +79,8 @@ class Storage:
     name: str = ""
     replicas: Literal["", "dp", "edp"] = ""
     freed_after: int | None = None
+    released_after: int | None = None
+    replaced_after: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +118,7 @@ class Op:
         after: ids of operators that must end before it starts: read after write, write after read, write after write.
         is_weight_gradient: a product that nothing but a parameter's gradient depends on.
         is_recomputed: a forward operator that runs again in the backward pass.
+        needs_gradients: a forward operator that a forward pass without gradients leaves out, as those of an auxiliary loss.
         scales_with_load: work and bytes grow with the rows routed to this rank's experts.
         touched: of a captured operator, the bytes of each storage that it reads, then of each that it writes: `bytes` is their
             sum, of more terms than each of them has. Empty in graphs that are put together, and no part of a comparison.
@@ -134,6 +141,7 @@ class Op:
     collective: Collective | None = None
     is_weight_gradient: bool = False
     is_recomputed: bool = False
+    needs_gradients: bool = False
     scales_with_load: bool = False
     touched: tuple[Expression, ...] = field(default=(), compare=False)
     elements: tuple[Expression, ...] = field(default=(), compare=False)

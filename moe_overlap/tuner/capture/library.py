@@ -5,6 +5,10 @@ size, its parts are put together (`composition.py`). Otherwise it is captured it
 so a class of graphs is captured when the first of its layouts is asked for. What was captured although it could have been put
 together is compared: a kind of part that differs is never put together again. `prepare` orders the captures so that few
 suffice; `decide` adds those that tell apart the sums that sizes may still be.
+
+A variant of recomputation is answered in a third way. A capture of it is compared with the graph without recomputation of the
+same layout, rewritten (`recomputation.py`). If every part is equal, all layouts that are parallel on the same axes or fewer are
+answered by rewriting theirs, and the variant needs no further capture; if one differs, its layouts are captured like any others.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from moe_overlap.tuner.capture.blocks import CORE, ROUTED, ROUTER, NotComposable
 from moe_overlap.tuner.capture.cache import CaptureFiles, Flags, joined, stage_requests
 from moe_overlap.tuner.capture.composition import Composer, Composite, Sample
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
-from moe_overlap.tuner.capture.request import Request, layer_kinds, prediction_kinds, versions
+from moe_overlap.tuner.capture.recomputation import recomputed
+from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
 from moe_overlap.tuner.capture.scaling import Degrees, UndeterminedError
+from moe_overlap.tuner.capture.stretches import NotRewrittenError
 
 Capture = Callable[[Request], CapturedModel]
 DECIDING = 8
@@ -36,10 +42,15 @@ class BlockLibrary:
 
     Args:
         capture: captures a request, or knows its capture.
+        plain: of a variant of recomputation, the library of the same model without it; None captures the variant's layouts.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture, plain: BlockLibrary | None = None) -> None:
+        self._capture, self._plain = capture, plain
+        self._rewritten: dict[int, tuple[Part, Part]] = {}
+        """By the identity of a part without recomputation: that part, and the rewritten one."""
+        self._checked: list[set[str]] = []
+        """Of every capture that was equal to the rewritten graph, the axes on which its layout is parallel."""
         self._captured: dict[tuple[Layout, int], CapturedModel] = {}
         self._composed: dict[tuple[Layout, int], tuple[Part, ...]] = {}
         self._samples: list[Sample] = []
@@ -55,6 +66,15 @@ class BlockLibrary:
     def unlike(self) -> tuple[str, ...]:
         """Kinds of parts that captures have shown to differ from what is put together."""
         return tuple(sorted({*self._unlike, *(self._composer.mixed if self._composer else ())}))
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the variant's graphs are those without recomputation, rewritten, as far as captures have shown."""
+        return self._plain is not None
+
+    def _is_rewritten(self, request: Request) -> bool:
+        """Whether a capture has shown a variant's collectives on all axes on which a layout is parallel."""
+        return self.rewrites and any(_axes(request) <= axes for axes in self._checked)
 
     def model(self, request: Request) -> CapturedModel:
         """The captured model of a request.
@@ -84,7 +104,7 @@ class BlockLibrary:
         Args:
             samples: of a micro-batch; 1 gives the graph of one sample where there is one.
         """
-        if self._composer is None or kind in self._unlike or kind in self._composer.mixed:
+        if self.rewrites or self._composer is None or kind in self._unlike or kind in self._composer.mixed:
             return None
         try:
             return self._composer.composite((kind, samples == 1 and kind in self._composer.single), request.layout)
@@ -100,7 +120,7 @@ class BlockLibrary:
         """
         for request, is_new in _in_order(requests):
             key = request.layout, request.model.vocab_size
-            if key not in self._captured and (is_new or self.must_capture(request)):
+            if key not in self._captured and ((is_new and not self.rewrites) or self.must_capture(request)):
                 self._learn(request)
 
     def decide(self, requests: Iterable[Request]) -> None:
@@ -115,7 +135,7 @@ class BlockLibrary:
     def _is_open(self, request: Request) -> bool:
         """Whether the captures of a layout's classes leave a size of it open; what has no such captures is another matter."""
         composer, model = self._composer, request.model
-        if composer is None or (request.layout, model.vocab_size) in self._captured or self.unlike:
+        if self.rewrites or composer is None or (request.layout, model.vocab_size) in self._captured or self.unlike:
             return False
         degrees = Degrees.of(request.layout, model.vocab_size, model.router_topk)
         keys = [(kind, False) for kind in composer.kinds] + [(kind, True) for kind in composer.single]
@@ -140,6 +160,8 @@ class BlockLibrary:
         Raises:
             NotComposableError, UndeterminedError: it must be captured.
         """
+        if self._is_rewritten(request):
+            return self._rewritten_parts(request)
         if self._composer is None:
             raise NotComposableError("nothing is captured")
         key = request.layout, request.model.vocab_size
@@ -150,6 +172,37 @@ class BlockLibrary:
             )
         return self._composed[key]
 
+    def _rewritten_parts(self, request: Request) -> tuple[Part, ...]:
+        """The layers of a request, rewritten from those without recomputation.
+
+        Raises:
+            NotRewrittenError: the variant is none that the rewrite knows.
+            CaptureError: the layout must be captured without recomputation and cannot be.
+        """
+        assert self._plain is not None
+        model = self._plain.model(dataclasses.replace(request, variant=NO_RECOMPUTATION))
+        layers = {*model.layer_kinds, *model.mtp_kinds}
+        parts = [part for part in model.parts if part.kind in layers]
+        for part in parts:
+            # Equal parts are one object, which is priced once.
+            if id(part) not in self._rewritten:
+                self._rewritten[id(part)] = part, recomputed(part, request.variant)
+        return tuple(self._rewritten[id(part)][1] for part in parts)
+
+    def _check_rewrite(self, request: Request, captured: CapturedModel) -> None:
+        """Compare a capture of a variant with the rewritten graph: one that differs ends all rewriting."""
+        if self._plain is None:
+            return
+        try:
+            rewritten = self._rewritten_parts(request)
+        except NotRewrittenError:
+            rewritten = ()
+        of_kind = {(part.kind, part.one_sample): part for part in rewritten}
+        if of_kind == {(part.kind, part.one_sample): part for part in captured.parts}:
+            self._checked.append(_axes(request))
+        else:
+            self._plain = None
+
     def _parts(self, composer: Composer, kind: str, request: Request) -> tuple[Part, ...]:
         if kind in self._unlike:
             raise NotComposableError(f"{kind} was captured otherwise than put together")
@@ -159,6 +212,7 @@ class BlockLibrary:
     def _learn(self, request: Request) -> CapturedModel:
         """Capture a layout, and compare it with what the earlier ones say of it."""
         captured = self._captured[request.layout, request.model.vocab_size] = self._capture(request)
+        self._check_rewrite(request, captured)
         for kind in self._composer.kinds if self._composer is not None else ():
             assert self._composer is not None
             try:
@@ -197,6 +251,27 @@ def _in_order(requests: Iterable[Request]) -> Iterator[tuple[Request, bool]]:
     # Nothing is new any more, so no worth changes: the rest is in order at once.
     for key in sorted(left, key=worth, reverse=True):
         yield left[key], False
+
+
+def _certain(requests: Sequence[Request]) -> list[Request]:
+    """What of one library's requests is captured in any case.
+
+    Of a variant, those that show whether it is rewritten: together they are parallel on all axes on which a layout is.
+    """
+    in_order = list(_in_order(requests))
+    if requests[0].variant == NO_RECOMPUTATION:
+        return [request for request, is_new in in_order if is_new]
+    left = [request for request, _ in in_order]
+    certain = []
+    while left:
+        certain.append(max(left, key=lambda request: len(_axes(request))))
+        left = [request for request in left if not _axes(request) <= _axes(certain[-1])]
+    return certain
+
+
+def _axes(request: Request) -> set[str]:
+    """The axes on which a layout is parallel."""
+    return {axis for axis, _ in _ranks(request.layout)}
 
 
 End = tuple[object, str, int]
@@ -260,7 +335,12 @@ class Libraries:
 
     def of(self, request: Request) -> BlockLibrary:
         """The library that answers a request."""
-        return self._libraries.setdefault(self._key(request), BlockLibrary(self._capture))
+        key = self._key(request)
+        if key not in self._libraries:
+            is_plain = request.variant == NO_RECOMPUTATION
+            plain = None if is_plain else self.of(dataclasses.replace(request, variant=NO_RECOMPUTATION))
+            self._libraries[key] = BlockLibrary(self._capture, plain)
+        return self._libraries[key]
 
     def prepare(self, requests: Sequence[Request], all_layouts: bool = True) -> None:
         """Capture what these requests need.
@@ -269,15 +349,19 @@ class Libraries:
             all_layouts: whether to look at every request; else what few of them need is captured when they are asked for.
         """
         groups: dict[str, list[Request]] = {}
-        for request in requests:
+        # Variants behind the graphs without recomputation, which they are rewritten from.
+        for request in sorted(requests, key=lambda request: request.variant != NO_RECOMPUTATION):
             groups.setdefault(self._key(request), []).append(request)
         # What is captured in any case is captured by one process: starting one takes longer than a capture.
-        certain = [request for of_one in groups.values() for request, is_new in _in_order(of_one) if is_new]
-        self._files.captures(certain)
-        wanted = set(map(id, certain))
-        for members in groups.values():
+        certain = {key: _certain(members) for key, members in groups.items()}
+        self._files.captures([request for of_one in certain.values() for request in of_one])
+        for key, members in groups.items():
             library = self.of(members[0])
-            library.prepare([one for one in members if id(one) in wanted])
+            library.prepare(certain[key])
+            if members[0].variant != NO_RECOMPUTATION and not library.rewrites:
+                certain[key] = [request for request, is_new in _in_order(members) if is_new]
+                self._files.captures(certain[key])
+                library.prepare(certain[key])
             library.decide(members)
             if all_layouts:
                 self._files.captures([one for one in members if library.must_capture(one)])

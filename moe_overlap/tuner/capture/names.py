@@ -53,12 +53,15 @@ class NamedStorage:
     """A storage by name; of a storage for each expert, the one of the first expert.
 
     Attributes:
-        freed: the operator after which it is freed; of operators for each expert, its own, or the last one's.
+        freed, released, replaced: the operators of `Storage.freed_after`, `released_after` and `replaced_after`; of operators
+            for each expert, its own, or the last one's.
         per_expert: there is one for each expert of the rank.
     """
 
     storage: Storage
     freed: OpName | None
+    released: OpName | None
+    replaced: OpName | None
     saved: bool
     per_expert: bool
 
@@ -90,7 +93,7 @@ class NamedOp:
         kind = (collective.kind, collective.axis) if collective is not None else None
         return (
             *(self.name, self.reads, self.writes, self.stretch, kind),
-            *(self.op.cost_class, len(self.op.shape), self.op.dtype, self.op.is_recomputed),
+            *(self.op.cost_class, len(self.op.shape), self.op.dtype, self.op.is_recomputed, self.op.needs_gradients),
         )
 
 
@@ -327,9 +330,11 @@ class _Names:
         saved = set(part.saved)
         for storage in part.storages:
             name, expert = self._of[storage.id]
-            freed = None if storage.freed_after is None else self._name_of_op[storage.freed_after]
+            ends = (storage.freed_after, storage.released_after, storage.replaced_after)
+            freed, released, replaced = (None if op is None else self._name_of_op[op] for op in ends)
             if not expert:
-                storages[name] = NamedStorage(storage, freed, storage.id in saved, expert is not None)
+                is_saved, is_each = storage.id in saved, expert is not None
+                storages[name] = NamedStorage(storage, freed, released, replaced, is_saved, is_each)
         touched = {index for op in part.ops for index in (*op.reads, *op.writes)} - set(part.gradient_inputs)
         first = min((i for i in touched if part.storages[i].name == "" and i not in part.inputs), default=0)
         # In the order of their ids: what is held from the start stands in front of what the operators bring.
@@ -385,10 +390,10 @@ def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Siz
     storages = []
     for index, (name, expert) in enumerate(order):
         entry = source.storages[name]
-        freed = None
-        if entry.freed is not None:
-            own = ops.get((entry.freed, expert))
-            freed = last_of[entry.freed] if own is None else own.id
+        freed, released, replaced = (
+            None if op is None else ops[op, expert].id if (op, expert) in ops else last_of[op]
+            for op in (entry.freed, entry.released, entry.replaced)
+        )
         # There may be hundreds of experts, and `dataclasses.replace` takes several times as long.
         storages.append(
             Storage(
@@ -398,6 +403,8 @@ def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Siz
                 name=_label(name, entry, expert),
                 replicas=replicas[name],
                 freed_after=freed,
+                released_after=released,
+                replaced_after=replaced,
             )
         )
     roles = [storage.role for storage in storages]
@@ -542,4 +549,5 @@ def _operator(
         after=(),
         collective=collective,
         is_recomputed=op.is_recomputed,
+        needs_gradients=op.needs_gradients,
     )

@@ -34,7 +34,7 @@ from moe_overlap.plan.operators import (
     SHARED,
 )
 from moe_overlap.tuner.capture.dependencies import finished, in_order_of_experts
-from moe_overlap.tuner.capture.graph import Layout, Part, Role
+from moe_overlap.tuner.capture.graph import Layout, Op, Part, Role, Storage
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import FULL
 
@@ -124,22 +124,13 @@ class PartRecorder:
     def record(self, runnable: RunnablePart, samples: int, tokens: int) -> Part:
         """The graph of one batch: its numbers are constants."""
         recorder = self._recorder
-        self._make_tables(runnable, samples, tokens)
-        # Every recording allocates its own, at the size of its batch.
-        self._buffer.buffer.clear()
-        gc.collect()
-        # What is left need not be walked through again before the next recording.
-        gc.freeze()
-        with _no_collection():
-            recorder.begin()
-            self._hold_parameters(runnable)
-            inputs = runnable.inputs(samples, tokens)
+        with self._recording(runnable, samples, tokens) as inputs:
             input_ids = tuple(recorder.hold(tensor, "input") for tensor in inputs)
             results: list[torch.Tensor] = []
             given = [HandOver.apply(self._seed, [x.detach()], results) if x.requires_grad else x for x in inputs]
-            # A reference in this frame would keep the inputs alive through both passes: only the part and autograd may
-            # hold them, as in a step.
-            del inputs
+            # A reference to the inputs would keep them alive through both passes: only the part and autograd may hold them, as
+            # in a step.
+            inputs.clear()
             with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
                 output = runnable.run(*given)
                 output_id = recorder.id_of(output)
@@ -172,6 +163,41 @@ class PartRecorder:
             )
             del results
             return part
+
+    def record_without_gradients(
+        self, runnable: RunnablePart, samples: int, tokens: int
+    ) -> tuple[Sequence[Op], Sequence[Storage]]:
+        """The forward pass of one batch where no gradients are recorded, and behind it the pass where they are.
+
+        In the first, nothing but the model's code holds storages; what it still holds then the second one replaces.
+        """
+        recorder = self._recorder
+        with self._recording(runnable, samples, tokens) as inputs:
+            for tensor in inputs:
+                recorder.hold(tensor, "input")
+            with recorder:
+                with torch.no_grad():
+                    outputs = [runnable.run(*inputs)]
+                self._buffer.buffer.clear()
+                outputs.append(runnable.run(*inputs))
+            ops, storages = recorder.recording.ops, recorder.recording.frozen_storages()
+            # What goes now was there when the passes ended.
+            del outputs
+            return ops, storages
+
+    @contextlib.contextmanager
+    def _recording(self, runnable: RunnablePart, samples: int, tokens: int) -> Iterator[list[torch.Tensor]]:
+        """Begin a recording; gives the inputs of the part."""
+        self._make_tables(runnable, samples, tokens)
+        # Every recording allocates its own, at the size of its batch.
+        self._buffer.buffer.clear()
+        gc.collect()
+        # What is left need not be walked through again before the next recording.
+        gc.freeze()
+        with _no_collection():
+            self._recorder.begin()
+            self._hold_parameters(runnable)
+            yield list(runnable.inputs(samples, tokens))
 
     def _make_tables(self, runnable: RunnablePart, samples: int, tokens: int) -> None:
         """Build the tables that layers compute once, or once for a sequence length, and that belong to no recording."""

@@ -49,7 +49,10 @@ NO_RECOMPUTATION, FULL = "none", "full"
 
 _SOURCES = ("moe_overlap/tuner/capture", "megatron/training/model", "megatron/training/cli")
 """Folders whose sources decide, beside the libraries, which operators run."""
-_ANSWERING = ("library.py", "composition.py", "names.py", "blocks.py", "scaling.py")
+_ANSWERING = (
+    *("library.py", "composition.py", "names.py", "blocks.py", "scaling.py"),
+    *("recomputation.py", "stretches.py"),
+)
 """Files of the first folder that answer from captures: a capture does not depend on them."""
 
 

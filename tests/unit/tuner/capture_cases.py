@@ -18,6 +18,7 @@ from moe_overlap.tuner.capture.build import World, pretended_world
 from moe_overlap.tuner.capture.capture import instrumented
 from moe_overlap.tuner.capture.graph import Implementation, Layout, Part
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
+from moe_overlap.tuner.capture.without_gradients import marked
 
 DENSE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 512 --mock-data "
@@ -102,4 +103,14 @@ def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = F
     with running(asked, really) as (runner, _):
         return {
             kind: [runner.record(piece, *point) for point in points] for kind, piece in runner.runnable_parts.items()
+        }
+
+
+def marked_parts(asked: Request, point: tuple[int, int]) -> dict[str, Part]:
+    """The layers of a request at a batch, with the marks of their passes without gradients."""
+    with running(asked) as (runner, _):
+        layers = {kind: layer for kind, layer in runner.runnable_parts.items() if layer.is_layer}
+        return {
+            kind: marked(runner.record(layer, *point), *runner.record_without_gradients(layer, *point))
+            for kind, layer in layers.items()
         }

@@ -158,7 +158,17 @@ def part(
     result = tape.op("mm", [back, qkv], own * HIDDEN, shape=(rows, HIDDEN, HEADS * 8 // t), moved=vocabulary * 0)
     roles = [storage.role for storage in tape.storages]
     last = len(tape.ops) - 1
-    freed = [replace(s, freed_after=last if s.id == made else None) for s in tape.storages]
+    forward = [op for op in tape.ops if op.phase == "forward"]
+    own = {index for op in forward for index in op.writes} - {made}
+    # Where nothing keeps them for the backward pass, the layer's own code holds all until the forward pass ends.
+    freed = [
+        replace(
+            s,
+            freed_after=last if s.id == made else None,
+            released_after=forward[-1].id if s.id in own else None,
+        )
+        for s in tape.storages
+    ]
     kept = tuple(sorted({gathered, made} - {given}))
     whole_part = Part(
         kind="moe",

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from moe_overlap.tuner.capture.capture import capture, gives, sequence_unit
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.capture.library import BlockLibrary
-from moe_overlap.tuner.capture.request import Request
-from tests.unit.tuner.capture_cases import recorded, request
+from moe_overlap.tuner.capture.recomputation import recomputed
+from moe_overlap.tuner.capture.request import FULL, Request
+from tests.unit.tuner.capture_cases import marked_parts, recorded, request
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FAMILIES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-mtp", "gpt-oss-120b")
@@ -109,6 +110,33 @@ def test_few_captures_tell_of_all_layouts(family: str, library: str) -> None:
 def test_graphs_that_recompute_modules_are_those_of_captures(family: str) -> None:
     asked = requests_of(family)[:FEWER_LAYOUTS]
     compare_with_captures([replace(of_layout, variant=MODULES[family]) for of_layout in asked])
+
+
+VARIANTS = {
+    "mixtral-8x7b": (FULL, "layernorm+moe_act", "layernorm+moe", "core_attn"),
+    "qwen3-30b-a3b": (FULL, "layernorm+moe_act", "layernorm+moe", "core_attn"),
+    "deepseek-v3-mtp": (
+        *(FULL, "layernorm+mla_up_proj+moe_act", "layernorm+mlp+moe"),
+        "core_attn+layernorm+mla_up_proj+mlp+moe_act+shared_experts",
+    ),
+    "gpt-oss-120b": (FULL, "layernorm+moe_act", "layernorm+moe"),
+}
+"""Variants of each family; core attention with sinks is captured, as gradients of its inputs are copied once more."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "library"), [*((family, "") for family in FAMILIES), *((family, "hybridep") for family in FAMILIES[1:])]
+)
+def test_rewritten_graphs_are_those_of_captures(family: str, library: str) -> None:
+    """Each number of each operator and storage of the layers, at a batch, under 20 layouts."""
+    for asked in requests_of(family, library):
+        point = (3, sequence_unit(asked.config, asked.model, asked.layout))
+        plain = marked_parts(asked, point)
+        for variant in VARIANTS[family]:
+            captured = recorded(replace(asked, variant=variant), [point])
+            for kind, part in plain.items():
+                assert recomputed(part, variant) == captured[kind][0], (asked.layout, variant, kind)
 
 
 def compare_with_captures(asked: list[Request]) -> None:

@@ -1,0 +1,385 @@
+"""The graph of a part that recomputes, from its graph without recomputation. Standard library alone.
+
+megatron-core 0.16.1 recomputes a stretch of a layer's forward pass in one of two ways (`tensor_parallel/random.py`):
+
+- `checkpoint` (class CheckpointFunction) runs the stretch without gradients and keeps its inputs. When the gradients of its
+  outputs are there, it runs the stretch again, now with gradients, and then the stretch's backward pass.
+- `CheckpointWithoutOutput` does the same, and empties the stretch's outputs once the operators behind it have read them. A hook
+  on the gradient of a later tensor runs the stretch again and copies its results into the emptied storages, which the operators
+  behind the stretch hold for their own backward passes.
+
+`recomputed` writes that down as a rewrite: which operators run again, when, on which storages, and how long each storage lives.
+What a pass without gradients leaves out and how long the model's code holds a storage without autograd is in the marks of the
+part (`without_gradients.py`). Nothing here is trusted unseen: `library.py` compares a rewritten graph with a capture before it
+answers with rewritten ones. Variants that are not written down raise `NotRewrittenError`, and are captured.
+
+Recomputation moves the attribution of operators, too: a hook runs outside of the methods that name operators, so what runs in a
+module of its own there has no operator name, and everything else has the place of the operator whose gradient fired the hook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from moe_overlap.tuner.capture.dependencies import finished
+from moe_overlap.tuner.capture.expression import Expression
+from moe_overlap.tuner.capture.graph import Op, Part, Storage
+from moe_overlap.tuner.capture.stretches import NotRewrittenError, Place, Stretch, forward_count, place_of, stretches
+
+FIRST, AGAIN, REFILLED, SCRATCH, SCRATCH_TOO = range(5)
+"""Copies of a storage: of the forward pass, of the stretch that runs again, the emptied one that is filled again, and two without
+a byte that torch makes to copy one storage into another."""
+Copy = tuple[int, int]
+"""A storage of the part without recomputation, and which copy of it."""
+
+
+def recomputed(part: Part, variant: str) -> Part:
+    """The part as it is captured with a variant of recomputation.
+
+    Args:
+        part: captured without recomputation, with the marks of its pass without gradients.
+        variant: as `Request.variant`.
+    Raises:
+        NotRewrittenError: it must be captured.
+    """
+    return _Rewrite(part, stretches(part, variant)).result(variant)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An operator of the rewritten part.
+
+    Attributes:
+        op: with the place that it has there.
+        run: FIRST, or AGAIN for what runs again in the backward pass.
+    """
+
+    op: Op
+    run: int
+    is_backward: bool
+    reads: tuple[Copy, ...]
+    writes: tuple[Copy, ...]
+
+
+class _Storages:
+    """The storages of a part as one stretch uses them.
+
+    Attributes:
+        late: the sum of a gradient that leaves the stretch and one from outside. Without a checkpoint it is in the midst of the
+            backward operators; behind them with one, whose results autograd sees when it ends.
+        made: by the stretch, constants of its code among them: each run makes its own.
+        outputs: of these, what operators behind the stretch read.
+        inputs: what a checkpoint keeps.
+        met: gradients from outside that the stretch's backward pass reads.
+        left: gradients that it hands over to operators behind it.
+        held: inputs, met and left: a checkpoint holds them until its backward pass has ended.
+        never_freed: of these, what stays because the model's code keeps a result until the layer runs again (the
+            probabilities, in a token dispatcher), and with it the graph of autograd, which ends in the checkpoint's inputs and
+            their gradients.
+    """
+
+    def __init__(self, part: Part, stretch: Stretch) -> None:
+        count, storages = forward_count(part), part.storages
+        inside, back = (
+            part.ops[stretch.forward.start : stretch.forward.stop],
+            part.ops[stretch.backward.start : stretch.backward.stop],
+        )
+        known = _used(part.ops[: stretch.forward.start])
+        self.made = {index for index in _used(inside) - known if _is_own(storages[index])}
+        behind = _read(part.ops[stretch.forward.stop : count]).union(part.outputs)
+        self.outputs = sorted(self.made & behind)
+        self.inputs = {index for index in _read(inside) - self.made if storages[index].role in ("activation", "input")}
+        self.late = _late_sum(back)
+        own = _written(op for op in back if op is not self.late)
+        before = _written(part.ops[count : stretch.backward.start]).union(part.gradient_inputs)
+        self.met = (_read(back) & before) - self.inputs
+        after = _read([*part.ops[stretch.backward.stop :], *([self.late] if self.late is not None else [])])
+        self.left = {index for index in own & after if storages[index].role == "activation"} - self.inputs - self.met
+        self.held = self.inputs | self.met | self.left
+        self.never_freed = _never_freed(part, inside, self.inputs, self.left)
+
+
+def _never_freed(part: Part, inside: Sequence[Op], inputs: set[int], left: set[int]) -> set[int]:
+    kept = {
+        index
+        for op in inside
+        for index in op.writes
+        if part.storages[index].replaced_after is not None and "float" in op.dtype
+    }
+    for op in reversed(inside):
+        if not kept.isdisjoint(op.writes):
+            kept.update(op.reads)
+    held = inputs & kept
+    return held | left if held else held
+
+
+def _read(ops: Iterable[Op]) -> set[int]:
+    return {index for op in ops for index in op.reads}
+
+
+def _written(ops: Iterable[Op]) -> set[int]:
+    return {index for op in ops for index in op.writes}
+
+
+def _used(ops: Sequence[Op]) -> set[int]:
+    return _read(ops) | _written(ops)
+
+
+def _is_own(storage: Storage) -> bool:
+    """Whether a run makes a storage for itself: tables that all runs read are never freed."""
+    is_number = storage.role == "constant" and not storage.name and storage.freed_after is not None
+    return storage.role == "activation" or is_number
+
+
+def _late_sum(backward: Sequence[Op]) -> Op | None:
+    made, read = _written(backward), _read(backward)
+    for op in backward:
+        from_outside = [index for index in op.reads if index not in made]
+        if op.name == "add" and len(op.reads) == 2 and len(from_outside) == 1 and read.isdisjoint(op.writes):
+            return op
+    return None
+
+
+class _Rewrite:
+    """The rewrite of one part.
+
+    Args:
+        stretches: that run again; none of them overlap.
+    """
+
+    def __init__(self, part: Part, stretches: Sequence[Stretch]) -> None:
+        self._part, self._stretches = part, stretches
+        self._count = forward_count(part)
+        if any(left.forward.stop > right.forward.start for left, right in zip(stretches, stretches[1:], strict=False)):
+            raise NotRewrittenError(f"{part.kind}: recomputed stretches inside of each other")
+        self._of = {stretch: _Storages(part, stretch) for stretch in stretches}
+        self._maker = {index: stretch for stretch in stretches for index in self._of[stretch].made}
+        """Storage -> the stretch that makes it."""
+        self._around = {place: each for each in stretches for place in (*each.forward, *each.backward)}
+        """Operator -> the stretch that it, or its forward operator, is in."""
+        self._steps: list[_Step] = []
+        self._at: dict[tuple[int, int], int] = {}
+        """Operator of the part, and FIRST or AGAIN -> its place in `_steps`, or that of the last one before it."""
+        self._ends: dict[Stretch, int] = {}
+        """Stretch -> the last step of its backward pass."""
+        self._last_use: dict[Copy, int] = {}
+        """Copy -> the last step that reads or writes it."""
+
+    def result(self, variant: str) -> Part:
+        """The rewritten part."""
+        part = self._part
+        self._run()
+        for place, step in enumerate(self._steps):
+            self._last_use.update(dict.fromkeys((*step.reads, *step.writes), place))
+        order = self._storage_order()
+        number = {copy: index for index, copy in enumerate(order)}
+        storages = tuple(self._storage(copy, index) for index, copy in enumerate(order))
+        ops = [
+            dataclasses.replace(
+                step.op,
+                id=index,
+                phase="backward" if step.is_backward else "forward",
+                reads=tuple(number[copy] for copy in step.reads),
+                writes=tuple(number[copy] for copy in step.writes),
+                is_recomputed=step.run == AGAIN,
+                needs_gradients=False,
+            )
+            for index, step in enumerate(self._steps)
+        ]
+
+        def numbers(ids: Sequence[int]) -> tuple[int, ...]:
+            return tuple(number[index, FIRST] for index in ids)
+
+        return dataclasses.replace(
+            part,
+            variant=variant,
+            ops=finished(ops, [storage.role for storage in storages]),
+            storages=storages,
+            saved=self._saved(order, storages),
+            inputs=numbers(part.inputs),
+            outputs=numbers(part.outputs),
+            gradient_inputs=numbers(part.gradient_inputs),
+            gradient_outputs=numbers(part.gradient_outputs),
+        )
+
+    def _run(self) -> None:
+        """Lay out the operators in the order in which they run."""
+        for op in self._part.ops[: self._count]:
+            stretch = self._around.get(op.id)
+            if stretch is None or not op.needs_gradients:
+                self._add(op, FIRST, stretch)
+            self._at[op.id, FIRST] = len(self._steps) - 1
+        for op in self._part.ops[self._count :]:
+            # A hook on what a checkpoint returns fires before the checkpoint's own backward pass.
+            for stretch in sorted(
+                [each for each in self._stretches if each.starts == op.id], key=lambda each: each.hook is None
+            ):
+                self._run_again(stretch)
+            stretch = self._around.get(op.id)
+            if stretch is None or op is not self._of[stretch].late:
+                self._add(op, FIRST, stretch)
+            self._at[op.id, AGAIN] = len(self._steps) - 1
+            if stretch is not None and op.id == stretch.backward[-1]:
+                self._end(stretch)
+
+    def _end(self, stretch: Stretch) -> None:
+        self._ends[stretch] = len(self._steps) - 1
+        late = self._of[stretch].late
+        if late is None:
+            return
+        # Autograd adds what comes from outside when the stretch hands over its gradient.
+        operator, module = stretch.known or place_of(self._steps[-1].op)
+        self._add(dataclasses.replace(late, operator=operator, module=module), FIRST, None)
+        self._at[late.id, AGAIN] = len(self._steps) - 1
+
+    def _run_again(self, stretch: Stretch) -> None:
+        for place in stretch.forward:
+            self._add(self._part.ops[place], AGAIN, stretch)
+            self._at[place, AGAIN] = len(self._steps) - 1
+        if stretch.hook is None:
+            return
+        at = self._hook_place(stretch)
+        for index in self._of[stretch].outputs:
+            # torch copies one storage into another through two empty tensors that are put on them.
+            for which in (SCRATCH, SCRATCH_TOO):
+                self._steps.append(_made("empty", at, (), ((index, which),), Expression()))
+            copied = ((index, AGAIN),), ((index, REFILLED),)
+            self._steps.append(_made("copy_", at, *copied, self._part.storages[index].bytes))
+
+    def _add(self, op: Op, run: int, stretch: Stretch | None) -> None:
+        is_backward = run == AGAIN or op.id >= self._count
+        reads, writes = (
+            tuple([self._copy(index, stretch, is_backward) for index in ids]) for ids in (op.reads, op.writes)
+        )
+        if is_backward and stretch is not None:
+            again = stretch.place(op)
+            if again is None:
+                again = self._hook_place(stretch) if run == AGAIN else place_of(self._steps[-1].op)
+            operator, module = again
+            op = dataclasses.replace(op, operator=operator, module=module)
+        self._steps.append(_Step(op, run, is_backward, reads, writes))
+
+    def _hook_place(self, stretch: Stretch) -> Place:
+        """The place of the function of autograd whose gradient fires a stretch's hook: an operator's, or another checkpoint's."""
+        assert stretch.hook is not None
+        hooked = stretch.hook[0]
+        around = self._around.get(hooked.id)
+        if around is None or around.hook is not None:
+            return place_of(hooked)
+        return around.known or place_of(self._steps[-1].op)
+
+    def _copy(self, index: int, stretch: Stretch | None, is_backward: bool) -> Copy:
+        """The copy of a storage that an operator uses, which runs in a stretch or in none."""
+        maker = self._maker.get(index)
+        if maker is None or not is_backward:
+            return index, FIRST
+        if maker is stretch:
+            return index, AGAIN
+        return index, REFILLED if maker.hook is not None else FIRST
+
+    def _storage_order(self) -> list[Copy]:
+        """The storages in the order in which a recorder meets them."""
+        part = self._part
+        order: dict[Copy, None] = dict.fromkeys((index, FIRST) for index in range(max(part.inputs) + 1))
+        emptied = sorted(
+            index for stretch, storages in self._of.items() if stretch.hook is not None for index in storages.outputs
+        )
+        between = [*((index, REFILLED) for index in emptied), *((index, FIRST) for index in part.gradient_inputs)]
+        was_backward = False
+        for step in self._steps:
+            if step.is_backward and not was_backward:
+                order.update(dict.fromkeys(between))
+                was_backward = True
+            order.update(dict.fromkeys((*step.reads, *step.writes)))
+        seen = {index for index, _ in order}
+        order.update(dict.fromkeys((storage.id, FIRST) for storage in part.storages if storage.id not in seen))
+        return list(order)
+
+    def _storage(self, copy: Copy, number: int) -> Storage:
+        storage = self._part.storages[copy[0]]
+        is_scratch = copy[1] in (SCRATCH, SCRATCH_TOO)
+        return Storage(
+            id=number,
+            bytes=Expression() if is_scratch else storage.bytes,
+            role=storage.role,
+            name=storage.name,
+            replicas=storage.replicas,
+            freed_after=self._last_use[copy] if is_scratch else self._freed(storage, copy[1]),
+        )
+
+    def _freed(self, storage: Storage, which: int) -> int | None:
+        """The step after which a copy of a storage is freed."""
+        stretch = self._maker.get(storage.id)
+        if stretch is None:
+            return self._freed_outside(storage)
+        is_output = storage.id in self._of[stretch].outputs
+        if which == REFILLED or (is_output and which == AGAIN and stretch.hook is not None):
+            # Autograd's node holds the checkpoint's tensors, and they hold the node.
+            return None
+        if which == AGAIN:
+            return self._ends[stretch] if is_output else self._after(storage.freed_after, AGAIN)
+        if not is_output:
+            return self._freed_without_gradients(storage)
+        if stretch.hook is None and (storage.freed_after is None or storage.freed_after not in stretch.backward):
+            return self._after(storage.freed_after, FIRST)
+        # What is emptied goes with its last reader; and the stretch's own backward operators hold the other copy.
+        return self._last_use[storage.id, FIRST]
+
+    def _freed_without_gradients(self, storage: Storage) -> int:
+        if storage.released_after is not None:
+            return self._at[storage.released_after, FIRST]
+        if storage.replaced_after is not None:
+            return self._at[storage.replaced_after, AGAIN]
+        raise NotRewrittenError(f"{self._part.kind}: nothing tells how long a pass without gradients holds a storage")
+
+    def _freed_outside(self, storage: Storage) -> int | None:
+        """What comes from outside of all stretches: a checkpoint holds its inputs and the gradients of its outputs until its
+        backward pass has ended, and hands over the gradients of its inputs there."""
+        freed = self._after(storage.freed_after, FIRST)
+        for stretch, storages in self._of.items():
+            if storage.id in storages.never_freed:
+                return None
+            if freed is not None and storage.id in storages.held:
+                freed = max(freed, self._ends[stretch])
+        return freed
+
+    def _after(self, op: int | None, run: int) -> int | None:
+        """The step of an operator; of a forward one, that of a run."""
+        return None if op is None else self._at[op, AGAIN if op >= self._count else run]
+
+    def _saved(self, order: Sequence[Copy], storages: Sequence[Storage]) -> tuple[int, ...]:
+        """`Part.saved`: what the forward pass writes and does not free, and inputs that autograd or a checkpoint keeps."""
+        part = self._part
+        forward = [step for step in self._steps if not step.is_backward]
+        written = {copy for step in forward for copy in step.writes}
+        kept_inputs = set(part.saved).union(*(each.inputs for each in self._of.values())) & set(part.inputs)
+        saved = []
+        for number, copy in enumerate(order):
+            freed = storages[number].freed_after
+            is_alive = freed is None or freed >= len(forward)
+            is_made = copy in written and storages[number].role == "activation" and copy[0] not in part.outputs
+            if copy[0] in kept_inputs or (is_made and is_alive):
+                saved.append(number)
+        return tuple(saved)
+
+
+def _made(name: str, at: Place, reads: tuple[Copy, ...], writes: tuple[Copy, ...], size: Expression) -> _Step:
+    """An operator of a hook that the part without recomputation has not: it moves bytes from storage to storage."""
+    op = Op(
+        id=-1,
+        name=name,
+        phase="backward",
+        operator=at[0],
+        module=at[1],
+        cost_class="memory" if reads else "free",
+        shape=(size,),
+        dtype="uint8",
+        flops=Expression(),
+        bytes=size * 2,
+        reads=(),
+        writes=(),
+        after=(),
+    )
+    return _Step(op, FIRST, True, reads, writes)
