@@ -138,10 +138,22 @@ class BlockLibrary:
             unshown = {request: len(_numbers(request) & (ends - self._numbers)) for request in left}
             is_open = {request: self._is_open(request) for request in left}
             further += not any(unshown.values())
-            best = max(left, key=lambda request: (unshown[request], is_open[request]), default=None)
-            if best is None or not (unshown[best] or is_open[best]):
+            thin = self._undecided_classes(is_open)
+            worth = {
+                request: (unshown[request], is_open[request], len(_sights(request) & thin) if is_open[request] else 0)
+                for request in left
+            }
+            best = max(left, key=worth.__getitem__, default=None)
+            if best is None or not any(worth[best]):
                 return
             self._learn(best)
+
+    def _undecided_classes(self, is_open: Mapping[Request, bool]) -> set[object]:
+        """The classes of blocks of which captures decide no other layout: one capture may show several of them."""
+        captured = {layout for layout, _ in self._captured}
+        decided = [request for request, it_is in is_open.items() if not it_is and request.layout not in captured]
+        of_open = [_sights(request) for request, it_is in is_open.items() if it_is]
+        return set().union(*of_open).difference(*map(_sights, decided))
 
     def _is_open(self, request: Request) -> bool:
         """Whether the captures of a layout's classes leave a size of it open; what has no such captures is another matter."""
