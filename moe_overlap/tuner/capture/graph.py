@@ -68,7 +68,7 @@ class Storage:
         freed_after: id of the operator after which the memory is given back, as observed: references in the model's code
             may hold it longer than its last reader. None: it outlives the part's backward pass.
         released_after: of what the forward pass makes, the operator after which a forward pass without gradients gives it back:
-            no autograd node holds it then. None: what such a pass hands out, or does not make.
+            no autograd node holds it then. None: what such a pass hands out or keeps, or does not make.
         replaced_after: of what the model's code keeps until the layer runs again, such as a map of rows, the operator of that
             next pass after which it is given back.
     """

@@ -54,6 +54,8 @@ class BlockLibrary:
         self._captured: dict[tuple[Layout, int], CapturedModel] = {}
         self._composed: dict[tuple[Layout, int], tuple[Part, ...]] = {}
         self._samples: list[Sample] = []
+        self._numbers: set[End] = set()
+        """The numbers of ranks that captures have shown."""
         self._composer: Composer | None = None
         self._unlike: set[str] = set()
 
@@ -124,13 +126,34 @@ class BlockLibrary:
                 self._learn(request)
 
     def decide(self, requests: Iterable[Request]) -> None:
-        """Capture what tells apart the sums that sizes of these requests may be: each capture does so for many layouts."""
+        """Capture what shows the ends of all classes, and what tells apart the sums that sizes of these requests may be.
+
+        Each capture does so for many layouts, and of those that show as many ends one that sizes leave open does both.
+        """
+        if self.rewrites:
+            return
         left = [request for request, _ in _in_order(requests)]
-        for _ in range(DECIDING):
-            left = [request for request in left if self._is_open(request)]
-            if not left:
+        ends, further = _ends(left), 0
+        while further < DECIDING:
+            unshown = {request: len(_numbers(request) & (ends - self._numbers)) for request in left}
+            is_open = {request: self._is_open(request) for request in left}
+            further += not any(unshown.values())
+            thin = self._undecided_classes(is_open)
+            worth = {
+                request: (unshown[request], is_open[request], len(_sights(request) & thin) if is_open[request] else 0)
+                for request in left
+            }
+            best = max(left, key=worth.__getitem__, default=None)
+            if best is None or not any(worth[best]):
                 return
-            self._learn(left[0])
+            self._learn(best)
+
+    def _undecided_classes(self, is_open: Mapping[Request, bool]) -> set[object]:
+        """The classes of blocks of which captures decide no other layout: one capture may show several of them."""
+        captured = {layout for layout, _ in self._captured}
+        decided = [request for request, it_is in is_open.items() if not it_is and request.layout not in captured]
+        of_open = [_sights(request) for request, it_is in is_open.items() if it_is]
+        return set().union(*of_open).difference(*map(_sights, decided))
 
     def _is_open(self, request: Request) -> bool:
         """Whether the captures of a layout's classes leave a size of it open; what has no such captures is another matter."""
@@ -213,6 +236,7 @@ class BlockLibrary:
         """Capture a layout, and compare it with what the earlier ones say of it."""
         captured = self._captured[request.layout, request.model.vocab_size] = self._capture(request)
         self._check_rewrite(request, captured)
+        self._numbers |= _numbers(request)
         for kind in self._composer.kinds if self._composer is not None else ():
             assert self._composer is not None
             try:
@@ -260,12 +284,23 @@ def _certain(requests: Sequence[Request]) -> list[Request]:
     """
     in_order = list(_in_order(requests))
     if requests[0].variant == NO_RECOMPUTATION:
-        return [request for request, is_new in in_order if is_new]
+        return _of_classes([request for request, is_new in in_order if is_new])
     left = [request for request, _ in in_order]
     certain = []
     while left:
         certain.append(max(left, key=lambda request: len(_axes(request))))
         left = [request for request in left if not _axes(request) <= _axes(certain[-1])]
+    return certain
+
+
+def _of_classes(requests: Sequence[Request]) -> list[Request]:
+    """Those that show a class of a block which none before them has shown; the ends that are left are decided later."""
+    shown: set[object] = set()
+    certain = []
+    for request in requests:
+        if not _sights(request) <= shown:
+            certain.append(request)
+            shown |= _sights(request)
     return certain
 
 
@@ -359,13 +394,15 @@ class Libraries:
             library = self.of(members[0])
             library.prepare(certain[key])
             if members[0].variant != NO_RECOMPUTATION and not library.rewrites:
-                certain[key] = [request for request, is_new in _in_order(members) if is_new]
+                certain[key] = _of_classes([request for request, is_new in _in_order(members) if is_new])
                 self._files.captures(certain[key])
                 library.prepare(certain[key])
             library.decide(members)
             if all_layouts:
                 self._files.captures([one for one in members if library.must_capture(one)])
-                library.prepare(members)
+                for one in members:
+                    if library.must_capture(one):
+                        library.model(one)
 
     def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
         """Captured models of the stages, as `cache.Graphs` has it.

@@ -159,6 +159,7 @@ class _Rewrite:
         """Storage -> the stretch that makes it."""
         self._around = {place: each for each in stretches for place in (*each.forward, *each.backward)}
         """Operator -> the stretch that it, or its forward operator, is in."""
+        self._is_marked = any(storage.released_after is not None for storage in part.storages)
         self._steps: list[_Step] = []
         self._at: dict[tuple[int, int], int] = {}
         """Operator of the part, and FIRST or AGAIN -> its place in `_steps`, or that of the last one before it."""
@@ -327,12 +328,16 @@ class _Rewrite:
         # What is emptied goes with its last reader; and the stretch's own backward operators hold the other copy.
         return self._last_use[storage.id, FIRST]
 
-    def _freed_without_gradients(self, storage: Storage) -> int:
+    def _freed_without_gradients(self, storage: Storage) -> int | None:
         if storage.released_after is not None:
             return self._at[storage.released_after, FIRST]
         if storage.replaced_after is not None:
             return self._at[storage.replaced_after, AGAIN]
-        raise NotRewrittenError(f"{self._part.kind}: nothing tells how long a pass without gradients holds a storage")
+        if not self._is_marked:
+            raise NotRewrittenError(
+                f"{self._part.kind}: nothing tells how long a pass without gradients holds a storage"
+            )
+        return None
 
     def _freed_outside(self, storage: Storage) -> int | None:
         """What comes from outside of all stretches: a checkpoint holds its inputs and the gradients of its outputs until its

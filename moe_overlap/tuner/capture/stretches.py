@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from moe_overlap.plan.operators import COMBINE, MERGE
 from moe_overlap.tuner.capture.graph import Op, Part
 from moe_overlap.tuner.capture.request import FULL
 
@@ -90,6 +91,10 @@ def _norms(part: Part) -> list[Stretch]:
         inside = _inside(part, lambda op, name=module: op.module == _prefix(part) + name)  # type: ignore[misc]
         if inside:
             found.append(_without_output(part, inside, lambda op, name=source: _is_in(op, part, name)))  # type: ignore[misc]
+            hooked, fires = found[-1].hook or (None, 0)
+            if hooked is not None and hooked.operator in (COMBINE, MERGE):
+                # Whatever the last kernel is, the MoE layer hands out a view that its `postprocess` makes.
+                found[-1] = dataclasses.replace(found[-1], hook=(dataclasses.replace(hooked, operator=MERGE), fires))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 
 from moe_overlap.tuner.capture.cache import CaptureFiles, save_captured
 from moe_overlap.tuner.capture.capture import sequence_unit
-from moe_overlap.tuner.capture.graph import CapturedModel, Op, check
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Op, check
 from moe_overlap.tuner.capture.library import BlockLibrary, Libraries
 from moe_overlap.tuner.capture.recomputation import recomputed
 from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION, Request
@@ -32,17 +32,19 @@ from tests.unit.tuner.test_capture_library import AXES, requests
 
 CHEAP = "layernorm+moe_act"
 EVERY = "core_attn+layernorm+mla_up_proj+mlp+moe_act+shared_experts"
+RANKS = f"{TP2_EP2} {CP2}"
 MODELS = {
-    "heads in groups": (MOE, (FULL, CHEAP, "core_attn+layernorm+moe")),
-    "biases and windows": (GATED, (FULL, CHEAP)),
-    "latent attention and prediction layers": (f"{LATENT} {SHARED} {AHEAD}", (FULL, EVERY)),
+    "heads in groups": (f"{MOE} {RANKS}", (FULL, CHEAP, "core_attn+layernorm+moe")),
+    "biases and windows": (f"{GATED} {RANKS}", (FULL, CHEAP)),
+    "latent attention and prediction layers": (f"{LATENT} {SHARED} {AHEAD} {RANKS}", (FULL, EVERY)),
+    "latent attention on one rank": (LATENT, ("mla_up_proj",)),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_rewritten_layer_is_the_captured_one(name: str) -> None:
     flags, variants = MODELS[name]
-    asked = request(f"{flags} {TP2_EP2} {CP2} --bf16", "te")
+    asked = request(f"{flags} --bf16", "te")
     point = (3, sequence_unit(asked.config, asked.model, asked.layout))
     plain = marked_parts(asked, point)
     for variant in variants:
@@ -143,3 +145,37 @@ def test_libraries_capture_a_variant_once(tmp_path: Path) -> None:
     for asked in asked_for():
         assert libraries.of(asked).model(asked).parts == fully_recomputed(asked).parts
     assert sum(count.values()) <= 10
+
+
+class Open(BlockLibrary):
+    """A library whose captures are said to leave some layouts open."""
+
+    still_open: Collection[Layout] = ()
+
+    def _is_open(self, request: Request) -> bool:
+        return request.layout in self.still_open and request.layout not in self.captured_layouts
+
+
+@pytest.mark.parametrize(("still_open", "chosen"), [([], (4, 1, 2, 2)), ([(8, 1, 2, 1)], (8, 1, 2, 1))])
+def test_of_captures_that_show_as_many_ends_one_that_is_open_is_taken(
+    still_open: list[tuple[int, int, int, int]], chosen: tuple[int, int, int, int]
+) -> None:
+    library = Open(captured)
+    library.prepare(requests([(8, 2, 8, 2)]))
+    library.still_open = [asked.layout for asked in requests(still_open)]
+    library.decide(requests())
+    assert library.captured_layouts[1] == requests([chosen])[0].layout
+
+
+def test_of_open_layouts_one_is_captured_that_shows_most_of_what_is_open() -> None:
+    """Open are all of 8 tensor and 2 context ranks, and all without expert ranks: one layout is both."""
+    library = Open(captured)
+    library.prepare(requests())
+    before = len(library.captured_layouts)
+    library.still_open = [
+        layout
+        for layout in (asked.layout for asked in requests())
+        if (layout.tensor, layout.context) == (8, 2) or layout.expert * layout.expert_tensor == 1
+    ]
+    library.decide(requests())
+    assert library.captured_layouts[before] == requests([(8, 2, 1, 1)])[0].layout
