@@ -34,7 +34,7 @@ from moe_overlap.overlapped_search import SCREENED, Overlapped, OverlapSearch, d
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.report.search import Finalist, PlanSearch
-from moe_overlap.search_flags import PlansAsFlags, Target, with_precision, without_layout
+from moe_overlap.search_flags import PlansAsFlags, Target, as_priced, with_precision, without_layout
 from moe_overlap.search_task import (
     accepted,
     captured_ahead,
@@ -354,7 +354,7 @@ def _asked(
     """
     require_equal_groups(cluster)
     bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
-    bare = with_precision(bare, options.get("precision"))
+    bare = as_priced(with_precision(bare, options.get("precision")), settings.target)
     bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
     job = with_dispatcher_of(_described(words, bare, cluster, options), FIRST if further else "")
     flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}

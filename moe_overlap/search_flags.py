@@ -30,6 +30,7 @@ from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import argument_file, is_format_of_fsdp, layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
 
+GROUPED_PRODUCTS = "--moe-grouped-gemm"
 Target = Literal["moe-overlap", "megatron-lm", "any"]
 DECIDED = "the search decides it"
 BY_HAND = ("--moe-overlap-", "--defer-weight-gradients", "--max-deferred-bytes")
@@ -69,6 +70,16 @@ def with_precision(words: Sequence[str], precision: Precision | None) -> list[st
     said = arguments_of({**fields, "optimizer.bf16": precision != "fp16"})
     others = {name: each for name, each in grouped(words).items() if not name.startswith(OF_PRECISION)}
     return [*(word for name, each in others.items() for word in (name, *each)), *said]
+
+
+def as_priced(words: Sequence[str], target: Target) -> list[str]:
+    """The flags with what prices take for granted and Megatron-LM must be told: the products of a rank's experts in one call.
+
+    Without the flag it multiplies one expert at a time. This fork always groups them, where its libraries do.
+    """
+    flags = grouped(words)
+    is_told = target != "megatron-lm" or GROUPED_PRODUCTS in flags
+    return [*words] if is_told or not flags.keys() >= {"--num-experts", "--bf16"} else [*words, GROUPED_PRODUCTS]
 
 
 class PlansAsFlags:

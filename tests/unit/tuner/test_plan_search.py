@@ -30,6 +30,7 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan_search import SearchSettings, Target, search_plan, without_layout
 from moe_overlap.report.search import Finalist, PlanSearch, detail_lines, search_json, search_lines, write_search
+from moe_overlap.search_flags import as_priced
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.search.layer.candidates import PLAIN
@@ -83,6 +84,21 @@ def test_the_layout_of_the_flags_binds_nothing() -> None:
     assert {"--global-batch-size", "--seq-length", "--bf16", "--num-layers", "--lr"} <= flags.keys()
     assert list(dropped) == ["--moe-shared-expert-overlap"]
     assert "--moe-shared-expert-overlap" in without_layout(words, "megatron-lm")[0]
+
+
+def test_megatron_lm_is_told_to_group_the_products_of_experts_as_they_are_priced() -> None:
+    flag = "--moe-grouped-gemm"
+    assert flag not in SMALL
+    assert as_priced(SMALL, "megatron-lm") == [*SMALL, flag]
+    assert as_priced([flag, *SMALL], "megatron-lm") == [flag, *SMALL]
+    for words, target in ((SMALL, "moe-overlap"), (["--bf16"], "megatron-lm"), (["--num-experts", "4"], "megatron-lm")):
+        assert as_priced(words, target) == words
+    written = searched("megatron-lm").written
+    assert (
+        flag in written.flags
+        and f"# the products of a rank's experts are one call, as predicted\n{flag}" in written.text
+    )
+    assert flag not in searched("moe-overlap").written.flags
 
 
 @pytest.mark.parametrize("target", ["moe-overlap", "megatron-lm"])
