@@ -125,8 +125,8 @@ def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
     first = {(index, order[0]) for index, order in enumerate(orders)}
     sources = [_source(*each, stages, virtual) for each in passes]
     ends = np.cumsum(np.bincount([level[each] for each in passes]))[:-1]
-    before = np.array([0 if each in first else number[each[0], behind[each]] for each in passes])
-    source = np.array([0 if source is None else number[source] for source in sources])
+    ahead = np.array([0 if each in first else number[each[0], behind[each]] for each in passes])
+    given = np.array([0 if source is None else number[source] for source in sources])
     last = (micro_batches - 1, max(0, micro_batches - 1 - stages))
     return _Order(
         taken=np.array(
@@ -134,9 +134,7 @@ def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
         ),
         levels=tuple(
             (begin + 1, *of_level)
-            for begin, *of_level in zip(
-                [0, *ends.tolist()], np.split(before, ends), np.split(source, ends), strict=True
-            )
+            for begin, *of_level in zip([0, *ends.tolist()], np.split(ahead, ends), np.split(given, ends), strict=True)
         ),
         rounds=np.array(
             [[number[index, Step("forward", virtual - 1, each)] for index in range(stages)] for each in reversed(last)]
