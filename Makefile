@@ -22,8 +22,11 @@ test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
+# What computes goes in two workers; what launches, kills or measures processes has the machine to itself.
+COMPUTING := tests/unit tests/validation
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(COMPUTING) $(ARGS)
+	$(BIN)/python -m pytest -m slow $(addprefix --ignore=,$(COMPUTING)) $(ARGS)
 
 # On a machine with GPUs; elsewhere each test is skipped by its name.
 test-gpu: .venv/installed
