@@ -13,7 +13,7 @@ from moe_overlap.tuner.capture.capture import capture, gives, sequence_unit
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.capture.library import BlockLibrary
 from moe_overlap.tuner.capture.recomputation import recomputed
-from moe_overlap.tuner.capture.request import FULL, Request
+from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION, Request
 from tests.unit.tuner.capture_cases import marked_parts, recorded, request
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -150,7 +150,10 @@ def compare_with_captures(asked: list[Request]) -> None:
         point = (3, sequence_unit(request_of_layout.config, request_of_layout.model, request_of_layout.layout))
         model = library.model(request_of_layout)
         assert {part.kind for part in model.parts} >= {*model.layer_kinds, *model.mtp_kinds}
-        for kind, (part,) in recorded(request_of_layout, [point]).items():
+        expected = {kind: part for kind, (part,) in recorded(request_of_layout, [point]).items()}
+        if request_of_layout.variant == NO_RECOMPUTATION:
+            expected |= marked_parts(request_of_layout, point)
+        for kind, part in expected.items():
             if part.variant != "none" and kind in ("embedding", "head"):
                 continue  # They recompute nothing, and are part of the plain capture alone.
             assert gives(model.part(kind, part.variant, samples=point[0]), part, point), (
