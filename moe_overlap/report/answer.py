@@ -303,7 +303,7 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
     name = max(terms, key=lambda term: terms[term])
     if terms[name] < WORTH_A_LOOK * seconds:
         return again
-    ours = "this fork's, --target both says what it gains"
+    ours = "Megatron-LM's (--overlap-moe-expert-parallel-comm) or this fork's, --target both compares them"
     advice = {
         "bubble": "more micro-batches or fewer stages"
         if len(stage.chunks) > 1
