@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Unpack
 
-from megatron.training.cli.arguments import expand_files
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
@@ -47,7 +46,7 @@ def _for_upstream(
     A search keeps that flag or its absence. A gain over plans without it would be a gain over a flag that was not set.
     """
     plain = search_plan(words, cluster, settings, libraries, **options)
-    flags = grouped(tuple(expand_files(words)))
+    flags = grouped(plain.words)
     if OVERLAP in flags or "--num-experts" not in flags or plain.ended_early:
         return plain
     try:
