@@ -50,7 +50,7 @@ class BlockLibrary:
         self._rewritten: dict[int, tuple[Part, Part]] = {}
         """By the identity of a part without recomputation: that part, and the rewritten one."""
         self._checked: list[set[str]] = []
-        """Of every capture that was equal to the rewritten graph, the axes on which its layout is parallel."""
+        """The axes on which the layout of each capture is parallel that was equal to the rewritten graph."""
         self._captured: dict[tuple[Layout, int], CapturedModel] = {}
         self._composed: dict[tuple[Layout, int], tuple[Part, ...]] = {}
         self._samples: list[Sample] = []
@@ -184,7 +184,10 @@ class BlockLibrary:
             NotComposableError, UndeterminedError: it must be captured.
         """
         if self._is_rewritten(request):
-            return self._rewritten_parts(request)
+            try:
+                return self._rewritten_parts(request)
+            except NotRewrittenError as error:
+                raise NotComposableError(str(error)) from error
         if self._composer is None:
             raise NotComposableError("nothing is captured")
         key = request.layout, request.model.vocab_size
@@ -278,7 +281,7 @@ def _in_order(requests: Iterable[Request]) -> Iterator[tuple[Request, bool]]:
 
 
 def _certain(requests: Sequence[Request]) -> list[Request]:
-    """What of one library's requests is captured in any case.
+    """One library's requests that are captured in any case.
 
     Of a variant, those that show whether it is rewritten: together they are parallel on all axes on which a layout is.
     """

@@ -10,8 +10,9 @@ megatron-core 0.16.1 recomputes a stretch of a layer's forward pass in one of tw
 
 `recomputed` writes that down as a rewrite: which operators run again, when, on which storages, and how long each storage lives.
 What a pass without gradients leaves out and how long the model's code holds a storage without autograd is in the marks of the
-part (`without_gradients.py`). Nothing here is trusted unseen: `library.py` compares a rewritten graph with a capture before it
-answers with rewritten ones. Variants that are not written down raise `NotRewrittenError`, and are captured.
+part (`without_gradients.py`). `library.py` compares the rewritten graph of one layout with a capture before it answers with
+others: that shows a variant's collectives, but not every class of a block, which slow tests compare (`test_capture_layouts.py`).
+Variants that are not written down raise `NotRewrittenError`, and are captured.
 
 Recomputation moves the attribution of operators, too: a hook runs outside of the methods that name operators, so what runs in a
 module of its own there has no operator name, and everything else has the place of the operator whose gradient fired the hook.
@@ -340,8 +341,8 @@ class _Rewrite:
         return None
 
     def _freed_outside(self, storage: Storage) -> int | None:
-        """What comes from outside of all stretches: a checkpoint holds its inputs and the gradients of its outputs until its
-        backward pass has ended, and hands over the gradients of its inputs there."""
+        """The step after which a storage is freed that no stretch makes: a checkpoint holds its inputs and the gradients of its
+        outputs until its backward pass has ended, and hands over the gradients of its inputs there."""
         freed = self._after(storage.freed_after, FIRST)
         for stretch, storages in self._of.items():
             if storage.id in storages.never_freed:

@@ -27,10 +27,14 @@ def layer_kinds(model: ModelDescription) -> tuple[str, ...]:
     return _kinds(model.moe_layers, _windows(model)[: model.num_layers])
 
 
+AHEAD = "mtp."
+"""Beginning of the kinds of multi-token-prediction layers."""
+
+
 def prediction_kinds(model: ModelDescription) -> tuple[str, ...]:
     """Kind of every multi-token-prediction layer: it holds a layer like the decoder's last, windows count on behind those."""
     inside = model.moe_layers[-1:] * model.mtp_layers
-    return tuple(f"mtp.{kind}" for kind in _kinds(inside, _windows(model)[model.num_layers :]))
+    return tuple(f"{AHEAD}{kind}" for kind in _kinds(inside, _windows(model)[model.num_layers :]))
 
 
 def _windows(model: ModelDescription) -> tuple[int | None, ...]:

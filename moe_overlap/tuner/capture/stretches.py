@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 from moe_overlap.plan.operators import COMBINE, MERGE
 from moe_overlap.tuner.capture.graph import Op, Part
-from moe_overlap.tuner.capture.request import FULL
+from moe_overlap.tuner.capture.request import AHEAD, FULL
 
 Place = tuple[str, str]
 """Operator and module."""
-AHEAD = "mtp."
-"""Beginning of the kinds of prediction layers."""
 
 
 class NotRewrittenError(LookupError):
@@ -172,7 +170,7 @@ def _dense_mlp(part: Part) -> list[Stretch]:
 
 
 def _moe(part: Part) -> list[Stretch]:
-    """What a MoE layer calls: its checkpoint is inside of the module, whose own code has no module where it runs again."""
+    """The whole of a MoE layer: its checkpoint is inside of the module, whose own code has no module where it runs again."""
     owner = f"{_prefix(part)}mlp"
 
     def place_again(op: Op) -> Place:

@@ -140,7 +140,7 @@ def argument_file(
     if target == "megatron-lm":
         for error in (*parser_errors(by_group), *upstream_errors(values_of(by_group), plan.world_size)):
             raise error
-    comments = {name: _comment(name, plan, effects or {}) for name in by_group if name in chosen or name in ALWAYS}
+    comments = {name: _comment(name, plan, effects or {}) for name in by_group}
     lines = [*(f"# {line}".rstrip() for line in head), *flag_lines(by_group, comments)]
     left_out = tuple((name, reason) for name, reason in gone.items() if name in grouped(words))
     if left_out:
@@ -283,8 +283,6 @@ def _expert_shares(plan: Plan, stage: StagePlan) -> str:
     return f"every expert's matrices are shared by {stage.expert_tensor} ranks"
 
 
-ALWAYS = frozenset({"--moe-grouped-gemm"})
-"""Flags that no plan decides, and that a comment explains."""
 REASONS: Mapping[str, Callable[[Plan, StagePlan], str]] = {
     "--tensor-model-parallel-size": lambda plan, stage: f"every layer's matrices are shared by {stage.tensor} ranks",
     "--sequence-parallel": lambda plan, stage: "norms and what they keep are shared by the tensor ranks, too",

@@ -276,4 +276,5 @@ def test_forked_processes_share_the_cores(tmp_path: Path) -> None:
 def test_a_capture_runs_nothing_of_the_folder_it_is_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('the working directory was imported')")
     monkeypatch.chdir(tmp_path)
-    CaptureFiles(tmp_path).captures([request(MOE)])
+    (captured,) = CaptureFiles(tmp_path).captures([request(MOE)])
+    assert captured.part("moe").ops

@@ -131,6 +131,27 @@ def test_a_layout_that_is_parallel_on_an_axis_that_no_capture_has_shown_is_captu
     assert shown == [(1, 1, 1), (2, 1, 4), (2, 2, 2)] and not library.rewrites
 
 
+def test_a_layout_that_cannot_be_rewritten_is_captured() -> None:
+    """The check has passed under another layout; of this one the pass without gradients was no shorter version."""
+
+    def plain(asked: Request) -> CapturedModel:
+        model = captured(asked)
+        if asked.layout.tensor > 1:
+            return model
+        bare = [
+            replace(part, storages=tuple(replace(each, released_after=None) for each in part.storages))
+            for part in model.parts
+        ]
+        return replace(model, parts=tuple(bare))
+
+    library = BlockLibrary(fully_recomputed, BlockLibrary(plain))
+    shown, other = asked_for(((2, 1, 4, 1), (1, 1, 2, 1)))
+    library.prepare([shown])
+    assert library.rewrites
+    assert library.must_capture(other) and library.model(other).parts == fully_recomputed(other).parts
+    assert len(library.captured_layouts) == 2
+
+
 def test_libraries_capture_a_variant_once(tmp_path: Path) -> None:
     count = dict.fromkeys((NO_RECOMPUTATION, FULL), 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.training.cli.config import Config, Rule
 from megatron.training.cli.sizes import dense_width
 from moe_overlap.describe.errors import at_least, divisors, fraction, require
+from moe_overlap.describe.model import require_bounded_layers
 
 # Windows and scaled rotary positions
 
@@ -59,8 +60,6 @@ ATTENTION_RULES: tuple[Rule, ...] = (windows_fit, yarn_fits, llama_scaling_fits)
 
 # Sizes and forms
 
-MOST_LAYERS = 10_000
-"""A plan names every layer."""
 MOST_WIDE = 100_000_000
 """Widths, tokens and words of the largest model that is read, a hundred times what is trained: whatever is wider is a slip, and
 the products of several such sizes are no exact numbers any more."""
@@ -92,8 +91,6 @@ def sizes_are_given(config: Config) -> None:
             ("--rotary-seq-len-interpolation-factor", model.rotary_seq_len_interpolation_factor),
         ),
     )
-    layers, rule = model.num_layers or 0, f"is more than {MOST_LAYERS}"
-    require(layers <= MOST_LAYERS, "--num-layers", layers, rule, "correct the value")
     require(
         dense_width(config) > 0, "--hidden-size", model.hidden_size, "too small for --swiglu's width", "use 24 or more"
     )
@@ -101,6 +98,7 @@ def sizes_are_given(config: Config) -> None:
 
 def sizes_are_bounded(config: Config) -> None:
     model, moe = config.model, config.moe
+    require_bounded_layers("--num-layers", model.num_layers)
     for flag, size in (
         ("--hidden-size", model.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size),
