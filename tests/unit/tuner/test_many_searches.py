@@ -102,6 +102,23 @@ def test_what_megatron_lm_could_overlap_is_no_gain(outcome: object, monkeypatch:
     assert both.upstream.ended_early == (outcome == "interrupted")
 
 
+@pytest.mark.parametrize("words", [(*SMALL, OVERLAP), ("--bf16",)])
+def test_what_the_flags_say_of_that_overlap_and_dense_models_are_searched_once(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Target] = []
+
+    def search(
+        _: list[str], cluster: Cluster, settings: SearchSettings, *more: object, **options: object
+    ) -> PlanSearch:
+        asked.append(settings.target)
+        return dataclasses.replace(searched(settings.target), words=words)
+
+    monkeypatch.setattr(scaling, "search_plan", search)
+    search_both(words, H100, QUICK)
+    assert asked == ["megatron-lm", "moe-overlap"]
+
+
 def slower(search: PlanSearch, by: float) -> PlanSearch:
     prediction = search.prediction
     seconds = prediction.predicted.step_seconds * by

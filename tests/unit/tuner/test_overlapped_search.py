@@ -254,6 +254,14 @@ def test_a_plan_that_overlaps_nothing_has_the_reason(
     assert decide_overlaps(ranked, lambda bar: (), search, **OPTIONS).why_plain == why
 
 
+def test_a_search_has_the_reason_of_its_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decided(finalists: Sequence[Finalist], *args: object, **options: object) -> Overlapped:
+        return Overlapped(chosen=finalists[0], tuned=None, why_plain="because")
+
+    monkeypatch.setattr(plan_search, "decide_overlaps", decided)
+    assert search_plan(SMALL, H100, SearchSettings(has_baseline=False), **OPTIONS).why_plain == "because"
+
+
 @pytest.mark.parametrize("share", [0.04, 0.06])
 def test_the_reason_is_told_where_all_to_alls_are_worth_a_look(share: float) -> None:
     found = searched("moe-overlap")
