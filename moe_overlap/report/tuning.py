@@ -264,9 +264,9 @@ def why_plain(tuned: Tuned) -> str:
         return next((f"{way.name}: {way.refused}" for way in ways), "")
     closest = min(predicted, key=lambda way: (not way.fits, way.seconds))
     assert closest.prediction is not None
-    than = f"{closest.seconds:.3f} s ({closest.seconds / tuned.plain_seconds - 1:+.1%})"
-    lacks = "" if closest.fits else f", {closest.prediction.memory_verdict}"
-    return f"of {len(ways)} ways the closest, {closest.name}, takes {than}{lacks}"
+    than = f"{closest.seconds:.3f} s ({100 * (closest.seconds / tuned.plain_seconds - 1):+.1f} %)"
+    lacks = "" if closest.fits else f" and {closest.prediction.memory_verdict}"
+    return f"the best of {len(ways)} ways, {closest.name}, takes {than}{lacks}"
 
 
 def _decisions(chosen: Candidate) -> list[str]:

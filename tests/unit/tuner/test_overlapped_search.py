@@ -233,11 +233,11 @@ def way(name: str, seconds: float | None, verdict: str = "fits") -> SimpleNamesp
 @pytest.mark.parametrize(
     ("ways", "why"),
     [
-        ((way("A", 1.2), way("B", 1.1)), "of 2 ways the closest, B, takes 1.100 s (+10.0%)"),
-        ((way("A", 0.9, "does not fit"), way("B", 1.1)), "of 2 ways the closest, B, takes 1.100 s (+10.0%)"),
+        ((way("A", 1.2), way("B", 1.1)), "the best of 2 ways, B, takes 1.100 s (+10.0 %)"),
+        ((way("A", 0.9, "does not fit"), way("B", 1.1)), "the best of 2 ways, B, takes 1.100 s (+10.0 %)"),
         (
             (way("A", 0.9, "may not fit"), way("B", None)),
-            "of 2 ways the closest, A, takes 0.900 s (-10.0%), may not fit",
+            "the best of 2 ways, A, takes 0.900 s (-10.0 %) and may not fit",
         ),
         ((way("A", None),), "A: A is refused"),
         ((), ""),
