@@ -303,7 +303,10 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
     name = max(terms, key=lambda term: terms[term])
     if terms[name] < WORTH_A_LOOK * seconds:
         return again
-    ours = "Megatron-LM's (--overlap-moe-expert-parallel-comm) or this fork's, --target both compares them"
+    # Upstream's plan may have its own overlap already.
+    ours = (
+        "this fork's, or Megatron-LM's where --overlap-moe-expert-parallel-comm is not set; --target both compares them"
+    )
     advice = {
         "bubble": "more micro-batches or fewer stages"
         if len(stage.chunks) > 1

@@ -362,7 +362,7 @@ def detail_lines(search: PlanSearch) -> list[str]:
     sharding = [] if search.sharding is None else sharding_details(search.sharding)
     return [
         *changes,
-        *_graphs_lines(search),
+        *([] if _answers_graphs(search) else _graphs_lines(search)),
         *_screened_lines(search.screened),
         *sharding,
         *refused_lines(search.refused),
@@ -380,6 +380,11 @@ def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
         others = f" (and {more:,} more plan{'s' * (more > 1)} for this flag: --json)" if more else ""
         lines.append(f"{'refused':<12}{name}: {rule}{others}")
     return lines
+
+
+def _answers_graphs(search: PlanSearch) -> bool:
+    """Whether the answer has a line on CUDA graphs: where they would gain nothing they are a detail."""
+    return search.graphs is not None and (search.graphs.is_on or graphs_help(search.graphs, search.prediction))
 
 
 def _graphs_lines(search: PlanSearch) -> list[str]:
@@ -420,9 +425,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     exposed = exposed_seconds(search.prediction.breakdown).get("expert", 0.0)
     if search.why_plain and exposed >= WORTH_A_LOOK * search.prediction.predicted.step_seconds:
         lines.append(f"{'overlap':<12}none helps: {search.why_plain}")
-    # Graphs that would gain nothing are a detail.
-    if search.graphs is not None and (search.graphs.is_on or graphs_help(search.graphs, search.prediction)):
-        lines += _graphs_lines(search)
+    lines += _graphs_lines(search) if _answers_graphs(search) else []
     if search.refusal is None:
         lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     else:

@@ -106,13 +106,13 @@ def test_a_search_of_plans_keeps_the_flag_and_its_files_are_predicted_the_same(
     assert with_graphs.tuned is not None and with_graphs.tuned.graphs is not None
     assert GRAPHS in with_graphs.written.flags and GRAPHS not in dict(with_graphs.written.left_out)
     assert search_json(with_graphs)["graphs"]["replayed"]
-    assert named_graphs(with_graphs) == (True, True)
-    # Without the flag the answer names graphs where they gain something, --verbose always.
+    assert named_graphs(with_graphs) == (True, False)
+    # Without the flag the answer names graphs where they gain something, elsewhere --verbose does.
     predicted = with_graphs.prediction.predicted
     for times, is_named in ((0.9, True), (1.0, False), (1.1, False)):
         step = dataclasses.replace(predicted, step_seconds=times * predicted.step_seconds)
         other = GraphsChoice(is_on=False, name="A", other=dataclasses.replace(with_graphs.prediction, predicted=step))
-        assert named_graphs(dataclasses.replace(with_graphs, graphs=other)) == (is_named, True)
+        assert named_graphs(dataclasses.replace(with_graphs, graphs=other)) == (is_named, not is_named)
     write_search(tmp_path, with_graphs)
     monkeypatch.chdir(tmp_path)
     again = predict(["@megatron_args.txt"], at_speed(150.0), **options)
