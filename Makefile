@@ -22,11 +22,10 @@ test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
-# What computes goes in two workers; what launches, kills or measures processes has the machine to itself.
-COMPUTING := tests/unit tests/validation
+# Two workers leave no core idle; what measures has the machine to itself.
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(COMPUTING) $(ARGS)
-	$(BIN)/python -m pytest -m slow $(addprefix --ignore=,$(COMPUTING)) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not alone" $(ARGS)
+	$(BIN)/python -m pytest -m "slow and alone" $(ARGS)
 
 # On a machine with GPUs; elsewhere each test is skipped by its name.
 test-gpu: .venv/installed

@@ -1,10 +1,8 @@
-"""pretrain_moe.py with a rank that is lost, or fails, just before it sends its rows, when the others already wait for them.
+"""A rank that is lost, or fails, just before it sends its rows, when the others already wait for them (`tests.ranks.Trouble`).
 
-    lost_rank.py RANK DISPATCH HOW [flags of pretrain_moe.py]
-
-Rank RANK comes to grief in place of its dispatch number DISPATCH, counted from 1. HOW is the name of a signal that it sends
-itself, `raise` for an exception, or `memory` for an allocation above the limit of its address space. Runs with overlap are met in
-their dispatcher, plain ones (HOW ends in `-plain`) where the recorder begins the dispatch of layer 0.
+It comes to grief in place of a chosen dispatch, counted from 1. How: the name of a signal that it sends itself, `raise` for an
+exception, or `memory` for an allocation above the limit of its address space. Runs with overlap are met in their dispatcher,
+plain ones (the word ends in `-plain`) where the recorder begins the dispatch of layer 0.
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from moe_overlap.commands import train as pretrain_moe  # noqa: E402
+PATIENCE_SECONDS = 60.0
+"""A rank that never starts its dispatch is a failure of the test, which then shows what the ranks said."""
 
 
 def come_to_grief(how: str) -> None:
@@ -36,8 +33,35 @@ def come_to_grief(how: str) -> None:
     os.kill(os.getpid(), signal.Signals[how])
 
 
-def lose_at(number: int, how: str) -> None:
-    """Have this process fail at a dispatch."""
+def lose_at(number: int, how: str, others: Sequence[Path]) -> None:
+    """Have this process fail at a dispatch, once the files exist by which the other ranks tell that they have started theirs."""
+    if how.endswith("-plain"):
+        # The failure is inside of the operation.
+        _replace_dispatch(number, lambda start: (start(), come_to_grief(how.removesuffix("-plain"))), plain=True)
+        return
+
+    def fail(start: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all(path.exists() for path in others) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        come_to_grief(how)
+        return start()
+
+    _replace_dispatch(number, fail)
+
+
+def tell_at(number: int, path: Path) -> None:
+    """Have this process make a file when it has started a dispatch of a run with overlap."""
+
+    def tell(start: Callable[[], Any]) -> Any:
+        started = start()
+        path.touch()
+        return started
+
+    _replace_dispatch(number, tell)
+
+
+def _replace_dispatch(number: int, instead: Callable[[Callable[[], Any]], Any], plain: bool = False) -> None:
     from megatron.training import cpu_backend
     from megatron.training.cli.start import quiet_libraries
 
@@ -46,30 +70,20 @@ def lose_at(number: int, how: str) -> None:
     from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
     from moe_overlap.runtime.spans import SpanRecorder
 
-    left, plain = [number], how.endswith("-plain")
+    left = [number]
 
-    def failing(before: Callable[..., Any], is_dispatch: Callable[..., bool]) -> Callable[..., Any]:
+    def replaced(before: Callable[..., Any], is_dispatch: Callable[..., bool]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            left[0] -= is_dispatch(*arguments)
-            if left[0] == 0 and is_dispatch(*arguments):
-                if plain:
-                    # The failure is inside of the operation.
-                    before(*arguments)
-                come_to_grief(how.removesuffix("-plain"))
-            return before(*arguments)
+            if not is_dispatch(*arguments):
+                return before(*arguments)
+            left[0] -= 1
+            return instead(lambda: before(*arguments)) if left[0] == 0 else before(*arguments)
 
         return call
 
     if plain:
         is_dispatch = lambda recorder, name, *rest: name == "L0.moe.dispatch"  # noqa: E731
-        SpanRecorder._switch = failing(SpanRecorder._switch, is_dispatch)  # type: ignore[method-assign]
+        SpanRecorder._switch = replaced(SpanRecorder._switch, is_dispatch)  # type: ignore[method-assign]
     else:
         start = IrregularDispatcher.start_dispatch
-        IrregularDispatcher.start_dispatch = failing(start, lambda *_: True)  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    rank, dispatch, how, *words = sys.argv[1:]
-    if os.environ["RANK"] == rank:
-        lose_at(int(dispatch), how)
-    pretrain_moe.end_process(pretrain_moe.main(words))
+        IrregularDispatcher.start_dispatch = replaced(start, lambda *_: True)  # type: ignore[method-assign]

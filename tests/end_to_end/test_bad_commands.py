@@ -213,7 +213,6 @@ def test_port_that_is_taken() -> None:
     "words",
     [
         "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
-        "--data-path F/cut",
         "--load F/incomplete",
     ],
 )

@@ -17,7 +17,7 @@ from moe_overlap.describe.errors import ConfigError
 from tests.end_to_end.program import ROOT
 from tools.bench.bed import require_namespaces
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 COMMAND = [sys.executable, str(ROOT / "tools/benchmark_closed_loop.py")]
 

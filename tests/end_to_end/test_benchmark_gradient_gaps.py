@@ -24,6 +24,7 @@ def links() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_gradient_of_100_megabytes_fills_the_gaps() -> None:
     command = [sys.executable, str(PROGRAM), links(), "--repeats", "5", "--json"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)

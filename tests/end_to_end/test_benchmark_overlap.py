@@ -39,6 +39,7 @@ def only_record(*words: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_timer_compute() -> None:
     record = only_record("--timer-compute", "--compute-seconds", "0.4")
     rows = {row["variant"]: row for row in record["variants"]}
@@ -72,6 +73,7 @@ def timed() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_exposed_spans_are_what_a_free_link_saves(timed: dict[str, Any]) -> None:
     for name, row in timed.items():
         spans = row["exposed_seconds"]["median"] - row["free_exposed_seconds"]
@@ -80,12 +82,14 @@ def test_exposed_spans_are_what_a_free_link_saves(timed: dict[str, Any]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_wait_behind_every_issue_undoes_the_gain(timed: dict[str, Any]) -> None:
     assert timed["both 2 around"]["speedup"]["median"] > 1.2
     assert timed["both 2 around, waiting"]["speedup"]["median"] < 1.05
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_nothing_is_left_after_an_interruption() -> None:
     links = "--namespaces" if namespaces_allowed() else "--emulator"
     command = [sys.executable, str(PROGRAM), links, *TIMED]
@@ -107,6 +111,7 @@ def test_nothing_is_left_after_an_interruption() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_real_compute() -> None:
     record = only_record()
     names = [row["variant"] for row in record["variants"]]

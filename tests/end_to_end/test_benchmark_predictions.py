@@ -23,6 +23,7 @@ def benchmark(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_predicted_step_is_the_measured_one(tmp_path: Path) -> None:
     ended = benchmark(*TIMED, "--folder", str(tmp_path))
     assert ended.returncode == 0, ended.stderr

@@ -15,6 +15,7 @@ import pytest
 from moe_overlap.commands.compare import compare_losses
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import PROGRAM, ROOT, SMALL, STEPS, Launch, alone, line_count
+from tests.ranks import Ranks
 
 UNREAD = (
     [str(PROGRAM), "--help"],
@@ -42,11 +43,11 @@ def test_loss_that_is_not_finite_ends_every_rank_with_one_line(tmp_path: Path) -
 def test_sigterm_with_handler_saves_and_the_run_continues_bitwise(undisturbed: Undisturbed, tmp_path: Path) -> None:
     losses, saved = tmp_path / "losses.jsonl", tmp_path / "saved"
     words = [*SMALL, "--exit-signal-handler", "--save", str(saved), "--log-json", str(losses)]
-    launch = Launch(words, tmp_path)
-    launch.wait_until_lines(losses, 5)
-    assert all(handled(process.pid, signal.SIGTERM) for process in launch.processes)
-    launch.processes[1].send_signal(signal.SIGTERM)  # one rank hears it, both stop in the same step
-    first, second = launch.wait(PROMPT_SECONDS)
+    job = Ranks(words, tmp_path)
+    job.wait_until_lines(losses, 5)
+    assert all(handled(process.pid or 0, signal.SIGTERM) for process in job.processes)
+    job.signal(signal.SIGTERM, rank=1)  # one rank hears it, both stop in the same step
+    first, second = job.wait(PROMPT_SECONDS)
     assert (first.status, second.status) == (0, 0), first.err + second.err
     done = line_count(losses)
     assert 5 <= done < STEPS
@@ -62,7 +63,7 @@ def test_sigterm_with_handler_saves_and_the_run_continues_bitwise(undisturbed: U
     (longer,) = (line.split("pretrain_moe.py ")[1] for line in first.out.splitlines() if line.startswith("next"))
     ranks = longer.removeprefix("--nproc-per-node 2 ").split()
     assert ranks.count("--load") == 1
-    extended = Launch([*ranks, "--exit-interval", str(STEPS + 2)], tmp_path).wait()
+    extended = Ranks([*ranks, "--exit-interval", str(STEPS + 2)], tmp_path).wait()
     assert [ended.status for ended in extended] == [0, 0], extended[0].err
     assert line_count(losses) == STEPS + 2
 
@@ -70,14 +71,12 @@ def test_sigterm_with_handler_saves_and_the_run_continues_bitwise(undisturbed: U
 def test_sigterm_without_handler_ends_promptly_and_saves_nothing(tmp_path: Path) -> None:
     """Promptly: nothing of ours stands between the signal and the kernel, which ends the process."""
     losses = tmp_path / "losses.jsonl"
-    launch = Launch(
-        [*SMALL, "--train-iters", "1000", "--save", str(tmp_path / "saved"), "--log-json", str(losses)], tmp_path
-    )
-    launch.wait_until_lines(losses, 2)
-    assert not any(handled(process.pid, signal.SIGTERM) for process in launch.processes)
-    for process in launch.processes:
-        process.terminate()
-    assert [ended.status for ended in launch.wait(PROMPT_SECONDS)] == [-signal.SIGTERM, -signal.SIGTERM]
+    words = [*SMALL, "--train-iters", "1000", "--save", str(tmp_path / "saved"), "--log-json", str(losses)]
+    job = Ranks(words, tmp_path)
+    job.wait_until_lines(losses, 2)
+    assert not any(handled(process.pid or 0, signal.SIGTERM) for process in job.processes)
+    job.signal(signal.SIGTERM)
+    assert [ended.status for ended in job.wait(PROMPT_SECONDS)] == [-signal.SIGTERM, -signal.SIGTERM]
     assert [path.name for path in (tmp_path / "saved").iterdir()] == [".lock"], "the next job takes it over"
 
 
@@ -90,10 +89,10 @@ def handled(pid: int, number: signal.Signals) -> bool:
 @pytest.mark.slow
 def test_rank_that_dies_takes_the_others_along(tmp_path: Path) -> None:
     losses = tmp_path / "losses.jsonl"
-    launch = Launch([*SMALL, "--train-iters", "1000", "--log-json", str(losses)], tmp_path)
-    launch.wait_until_lines(losses, 2)
-    launch.processes[1].kill()
-    first, second = launch.wait(PROMPT_SECONDS)
+    job = Ranks([*SMALL, "--train-iters", "1000", "--log-json", str(losses)], tmp_path)
+    job.wait_until_lines(losses, 2)
+    job.signal(signal.SIGKILL, rank=1)
+    first, second = job.wait(PROMPT_SECONDS)
     assert second.status == -signal.SIGKILL
     assert first.status == 1
 

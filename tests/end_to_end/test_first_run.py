@@ -36,6 +36,7 @@ def test_make_hands_its_variables_on() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_from_the_link_to_the_table(tmp_path: Path) -> None:
     folder, saved, mine = tmp_path / "first run", tmp_path / "saved here", tmp_path / "mine.jsonl"
     mine.write_text('{"step": 1, "loss": 77.0}\n')
@@ -61,6 +62,7 @@ def test_from_the_link_to_the_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_nothing_is_left_after_an_interruption(tmp_path: Path) -> None:
     link = "namespaces" if namespaces_allowed() else "emulator"
     command = [sys.executable, str(PROGRAM), "--link", link, "--folder", str(tmp_path), *TINY]

@@ -12,7 +12,8 @@ import pytest
 
 from moe_overlap.commands.compare import compare_losses
 from tests.end_to_end.conftest import Undisturbed
-from tests.end_to_end.program import SMALL, STEPS, Launch, line_count
+from tests.end_to_end.program import PATIENCE_SECONDS, SMALL, STEPS, line_count
+from tests.ranks import Ranks
 
 
 def train_under_fire(words: Sequence[str], folder: Path, kills: int, seed: int) -> Path:
@@ -26,12 +27,12 @@ def train_under_fire(words: Sequence[str], folder: Path, kills: int, seed: int) 
     files = ["--save", str(saved), "--load", str(saved), "--log-json", str(losses)]
     command = [*words, *files, "--save-interval", "2", "--keep-last-checkpoints", "2"]
     for kill in range(kills):
-        launch = Launch([*command, "--async-save"] if kill % 2 == 0 else command, folder)
+        job = Ranks([*command, "--async-save"] if kill % 2 == 0 else command, folder)
         # Counted in steps, so that a busy machine gets as far; then at some point of a step or a save.
-        launch.wait_until_lines(losses, line_count(losses) + moments.randint(1, 8))
+        job.wait_until_lines(losses, line_count(losses) + moments.randint(1, 8))
         time.sleep(moments.uniform(0.0, 0.15))
-        assert launch.kill(), [ended.err for ended in launch.wait()]
-    last = Launch(command, folder).wait()
+        assert job.kill(), [ended.err for ended in job.wait()]
+    last = Ranks(command, folder).wait(PATIENCE_SECONDS)
     assert [ended.status for ended in last] == [0, 0], last[0].err
     steps = [json.loads(line)["step"] for line in losses.read_text().splitlines()]
     assert set(steps) == set(range(1, max(steps) + 1))
@@ -50,9 +51,11 @@ def test_job_killed_three_times_continues_bitwise(undisturbed: Undisturbed, tmp_
 
 
 @pytest.mark.slow
-def test_job_killed_twenty_times_continues_bitwise(tmp_path: Path) -> None:
-    words = [*SMALL, "--train-iters", "240"]
+def test_job_killed_twelve_times_continues_bitwise(tmp_path: Path) -> None:
+    """As many as one likes: `python -m tests.faults --kills 50`."""
+    words = [*SMALL, "--train-iters", "100"]  # More than all steps between kills.
     calm = tmp_path / "calm.jsonl"
-    assert [ended.status for ended in Launch([*words, "--log-json", str(calm)], tmp_path / "calm").wait()] == [0, 0]
-    losses = train_under_fire(words, tmp_path, kills=20, seed=20)
+    undisturbed = Ranks([*words, "--log-json", str(calm)], tmp_path / "calm").wait(PATIENCE_SECONDS)
+    assert [ended.status for ended in undisturbed] == [0, 0], undisturbed[0].err
+    losses = train_under_fire(words, tmp_path, kills=12, seed=20)
     assert compare_losses(["--bitwise", str(calm), str(losses)]) == 0

@@ -6,13 +6,14 @@ import json
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.program import SMALL_ARGS, Launch
+from tests.end_to_end.program import SMALL_ARGS
+from tests.ranks import Ranks, Trouble
 
-PROGRAM = Path(__file__).with_name("lost_rank.py")
 OVERLAPPED = """
     --attention-dropout 0 --hidden-dropout 0 --moe-gate topk --moe-token-dispatcher-type irregular --moe-overlap-partitions 2
     --defer-weight-gradients --max-deferred-bytes 60000 --train-iters 100
@@ -25,20 +26,37 @@ WAITED_FOR = "L0.moe.count"
 """The peer is lost at its first dispatch of a step; what is waited for next are the counts of the second part."""
 
 
-def lose(rank: int, how: str, folder: Path, ranks: int, *more: str, minutes: int = LOST_MINUTES) -> Launch:
-    """Two layers, two parts and two micro-batches make eight dispatches per step; the next one is L0's."""
-    losing = [str(rank), str(8 * STEPS + 1), how]
+def lose(how: str, folder: Path, ranks: int, *more: str, minutes: int = LOST_MINUTES) -> Ranks:
+    """Two layers, two parts and two micro-batches make eight dispatches per step; the next one, on rank 1, is L0's."""
     timeout = ["--distributed-timeout-minutes", str(minutes)]
-    return Launch([*losing, SMALL_ARGS, *OVERLAPPED, *timeout, *more], folder, ranks, PROGRAM)
+    trouble = Trouble(rank=1, dispatch=8 * STEPS + 1, how=how)
+    return Ranks([SMALL_ARGS, *OVERLAPPED, *timeout, *more], folder, ranks, trouble)
+
+
+def lose_plain(how: str, folder: Path) -> Ranks:
+    """Two micro-batches make two dispatches of the first layer in each step."""
+    trouble = Trouble(rank=1, dispatch=2 * STEPS + 1, how=f"{how}-plain")
+    return Ranks([SMALL_ARGS, "--train-iters", "100"], folder, 2, trouble)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ranks, float]]:
+    """A job whose rank 1 is frozen, and when it was; the other one waits for a minute, in which other tests run."""
+    folder = tmp_path_factory.mktemp("frozen")
+    log = folder / "log.jsonl"
+    job = lose("SIGSTOP", folder, 2, "--log-json", str(log), minutes=FROZEN_MINUTES)
+    try:
+        job.wait_until_lines(log, STEPS)
+        yield job, time.time()
+    finally:
+        job.kill()
 
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others_with_the_operation(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     sizes = ("--num-experts", "6", "--expert-model-parallel-size", "3", "--global-batch-size", "12")
-    launch = lose(1, "SIGKILL", tmp_path, 3, *sizes, "--log-json", str(log))
-    launch.wait_until_lines(log, STEPS)
-    first, lost, third = launch.wait(PROMPT_SECONDS)
+    first, lost, third = lose("SIGKILL", tmp_path, 3, *sizes, "--log-json", str(log)).wait(PROMPT_SECONDS)
     assert lost.status == -signal.SIGKILL
     for rank, ended in ((0, first), (2, third)):
         assert ended.status == 1, ended.err
@@ -53,21 +71,6 @@ def test_a_killed_rank_ends_the_others_with_the_operation(tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.slow
-def test_a_frozen_rank_ends_the_other_after_the_timeout(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    launch = lose(1, "SIGSTOP", tmp_path, 2, "--log-json", str(log), minutes=FROZEN_MINUTES)
-    try:
-        launch.wait_until_lines(log, STEPS)
-        begin = time.monotonic()
-        status = launch.processes[0].wait(60 * FROZEN_MINUTES + PROMPT_SECONDS)
-    finally:
-        launch.kill()
-    assert status == 1 and time.monotonic() - begin > 60 * FROZEN_MINUTES - 1
-    (line,) = (tmp_path / "rank0.err").read_text().splitlines()
-    assert line.startswith(f"error: {WAITED_FOR}: rank 0 could not complete its all-to-all with rank 1")
-
-
 FAILURES = {
     "raise": r"L0\.moe\.dispatch: KeyError: 'no such expert'; traceback in (\S+)",
     "memory": r"L0\.moe\.dispatch: out of memory: 2,048\.0 MiB more were asked for; a smaller .* needs less",
@@ -79,13 +82,8 @@ FAILURES = {
 @pytest.mark.parametrize("how", FAILURES)
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 def test_a_failing_rank_and_the_other_say_one_line_each(tmp_path: Path, overlap: bool, how: str) -> None:
-    if overlap:
-        launch = lose(1, how, tmp_path, 2)
-    else:
-        # Two micro-batches make two dispatches of the first layer in each step.
-        words = [SMALL_ARGS, "--train-iters", "100"]
-        launch = Launch(["1", str(2 * STEPS + 1), f"{how}-plain", *words], tmp_path, 2, PROGRAM)
-    left, failed = launch.wait(PROMPT_SECONDS)
+    job = lose(how, tmp_path, 2) if overlap else lose_plain(how, tmp_path)
+    left, failed = job.wait(PROMPT_SECONDS)
     assert (left.status, failed.status) == (1, 1)
     (line,) = failed.err.splitlines()
     said = re.fullmatch(rf"error: {FAILURES[how]} \(rank 1, step 3\)", line)
@@ -100,8 +98,18 @@ def test_a_failing_rank_and_the_other_say_one_line_each(tmp_path: Path, overlap:
 
 @pytest.mark.slow
 def test_a_killed_rank_of_a_plain_run_ends_the_other_with_the_operation(tmp_path: Path) -> None:
-    words = ["1", str(2 * STEPS + 1), "SIGKILL-plain", SMALL_ARGS, "--train-iters", "100"]
-    left, lost = Launch(words, tmp_path, 2, PROGRAM).wait(PROMPT_SECONDS)
+    left, lost = lose_plain("SIGKILL", tmp_path).wait(PROMPT_SECONDS)
     assert (left.status, lost.status, lost.err) == (1, -signal.SIGKILL, "")
     (line,) = left.err.splitlines()
     assert re.fullmatch(r"error: L0\.moe\.dispatch: lost a peer: \w.* \(rank 0, step 3\)", line), line
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_ends_the_other_after_the_timeout(frozen: tuple[Ranks, float]) -> None:
+    job, begin = frozen
+    said = job.folder / "rank0.err"
+    ended = job.wait(60 * FROZEN_MINUTES + PROMPT_SECONDS, only=0)[0]
+    # The line is written where the rank ends, which may be long before this test looks.
+    assert ended.status == 1 and said.stat().st_mtime - begin > 60 * FROZEN_MINUTES - 1
+    (line,) = ended.err.splitlines()
+    assert line.startswith(f"error: {WAITED_FOR}: rank 0 could not complete its all-to-all with rank 1")

@@ -19,6 +19,7 @@ SMALL = """
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_traces_of_a_benchmark_are_drawn(tmp_path: Path) -> None:
     benchmark = [sys.executable, str(ROOT / "tools/benchmark_overlap.py"), *SMALL]
     chosen = ["--variants", "irregular", "both 2 around", "--traces", str(tmp_path)]

@@ -14,7 +14,8 @@ from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.commands.compare import compare_losses
 from moe_overlap.plan.serialize import save_plan
-from tests.end_to_end.program import Launch, alone
+from tests.end_to_end.program import alone
+from tests.ranks import Ranks
 from tests.spawn import run
 
 STEPS = 3
@@ -46,7 +47,7 @@ DECIDED = {
 
 
 STARTED = "overlapped"
-"""Its runs are started as users start them; the others, too, have processes of their own, which have imported torch already."""
+"""Its runs go through the program's own entry point; the others assemble their run in a group that is there."""
 
 
 def train(words: list[str]) -> None:
@@ -71,7 +72,7 @@ def test_a_run_from_the_plan_alone_has_the_losses_of_the_flags(tmp_path: Path, k
     logs = [tmp_path / "flags.jsonl", tmp_path / "plan.jsonl"]
     for command, log in zip((by_flags, by_plan), logs, strict=True):
         if kind == STARTED:
-            ended = Launch([*command, "--log-json", str(log)], tmp_path / log.stem).wait()
+            ended = Ranks([*command, "--log-json", str(log)], tmp_path / log.stem).wait()
             assert [rank.status for rank in ended] == [0, 0], ended[0].err
         else:
             run(2, train, [*command, "--log-json", str(log)])

@@ -47,6 +47,7 @@ def test_mistakes_are_one_line(tmp_path: Path, words: tuple[str, ...], message: 
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_killed_run_goes_on_and_a_third_measures_nothing(tmp_path: Path) -> None:
     output, database = tmp_path / "here.json", tmp_path / "here.measured.jsonl"
     started = subprocess.Popen([sys.executable, TOOL, "--output", str(output), "--quick"], env=ENVIRONMENT, cwd=ROOT)
@@ -68,6 +69,7 @@ def test_a_killed_run_goes_on_and_a_third_measures_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_ranks_measure_links_and_a_prediction_reads_them(tmp_path: Path) -> None:
     output = tmp_path / "here.json"
     done = run("--output", str(output), "--quick", ranks=2)

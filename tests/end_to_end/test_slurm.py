@@ -24,7 +24,7 @@ from moe_overlap.tuner.write.slurm import SlurmJob, slurm_script
 from tests.end_to_end.program import SMALL, line_count
 from tests.end_to_end.slurm_cluster import PATIENCE_SECONDS, SlurmCluster, lacking, slurm_cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.alone]
 STEPS = 100
 SAVE_INTERVAL = 5
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.program import ROOT, torchrun
+from tests.end_to_end.program import PATIENCE_SECONDS, ROOT
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +22,8 @@ SHORT = (
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_ten_steps_lower_the_loss(path: Path, tmp_path: Path) -> None:
     log = tmp_path / "steps.jsonl"
-    ended = torchrun(["--model", str(path), *SHORT.split(), "--log-json", str(log)])
-    assert ended.status == 0, ended.err
+    ended = Ranks(["--model", str(path), *SHORT.split(), "--log-json", str(log)], tmp_path).wait(PATIENCE_SECONDS)
+    assert [rank.status for rank in ended] == [0, 0], ended[0].err
     losses = [entry["loss"] for entry in map(json.loads, log.read_text().splitlines()) if "loss" in entry]
     assert len(losses) == 10
     assert sum(losses[-3:]) / 3 < losses[0] - 1.0

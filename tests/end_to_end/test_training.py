@@ -27,7 +27,8 @@ from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from tests.end_to_end.conftest import Undisturbed
-from tests.end_to_end.program import SMALL, SMALL_ARGS, STEPS, Launch, alone
+from tests.end_to_end.program import SMALL, SMALL_ARGS, STEPS, alone
+from tests.ranks import Ranks
 from tests.spawn import run
 from tests.unit.tuner.hand_made import captured_by_hand
 
@@ -150,8 +151,8 @@ def test_torch_trace_is_written_though_the_run_ends_before_its_last_step(undistu
 
 
 def test_same_seed_twice_is_bitwise_the_same(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    launch = Launch([*SMALL, "--log-json", str(tmp_path / "again.jsonl")], tmp_path)
-    assert [ended.status for ended in launch.wait()] == [0, 0]
+    again = Ranks([*SMALL, "--log-json", str(tmp_path / "again.jsonl")], tmp_path)
+    assert [ended.status for ended in again.wait()] == [0, 0]
     assert compare_losses(["--bitwise", str(undisturbed.losses), str(tmp_path / "again.jsonl")]) == 0
     assert len(rows(tmp_path / "again.jsonl")) == STEPS
 

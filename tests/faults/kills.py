@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.end_to_end.program import SMALL, line_count
-from tests.faults.ranks import Ranks
+from tests.ranks import Ranks
 
 KEPT = 2
 """Checkpoints that --keep-last-checkpoints keeps."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron.training.data.indexed import indexed_dataset
 from tests.end_to_end.program import PROGRAM, ROOT, SMALL_ARGS, Ended, alone, environment, line_count
 from tests.faults.fault import Fault
-from tests.faults.ranks import Ranks, Trouble
+from tests.ranks import Ranks, Trouble
 
 ONE = (SMALL_ARGS, "--expert-model-parallel-size", "1", "--lr-warmup-iters", "1", "--train-iters", "3")
 TWO = (SMALL_ARGS, "--lr-warmup-iters", "1", "--train-iters", "3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +64,18 @@ def test_files_that_share_a_run_are_on_one_worker() -> None:
     for files in TOGETHER:
         by_worker = given([*others, *reversed(files)])
         assert sum(bool(set(files) & set(got)) for got in by_worker) == 1
+
+
+def test_what_measures_or_slows_links_down_has_the_machine_to_itself() -> None:
+    """Programs that do so are named in the files that start them; their quick tests, of mistakes, may run beside others."""
+    files = {path: path.read_text() for path in (ROOT / "tests/end_to_end").glob("test_*.py")}
+    starts = {
+        path for path, text in files.items() if re.search("emulator|namespaces|profile_cluster|slurm_cluster", text)
+    }
+    marked = {path for path, text in files.items() if "pytest.mark.alone" in text}
+    assert starts == marked and len(marked) == 8
+    for path in marked:
+        assert files[path].count("mark.slow") == files[path].count("mark.alone"), path.name
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ class Trouble:
     Attributes:
         rank: which rank; None for all.
         limit: a limit of the process by the name of its constant, with its value, from the start on.
-        dispatch, how: fail at this dispatch of layer 0, counted from 1, in the way `lost_rank.come_to_grief` knows.
+        dispatch, how: fail at this dispatch, counted from 1, in the way `lost_rank.come_to_grief` knows. With overlap the
+            other ranks have then started theirs: what they wait for next is what they must name.
     """
 
     rank: int | None = None
@@ -67,8 +68,7 @@ class Ranks:
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting} if ranks > 1 else {}
             variables = environment({**place, **(more or {})})
-            mine = trouble if trouble is not None and trouble.rank in (None, rank) else None
-            start = (list(words), str(folder / f"rank{rank}"), variables, mine, str(cwd))
+            start = (list(words), str(folder / f"rank{rank}"), variables, trouble, str(cwd))
             process: BaseProcess = context.Process(target=_rank, args=start, daemon=True)
             process.start()
             self.processes.append(process)
@@ -87,7 +87,11 @@ class Ranks:
                 os.kill(process.pid or 0, number)
 
     def kill(self) -> bool:
-        """SIGKILL to every rank at once; whether all of them were still running."""
+        """SIGKILL to every rank at once, and to what it has started; whether all of them were still running."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+        # A rank that has no session of its own yet.
         self.signal(signal.SIGKILL)
         for process in self.processes:
             process.join(PATIENCE_SECONDS)
@@ -126,13 +130,25 @@ def _rank(words: list[str], name: str, variables: dict[str, str], trouble: Troub
     os.environ.update(variables)
     os.chdir(cwd)
     sys.argv = [str(PROGRAM), *words]
-    if trouble is not None and trouble.limit is not None:
-        limit, value = trouble.limit
-        resource.setrlimit(getattr(resource, limit), (value, resource.getrlimit(getattr(resource, limit))[1]))
-    if trouble is not None and trouble.dispatch:
-        from tests.end_to_end.lost_rank import lose_at
-
-        lose_at(trouble.dispatch, trouble.how)
+    if trouble is not None:
+        _put_into(trouble, int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1)), Path(name).parent)
     from moe_overlap.commands.train import run
 
     run()
+
+
+def _put_into(trouble: Trouble, rank: int, ranks: int, folder: Path) -> None:
+    mine = trouble.rank in (None, rank)
+    if mine and trouble.limit is not None:
+        limit, value = trouble.limit
+        resource.setrlimit(getattr(resource, limit), (value, resource.getrlimit(getattr(resource, limit))[1]))
+    if trouble.dispatch:
+        from tests.end_to_end.lost_rank import lose_at, tell_at
+
+        # A rank that is slow to start its own dispatch would otherwise find its peer gone already, or two of them.
+        told = [folder / f"started{other}" for other in range(ranks)]
+        if mine:
+            others = [] if trouble.how.endswith("-plain") else told[:rank] + told[rank + 1 :]
+            lose_at(trouble.dispatch, trouble.how, others)
+        elif not trouble.how.endswith("-plain"):
+            tell_at(trouble.dispatch, told[rank])
