@@ -25,7 +25,7 @@ setup(
             "moe-train = moe_overlap.commands.train:run",
             "moe-predict = moe_overlap.commands.predict:main",
             "moe-tune = moe_overlap.commands.autotune:run",
-            "moe-profile = moe_overlap.commands.profile_cluster:main",
+            "moe-profile = moe_overlap.commands.profile_cluster:run",
             "moe-preprocess-data = moe_overlap.commands.preprocess_data:main",
             "moe-import-flags = moe_overlap.commands.import_flags:main",
             "moe-show-plan = moe_overlap.commands.show_plan:main",

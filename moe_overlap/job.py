@@ -199,7 +199,7 @@ def capturable(config: Config) -> Config:
     return dataclasses.replace(config, moe=moe)
 
 
-def listed_run_of(config: Config, num_gpus: int, flags: Flags, has_gpus: bool = True) -> ListedRun:
+def listed_run_of(config: Config, num_gpus: int, flags: Flags, has_gpus: bool = True, domain: int = 1) -> ListedRun:
     """The settings that a plan with overlap runs under: a gate and a dispatcher of ours, and no flag that lists replace.
 
     The rules across flags are asked once whether the others go with these; the answer is a setting itself, since each of the
@@ -208,12 +208,12 @@ def listed_run_of(config: Config, num_gpus: int, flags: Flags, has_gpus: bool = 
     Args:
         flags: of the command line.
         has_gpus: whether the devices can capture graphs.
+        domain: GPUs whose all-to-alls stay off the network.
     """
     # Padding by megatron-core is of its own router and dispatcher; the job's plan, whose candidates these are, knows none of it.
     pads_elsewhere = config.moe.moe_pad_expert_input_to_capacity and static_capacity_factor(config) is None
     config = dataclasses.replace(
         config,
-        parallel=dataclasses.replace(config.parallel, overlap_param_gather=False),
         moe=dataclasses.replace(config.moe, moe_token_dispatcher_type="irregular"),
         overlap=dataclasses.replace(config.overlap, moe_gate=config.overlap.moe_gate or "topk"),
     )
@@ -239,6 +239,7 @@ def listed_run_of(config: Config, num_gpus: int, flags: Flags, has_gpus: bool = 
     return dataclasses.replace(
         listed_run(config),
         gradient_bucket_bytes=bucket,
+        domain=domain,
         refusal=refusal,
         graphs_refusal=refusal or _graphs_refusal(config, has_gpus),
         library_defers=not _is_local(flags),
@@ -312,6 +313,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         overlap_param_gather=parallel.overlap_param_gather or fsdp,
         overlap_tensor="--tp-comm-overlap" in flags,
         overlap_experts="--overlap-moe-expert-parallel-comm" in flags,
+        delay_weight_gradients="--delay-wgrad-compute" in flags,
         overlap_shared_expert="--moe-shared-expert-overlap" in flags,
         overlap_transfers=parallel.overlap_p2p_comm,
         context_exchange=_context_exchange(flags),

@@ -12,7 +12,7 @@ from moe_overlap.commands.missing import says_what_is_missing  # noqa: E402
 
 if __name__ == "__main__":
     with says_what_is_missing():
-        from moe_overlap.commands.profile_cluster import main
+        from moe_overlap.commands.profile_cluster import run
         from tools.bench.machine import measure_host_time_here
 
-        sys.exit(main(measure_host_time=measure_host_time_here))
+        run(measure_host_time_here)

@@ -36,17 +36,17 @@ def wrap_chunks(
 
     Args:
         plan: says the precision.
-        bucket_marks: parameters that begin a new bucket each; reductions are then started from outside, not by DDP.
+        bucket_marks: parameters that begin a new bucket each; reductions and gathers are then started from outside, not by DDP.
         weight_gradients_come_later: modules announce their weights' gradients themselves, after their backward pass.
     """
     parallel = config.parallel
-    # With marks the instruction list starts every reduction. DDP's hooks would start them again, in the order of
-    # backward.
+    # With marks the instruction list starts every reduction and every gather. DDP's hooks would start them again, in the
+    # order of its modules.
     bucket_by_bucket = parallel.overlap_grad_reduce and not bucket_marks
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=sums_in_fp32(config, plan),
         overlap_grad_reduce=bucket_by_bucket,
-        overlap_param_gather=parallel.overlap_param_gather,
+        overlap_param_gather=parallel.overlap_param_gather and not bucket_marks,
         use_distributed_optimizer=True,
         delay_wgrad_compute=weight_gradients_come_later,
         bucket_size=parallel.ddp_bucket_size if bucket_by_bucket else None,
@@ -110,7 +110,7 @@ def make_optimizer(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
-        overlap_param_gather=config.parallel.overlap_param_gather,
+        overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
         **(_loss_scale_fields(config) if dtype == torch.float16 else {}),
         **_gpu_fields(config),

@@ -146,7 +146,11 @@ def _overlapped(
     )
     if asked.partitions == asked.capacity_chunks == asked.micro_batches == 1 and not asked.defer:
         return stage
-    chunked = StageOverlap(gradient_chunk_bytes=gradient_chunk_bytes(config, layout))
+    chunked = StageOverlap(
+        gradient_chunk_bytes=gradient_chunk_bytes(config, layout),
+        reduce_at_once=overlap.moe_overlap_grad_reduce == "at-once",
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
     stage, ends = dataclasses.replace(stage, overlap=chunked), (index == 0, index == layout.pipeline - 1)
     decided = overlap_from_words(asked, stage, model, holds_embedding=ends[0], holds_head=ends[1])
     return dataclasses.replace(stage, overlap=decided)
@@ -335,8 +339,10 @@ def _overlap_values(plan: Plan) -> Iterator[Values]:
         "overlap.moe_overlap_partitions": first.partitions,
         "overlap.moe_overlap_capacity_chunks": first.tutel_degree,
         "overlap.moe_overlap_micro_batches": overlaps[0].micro_batches_in_flight,
+        "overlap.moe_overlap_grad_reduce": "at-once" if overlaps[0].reduce_at_once else "gaps",
         "parallel.overlap_grad_reduce": chunk_bytes > 0,
         "parallel.ddp_bucket_size": chunk_bytes // GRADIENT_BYTES or None,
+        "parallel.overlap_param_gather": overlaps[0].overlap_param_gather,
     }
     deferring = [overlap for overlap in overlaps if any(layer.weight_gradient_slots for layer in overlap.layers)]
     if deferring:
@@ -412,6 +418,15 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
         at_the_end = not any(overlap.gradient_chunk_bytes for overlap in overlaps)
         rule = f"{source} reduces gradients at the end of the step (gradient_chunk_bytes 0)"
         require(not (config.parallel.overlap_grad_reduce and at_the_end), "--overlap-grad-reduce", "", rule, "drop it")
+        waits = not all(overlap.reduce_at_once for overlap in overlaps)
+        value, rule = (
+            config.overlap.moe_overlap_grad_reduce,
+            f"{source} reduces gradients in gaps (reduce_at_once false)",
+        )
+        require(value == "gaps" or not waits, "--moe-overlap-grad-reduce", value, rule, "drop it")
+        behind = not all(overlap.overlap_param_gather for overlap in overlaps)
+        rule = f"{source} gathers weights at the end of the step (overlap_param_gather false)"
+        require(not (config.parallel.overlap_param_gather and behind), "--overlap-param-gather", "", rule, "drop it")
         _require_bytes(source, plan, config)
     if any(layer.mechanism == "partitioned" for layer in layers):
         require_cuttable(listed_run(config))

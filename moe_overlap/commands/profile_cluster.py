@@ -21,11 +21,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import job_operators
-from moe_overlap.commands.exits import interruptible
+from moe_overlap.commands.exits import end_process, interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.commands.train import place_among_ranks
 from moe_overlap.describe.cluster import Cluster, load_cluster
@@ -70,6 +70,11 @@ class Ranks:
     def nodes(self) -> int:
         """Machines of the job."""
         return self.world // self.per_node
+
+
+def run(measure_host_time: Callable[[Database, Cluster], None] | None = None) -> NoReturn:
+    """Entry point of `moe-profile` and `tools/profile_cluster.py`: ends the process with the status of `main`."""
+    end_process(main(measure_host_time=measure_host_time))
 
 
 @interruptible

@@ -272,6 +272,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         context.groups.collection,
         model_fingerprint(config, vocabulary),
         {SAMPLES: plan.global_batch_size, DIGEST: batches.digest, ORDER: batches.order},
+        context.optimizer.gather if context.weight_gathers is not None else lambda: None,
     )
     progress = checkpoints.load() or Progress()
     reporting = reporting_of(parsed, context, rank, total_steps, batches.description)  # 4

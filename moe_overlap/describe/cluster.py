@@ -95,6 +95,11 @@ class Cluster:
         """Whether its devices queue what the host gives them, as GPUs do; a CPU that was measured computes at once."""
         return self.measured is None or self.measured.device != "cpu"
 
+    @property
+    def domain_gpus(self) -> int:
+        """GPUs of the smallest NVLink domain, whose all-to-alls stay off the network; 1 on CPUs, whose ranks share all links."""
+        return min(group.domain_gpus for group in self.groups) if self.queues else 1
+
     def group_of(self, rank: int) -> NodeGroup:
         """The group of nodes that holds a rank."""
         first = 0

@@ -8,7 +8,7 @@ and the tuner holds every candidate against them, so that it offers nothing that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -87,6 +87,8 @@ EXECUTED = Limits(
 """Limits of the runtime, within those of `lower`."""
 NOTHING_OVERLAPPED = (
     Limit("overlap.gradient_chunk_bytes", _only(0), "no layer of this plan overlaps anything", "write 0"),
+    Limit("overlap.reduce_at_once", _only(False), "no layer of this plan overlaps anything", "write false"),
+    Limit("overlap.overlap_param_gather", _only(False), "no layer of this plan overlaps anything", "write false"),
 )
 """Limits of plans without overlapped layers, which the executor does not run."""
 NARROW = ("fp8", "mxfp8", "nvfp4")
@@ -106,6 +108,8 @@ UNIFORM_FIELDS = (
     "recompute.modules",
     "offload",
     "overlap.gradient_chunk_bytes",
+    "overlap.reduce_at_once",
+    "overlap.overlap_param_gather",
     "overlap.micro_batches_in_flight",
 )
 """A run of plain flags gives every stage the same."""
@@ -124,14 +128,6 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
         rule = "multi-token prediction is not overlapped, and here layers are"
         raise ConfigError(f"{source} mtp_stage", plan.mtp_stage, rule, "write null or overlap nothing")
     for path, stage in _stages(plan):
-        if plan.pipeline_schedule == "interleaved-1f1b" and stage.overlap.micro_batches_in_flight > 1:
-            rule = "micro-batches are not interleaved under interleaved-1f1b"
-            raise ConfigError(
-                f"{source} {path}.overlap.micro_batches_in_flight",
-                stage.overlap.micro_batches_in_flight,
-                rule,
-                "use 1f1b or write 1",
-            )
         if stage.is_decoupled and stage.overlap.gradient_chunk_bytes > 0:
             subject = f"{source} {path}.overlap.gradient_chunk_bytes"
             rule = "with ZeRO 2 and 3 and with offloading gradients are reduced part by part"
@@ -268,10 +264,10 @@ class ListedRun:
         gate: of every mixture-of-experts layer; None leaves it to the router's flags.
         gradient_bucket_bytes: most bytes of one gradient reduction between all-to-alls; 0 reduces at the end of the step.
         dispatcher: how tokens reach their experts.
-        overlap_param_gather: whether hooks gather weights while the next step begins.
+        domain: GPUs whose all-to-alls stay off the network; 1 where nothing is known of links.
+        overlap_param_gather: whether weights are gathered while the next step begins.
         prediction_layers: multi-token-prediction layers, if any.
         parallel_block: how attention and MLP run side by side in a layer, if they do.
-        virtual_stages: model chunks of a pipeline stage.
         recompute_granularity, recompute_modules: as Megatron's flags name them.
         static_capacity: whether every expert's input is padded to its capacity, so that no counts travel.
         fp8_recipe: how products in 8 bits are scaled; None where none are.
@@ -284,10 +280,10 @@ class ListedRun:
     gate: Gate | None = None
     gradient_bucket_bytes: int = 0
     dispatcher: str = "irregular"
+    domain: int = 1
     overlap_param_gather: bool = False
     prediction_layers: int | None = None
     parallel_block: str | None = None
-    virtual_stages: int = 1
     recompute_granularity: str | None = None
     recompute_modules: tuple[str, ...] = ()
     hidden_dropout: float = 0.0
@@ -314,8 +310,6 @@ def require_listable(run: ListedRun, why: str, capacity_chunks: int = 1) -> None
     fix = f"drop it or {why}"
     predicted = run.prediction_layers
     require(not predicted, "--mtp-num-layers", predicted, f"{why} overlaps the layers of the decoder alone", fix)
-    rule = f"{why} gathers weights at the end of the step; hooks would send them among the first exchanges of the next"
-    require(not run.overlap_param_gather, "--overlap-param-gather", "", rule, fix)
     rule = f"{why} runs attention and MLP one after the other"
     require(run.parallel_block is None, "--parallel-attention-mlp", run.parallel_block, rule, fix)
     again = run.recompute_granularity
@@ -349,6 +343,11 @@ def shares_scales(recipe: str | None, stages: int) -> bool:
     return recipe == "delayed" and stages > 1
 
 
+def cuttable(modules: Sequence[str]) -> tuple[str, ...]:
+    """Those of the recomputed modules that partitions of a micro-batch may recompute, in their order."""
+    return tuple(module for module in modules if module != "layernorm")
+
+
 def require_cuttable(run: ListedRun) -> None:
     """Refuse settings under which a micro-batch in partitions computes something else than the whole one.
 
@@ -357,20 +356,9 @@ def require_cuttable(run: ListedRun) -> None:
     """
     modules = run.recompute_modules
     rule = "a layer keeps one normed input to compute again, and parts are under way together"
-    require("layernorm" not in modules, "--recompute-modules", " ".join(modules), rule, "drop layernorm")
+    require(cuttable(modules) == tuple(modules), "--recompute-modules", " ".join(modules), rule, "drop layernorm")
     for flag, value in (("--hidden-dropout", run.hidden_dropout), ("--attention-dropout", run.attention_dropout)):
         require(value == 0, flag, value, "its masks would depend on how the micro-batch is cut", "use 0")
     rule = "any partition may fill an expert's whole capacity, so that each would send all of it"
     fix = "drop it, or cut the capacity by --moe-overlap-capacity-chunks"
     require(not run.static_capacity, "--moe-pad-expert-input-to-capacity", "", rule, fix)
-
-
-def require_one_chunk(run: ListedRun, micro_batches: int, flag: str) -> None:
-    """Refuse interleaved micro-batches in a pipeline whose model chunks are interleaved already.
-
-    Raises:
-        ConfigError: both are asked for.
-    """
-    rule = "the passes of an interleaved pipeline are not interleaved again"
-    fix = "drop the virtual stages or the flag"
-    require(micro_batches == 1 or run.virtual_stages == 1, flag, micro_batches, rule, fix)

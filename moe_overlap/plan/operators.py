@@ -252,9 +252,14 @@ class OperatorId:
         return self.kind is OperatorKind.GRADIENTS and bool(self.group)
 
     @property
+    def is_part_gather(self) -> bool:
+        """Whether it gathers the weights of one parameter group, in front of its first use."""
+        return self.kind is OperatorKind.PARAMETERS and bool(self.group)
+
+    @property
     def is_update(self) -> bool:
-        """Whether it stands behind the passes: reduction of all gradients, norm, optimizer steps, gathers of parameters."""
-        return (self.kind in STATE_KINDS or self.kind is NORM) and not self.is_bucket
+        """Whether it stands behind the passes: reduction of all gradients, norm, optimizer steps, gather of all parameters."""
+        return (self.kind in STATE_KINDS or self.kind is NORM) and not (self.is_bucket or self.is_part_gather)
 
     def on(self, layers: dict[int, int] | None = None, shift: int = 0) -> OperatorId:
         """The operator at the same place of another stage.

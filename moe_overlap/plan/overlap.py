@@ -100,6 +100,12 @@ class StageOverlap:
 
     gradient_chunk_bytes: int = 0
     """Most bytes of one gradient reduction; 0: one reduction at the end of the step."""
+    reduce_at_once: bool = field(default=False, metadata=MAY_BE_MISSING)
+    """Whether a reduction starts as soon as the gradients of its parameter group are complete, beside all-to-alls that share no
+    link with it; else it waits for a gap between them."""
+    overlap_param_gather: bool = field(default=False, metadata=MAY_BE_MISSING)
+    """Whether weights that the update has left in shards are gathered under the first passes of the next step, one parameter
+    group after the other; else behind the update."""
     max_deferred_bytes: int = 0
     """Most bytes that deferred weight gradients may hold."""
     micro_batches_in_flight: int = 1

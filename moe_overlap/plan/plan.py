@@ -201,6 +201,11 @@ class Plan:
     all ranks know all sizes, so that no counts are sent and no host waits for them. Null: the routed rows travel, and counts."""
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether a stage runs the backward pass of one micro-batch beside the forward pass of another."""
+        return any(stage.overlap.micro_batches_in_flight > 1 for stage in self.stages)
+
+    @property
     def world_size(self) -> int:
         """Ranks of the run."""
         return sum(len(stage.devices.ranks) for stage in self.stages)

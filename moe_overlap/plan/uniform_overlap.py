@@ -17,7 +17,6 @@ from moe_overlap.plan.capabilities import (
     refuse_cut_blocks,
     require_cuttable,
     require_listable,
-    require_one_chunk,
 )
 from moe_overlap.plan.gates import require_partitionable
 from moe_overlap.plan.lowering.deferral import default_slots
@@ -83,7 +82,6 @@ def with_uniform_overlap(plan: Plan, model: ModelDescription, words: OverlapWord
     """
     if run.refusal is not None:
         raise run.refusal
-    require_one_chunk(run, words.micro_batches, MICRO_BATCHES_FLAG)
     require_listable(run, words.flag, words.capacity_chunks)
     if words.partitions > 1:
         assert words.gate is not None, "capacity passes from partition to partition in our gates only"
@@ -91,12 +89,28 @@ def with_uniform_overlap(plan: Plan, model: ModelDescription, words: OverlapWord
         require_cuttable(run)
     stages = []
     for index, stage in enumerate(plan.stages):
-        bucketed = replace(stage, overlap=StageOverlap(gradient_chunk_bytes=run.gradient_bucket_bytes))
+        travelling = StageOverlap(
+            gradient_chunk_bytes=run.gradient_bucket_bytes,
+            reduce_at_once=run.gradient_bucket_bytes > 0 and share_no_link(stage, run.domain),
+            overlap_param_gather=run.overlap_param_gather,
+        )
+        bucketed = replace(stage, overlap=travelling)
         ends = {"holds_embedding": index == plan.embedding_stage, "holds_head": index == plan.loss_stage}
         stages.append(replace(stage, overlap=overlap_from_words(words, bucketed, model, **ends)))
     overlapped = replace(plan, stages=tuple(stages), predicted=None)
     refuse_cut_blocks(overlapped, None)
     return overlapped
+
+
+def share_no_link(stage: StagePlan, domain: int) -> bool:
+    """Whether all-to-alls stay inside domains of so many neighbouring ranks, and reductions cross the network between them.
+
+    Then neither is slower beside the other, and reductions need no gap.
+    """
+    size, ranks = stage.expert * stage.expert_tensor, stage.devices.ranks
+    groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    domains = [{rank // domain for rank in group} for group in groups]
+    return all(len(inside) == 1 for inside in domains) and len(set().union(*domains)) > 1
 
 
 def overlap_from_words(
@@ -110,7 +124,7 @@ def overlap_from_words(
     """The overlap of one stage.
 
     Args:
-        stage: its chunks and sizes; `gradient_chunk_bytes` of its overlap is kept, the rest is replaced.
+        stage: its chunks and sizes; of its overlap what says how gradients and weights travel is kept, the rest is replaced.
         holds_embedding, holds_head: whether the stage begins the model, and ends it.
     Raises:
         ConfigError: partitions that do not divide the micro-batch, a gate that forbids the range, partitions and chunks of
@@ -128,6 +142,8 @@ def overlap_from_words(
     deferred = any(layer.weight_gradient_slots for layer in decided)
     return StageOverlap(
         gradient_chunk_bytes=stage.overlap.gradient_chunk_bytes,
+        reduce_at_once=stage.overlap.reduce_at_once,
+        overlap_param_gather=stage.overlap.overlap_param_gather,
         max_deferred_bytes=words.max_deferred_bytes if deferred else NO_OVERLAP.max_deferred_bytes,
         micro_batches_in_flight=words.micro_batches,
         layers=decided,

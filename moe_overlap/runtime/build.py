@@ -23,7 +23,7 @@ from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
-from moe_overlap.runtime.context import BucketReduction, RunContext, language_model
+from moe_overlap.runtime.context import BucketReduction, RunContext, WeightGathers, language_model
 from moe_overlap.runtime.groups import StageGroups, build_groups
 from moe_overlap.runtime.layer_collectives import channels_inside
 from moe_overlap.runtime.megatron_core.moe_layer import AdaptLayer, MakeDispatcher, MakeGate, adapt_layer
@@ -119,8 +119,13 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     stream = torch.cuda.Stream() if settings.captures_graphs else None
     with _current(stream):
         chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred)
+    gathers = _weight_gathers(overlap, chunks)
     optimizer = MegatronLayerwiseOptimizer(  # 5
-        builders.optimizer(chunks, groups.collection), chunks, settings.clip_grad, settings.counts_zero_gradients
+        builders.optimizer(chunks, groups.collection),
+        chunks,
+        settings.clip_grad,
+        settings.counts_zero_gradients,
+        gathers_later=gathers is not None or any(chunk.ddp_config.overlap_param_gather for chunk in chunks),
     )
     return RunContext(
         plan=plan,
@@ -133,6 +138,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
         clock=clock,
         weight_gradients=queue,
         bucket_reduction=_bucket_reduction(plan, chunks),
+        weight_gathers=gathers,
         graph_stream=stream,
     )
 
@@ -228,3 +234,12 @@ def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> 
     from moe_overlap.runtime.state.buckets import GradientBuckets
 
     return GradientBuckets(chunks)
+
+
+def _weight_gathers(overlap: StageOverlap, chunks: Sequence[DistributedDataParallel]) -> WeightGathers | None:
+    """The gathers that the list places in front of the passes; None where the update gathers, or DDP's hooks do."""
+    if not overlap.overlap_param_gather:
+        return None
+    from moe_overlap.runtime.state import weight_gathers
+
+    return weight_gathers.WeightGathers(chunks)

@@ -33,6 +33,13 @@ class BucketReduction(Protocol):
         """End the step's reductions: every bucket has been waited for."""
 
 
+class WeightGathers(Protocol):
+    """Gathers updated weights part by part, where the instruction list says so (state/weight_gathers.py)."""
+
+    def start(self, parameter_group: str) -> Callable[[], None]:
+        """Start the gather of a parameter group; the answer waits until this rank has all of its weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunContext:
     """One rank of one run.
@@ -48,6 +55,7 @@ class RunContext:
         clock: seed and micro-batch of the gates' draws; gates that draw hold the same object.
         weight_gradients: takes the weight gradients that the list computes later; stays empty where none are deferred.
         bucket_reduction: reduces gradients among the passes; None where DDP reduces them behind the passes.
+        weight_gathers: gathers weights under the first passes of a step; None where the update gathers them, or DDP's hooks.
         graph_stream: where segments of static shapes are captured as CUDA graphs, and DDP was built; None: none are.
     """
 
@@ -61,6 +69,7 @@ class RunContext:
     clock: DrawClock
     weight_gradients: WeightGradQueue
     bucket_reduction: BucketReduction | None
+    weight_gathers: WeightGathers | None = None
     graph_stream: torch.cuda.Stream | None = None
 
     @property

@@ -193,4 +193,9 @@ def _drained(runner: Any) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    from moe_overlap.commands.exits import end_process
+
     main(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    end_process(
+        0
+    )  # as a rank of a run does: a group that is still referenced aborts the interpreter's teardown now and then

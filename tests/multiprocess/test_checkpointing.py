@@ -40,6 +40,8 @@ TOGETHER = {
     "bf16": f"{EP2} {OVERLAP} --bf16",
     "dropout": f"{EP2} {DROPOUT}",
     "async": f"{EP2} {OVERLAP} --async-save --ckpt-assume-constant-structure",
+    # Lists gather weights under the next step's passes: what is saved between two steps was gathered for it.
+    "lists": f"{EP2} {OVERLAP} --moe-gate topk --moe-token-dispatcher-type irregular --defer-weight-gradients",
     "shared": f"{OVERLAP} --bf16 --ckpt-fully-parallel-load",
 }
 ALONE = {"one": "", "one-dropout": DROPOUT}

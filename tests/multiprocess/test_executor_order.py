@@ -36,6 +36,8 @@ SHAPES = {
 PIPELINES = {
     "pipeline, in partitions, deferred": f"{EP2} {PP2} {CUT} around {DEFER}",
     "interleaved pipeline, in partitions": f"{EP2} {PP2} --num-virtual-stages-per-pipeline-rank 2 {CUT} experts",
+    "interleaved pipeline, two micro-batches": f"{EP2} {PP2} --num-virtual-stages-per-pipeline-rank 2 "
+    f"--moe-overlap-micro-batches 2 {DEFER}",
 }
 UPDATES = ("deferred", "in partitions, gradients in buckets", "pipeline, in partitions, deferred")
 """Rows that also run with broken updates."""

@@ -15,7 +15,11 @@ TWO_RANKS = {
     "interleaved, deferred": f"{STATIC} {DEFER} --moe-overlap-micro-batches 2",
     "chunks of capacity": f"{STATIC} --moe-overlap-capacity-chunks 2 {DEFER}",
 }
-FOUR_RANKS = {"pipeline": f"{STATIC} {DEFER} --pipeline-model-parallel-size 2 --global-batch-size 32 --num-layers 2"}
+PIPELINE = f"{STATIC} {DEFER} --pipeline-model-parallel-size 2 --global-batch-size 32"
+FOUR_RANKS = {
+    "pipeline": f"{PIPELINE} --num-layers 2",
+    "pairs of chunks": f"{PIPELINE} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --moe-overlap-micro-batches 2",
+}
 
 
 @pytest.mark.parametrize(("ranks", "variants"), [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)])

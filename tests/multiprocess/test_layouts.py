@@ -147,14 +147,15 @@ def test_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layouts_of_two_ranks_over_fifty_steps(tmp_path: Path) -> None:
-    check(tuple(layout for layout in LAYOUTS if layout.world_size <= 2), 50, tmp_path)
+def test_layouts_of_two_ranks_over_twenty_steps(tmp_path: Path) -> None:
+    """All over fifty steps: `tools/compare_layouts.py --steps 50`."""
+    check(tuple(layout for layout in LAYOUTS if layout.world_size <= 2), 20, tmp_path)
 
 
 @pytest.mark.slow
-def test_layouts_of_four_ranks_over_twenty_steps(tmp_path: Path) -> None:
-    """Four processes take turns on two cores; all over fifty steps: `tools/compare_layouts.py --steps 50`."""
-    check(tuple(layout for layout in LAYOUTS if layout.world_size in (1, 4)), 20, tmp_path)
+def test_layouts_of_four_ranks_over_ten_steps(tmp_path: Path) -> None:
+    """Four processes take turns on two cores."""
+    check(tuple(layout for layout in LAYOUTS if layout.world_size in (1, 4)), 10, tmp_path)
 
 
 @pytest.mark.slow

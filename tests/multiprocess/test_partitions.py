@@ -264,9 +264,17 @@ def test_gpt_oss_survives_the_cut():
         assert_same(answers[0][name], answers[0][f"plain: {name}"])
 
 
+def test_overlap_holds_what_megatron_core_holds():
+    """But for rows under way, operands of deferred weight gradients, and of a pair the layers at work."""
+    overlaps = {"plain": "", "deferred": DEFER, "two parts": TWO, "pairs": PAIRS}
+    held = run(2, peak_bytes, {name: f"{EP} --num-layers 8 {flags}" for name, flags in overlaps.items()})[0]
+    for name in ("deferred", "two parts", "pairs"):
+        assert held[name] < 1.05 * held["plain"], held
+
+
 @pytest.mark.slow
 def test_recomputed_activations_are_not_kept():
-    """With recomputation the executor needs a fifth more than megatron-core at most: all-to-alls under way and partitions."""
+    """With recomputation, too, the executor holds what megatron-core holds."""
     deep = f"{EP} --num-layers 8"
     recomputes = {"nothing": "", "layers": f"{UNIFORM} 1", "MoE layers": f"{SELECTIVE} moe"}
     overlaps = {"plain": "", "deferred": DEFER, "two parts": TWO}
@@ -274,7 +282,7 @@ def test_recomputed_activations_are_not_kept():
     held = run(2, peak_bytes, variants, timeout_seconds=600)[0]
     for name in ("deferred", "two parts"):
         for again in ("layers", "MoE layers"):
-            assert held[f"{name}, {again}"] < 1.2 * held[f"plain, {again}"], held
+            assert held[f"{name}, {again}"] < 1.05 * held[f"plain, {again}"], held
         assert held[f"{name}, layers"] < 0.3 * held[f"{name}, nothing"], held
         assert held[f"{name}, MoE layers"] < 0.6 * held[f"{name}, nothing"], held
 
@@ -317,6 +325,8 @@ def test_an_interleaved_pipeline_of_four_ranks():
         "loss per token": (f"{gated} {PER_TOKEN}", f"{TWO} {DEFER}"),
         "dropout": (f"{virtual} {DROPOUT}", f"{DEFER} {SELECTIVE} moe core_attn"),
         "late": (f"{gated} --moe-layer-freq [0]*4+[1]*4", f"{TWO} {DEFER}"),
+        "two micro-batches": (f"{gated} --global-batch-size 64", PAIRS),
+        "all": (gated, f"{PAIRS} {TWO} {DEFER}"),
     }
     answers = run(4, curves, pairs(variants), timeout_seconds=900)
     for name in variants:

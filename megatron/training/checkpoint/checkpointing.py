@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import platform
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -134,6 +134,7 @@ class Checkpointer:
         groups: this rank's process groups.
         fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
         facts: what else a run that goes on must share with it (rules/resume.py).
+        gather_weights: called by all ranks before weights are saved, where the update of a step leaves them in shards.
     Attributes:
         notes: what the user should know of the last load.
     """
@@ -147,7 +148,9 @@ class Checkpointer:
         groups: ProcessGroupCollection,
         fingerprint: Mapping[str, Any],
         facts: Mapping[str, Any],
+        gather_weights: Callable[[], None] = lambda: None,
     ) -> None:
+        self._gather_weights = gather_weights
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
         self._facts = dict(facts)
@@ -321,6 +324,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def _gathered_weights(self) -> Iterator[None]:
         """Fetch the weights of other ranks, which an overlapped gather leaves stale until the next forward pass."""
+        self._gather_weights()
         overlapped = [chunk for chunk in self._chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)

@@ -539,6 +539,8 @@ class OverlapConfig:
     """Cut each micro-batch into this many partitions around the MoE layers: one computes during the all-to-all of another."""
     moe_overlap_range: Literal["experts", "after", "around"] = "around"
     """Operators that run in partitions: gate to merge, gate to the next layer's attention, or attention to merge."""
+    moe_overlap_grad_reduce: Literal["gaps", "at-once"] = "gaps"
+    """When gradients are reduced: in gaps between all-to-alls; at once, where these stay inside nodes and replicas do not."""
     moe_overlap_micro_batches: int = 1
     """With 2, the backward pass of a micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
     moe_overlap_capacity_chunks: int | None = None

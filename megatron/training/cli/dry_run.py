@@ -68,7 +68,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
             else [_line("vocabulary", "unknown without the tokenizer: word embeddings are not counted")]
         ),
         _line("layout", layout_line(layout, config)),
-        *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
+        *([_line("in flight", in_flight_line(plan))] if plan.has_pairs else []),
         *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
         _line("kernels", kernels_line(config, plan, machine)),
         *(_line(subject, text) for subject, text in parsed.told),
@@ -120,20 +120,22 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
     return ", ".join([f"{processes}: {names}", f"micro-batch {layout.micro_batch_size}", batches, *lengths])
 
 
-def has_pairs(plan: Plan) -> bool:
-    """Whether a stage of the plan interleaves micro-batches."""
-    return any(stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages)
-
-
 def in_flight_line(plan: Plan) -> str:
-    """The memory that interleaving costs: `activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without …`."""
+    """The memory that pairs cost: `activations of at most 3, 1 micro-batches (stages 0, 1) and …; 2, 1 without …`.
+
+    In an interleaved pipeline passes of chunks count, as parts of a micro-batch.
+    """
+
+    def held(of: Plan, stage: int) -> str:
+        layers = [end - first for first, end in of.stages[stage].chunks]
+        return f"{most_in_flight(pipeline_blocks(of, stage), layers):.3g}"
+
     without = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, overlap=NO_OVERLAP) for s in plan.stages))
     stages = range(len(plan.stages))
-    held, before = (
-        ", ".join(str(most_in_flight(pipeline_blocks(either, stage))) for stage in stages) for either in (plan, without)
-    )
+    paired, before = (", ".join(held(either, stage) for stage in stages) for either in (plan, without))
     of_stages = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
-    return f"activations of at most {held} micro-batches{of_stages}; {before} without --moe-overlap-micro-batches"
+    beside = f"{paired} micro-batches{of_stages} and the layers at work"
+    return f"activations of at most {beside}; {before} without --moe-overlap-micro-batches"
 
 
 def gate_line(gate: str | None) -> str:

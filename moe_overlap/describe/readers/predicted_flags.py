@@ -51,7 +51,6 @@ EFFECTS = (
         "multiprocessors that dispatch and combine take from computation",
         "moe-deepep-num-sms moe-hybridep-num-sms moe-flex-dispatcher-num-sms moe-hybridep-num-*",
     ),
-    _effect("weight gradients under the all-to-alls of another micro-batch", "delay-wgrad-compute"),
     _effect(
         "the experts' weight gradients under the dispatch of the backward pass",
         "overlap-dispatch-backward-with-experts-wgrad",

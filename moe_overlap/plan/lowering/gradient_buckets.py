@@ -1,8 +1,8 @@
 """The end of a step as instructions, and gradients reduced in buckets before it, where no token waits for the link.
 
 The update (`lower_update`): gradient reduction, norm, optimizer steps, parameter gathering. It stands in every list
-(`parameters` from ZeRO 1 on), with 0 bytes where the replicas have nothing to send: gradients that other groups share are
-completed, and master weights copied, all the same.
+(`parameters` from ZeRO 1 on), with 0 bytes where the replicas have nothing to send, or gather in the next step
+(weight_gathers.py): gradients that other groups share are completed, and master weights copied, all the same.
 
 Buckets. Terms. A parameter group (`embedding`, `L3`, `head`) is complete behind the last instruction of the step that writes its
 gradient, deferred weight gradients included. An all-to-all is pending from its instruction to the first that waits for it, or for
@@ -14,6 +14,9 @@ is the computation from there, with nothing pending, to the next all-to-all.
 3. The next all-to-all waits for the bucket: the two never share the link. Whether a bucket is through by then is decided by
    `gradient_chunk_bytes`: at most what the shortest gap carries.
 4. Behind the last all-to-all, and where no tokens are sent at all, buckets go as soon as they can.
+
+Where all-to-alls stay inside a node, buckets cross other links, and waiting for gaps only makes them late: with `reduce_at_once`
+they go as soon as they can everywhere.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
     if stage.zero_level > 0:
         # ZeRO: each replica has updated its own shard of the weights only.
         shards = tuple(f"parameters.{part}" for part in parts)
-        sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
+        gathers = 0 if stage.overlap.overlap_param_gather else 1
+        sent = gathers * sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
         name = str(OperatorKind.PARAMETERS)
         yield Draft(kind=kind, name=name, channel=channel, reads=shards, writes=shards, bytes=sent)
 
@@ -164,6 +168,16 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
     for piece in waiting:
         # Passes that end in an all-to-all nobody has waited for: it still holds the link.
         _reduce(piece, [places[number] for number in link.pending], to)
+
+
+def reduce_at_once(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece]], to: ListBuilder) -> None:
+    """Write passes into a list, and pieces behind what completes their part, whatever the all-to-alls do meanwhile."""
+    completes = _completions(passes, pieces)
+    for i in passes:
+        to.append(Draft.of(i))
+        for part in completes.get(i.id, ()):
+            for piece in pieces[part]:
+                _reduce(piece, (), to)
 
 
 def gaps(passes: Sequence[Instruction]) -> list[list[Instruction]]:

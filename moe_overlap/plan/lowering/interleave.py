@@ -10,7 +10,8 @@ turn of a pass is a run of computation with the all-to-alls that follow it; the 
 transfer are its filling. The backward pass takes a turn, then the forward pass, then the filling of the former, and so on: behind
 a backward all-to-all there is the forward turn and the filling, behind a forward one the filling and the next backward turn.
 Where one pass has more turns, they are spread evenly over those of the other. The forward pass asks at once for what it receives
-from the stage before. This goes beyond Lancet, which looks at one micro-batch at a time.
+from the stage before, and sends before the last backward turn where it can. In an interleaved pipeline both passes may be of one
+chunk or of two. This goes beyond Lancet, which looks at one micro-batch at a time.
 
 Where the host runs ahead of the device (`counts_read_late`), a dispatch moves behind the computation that follows it: the host
 must read the counts of its rows, and while it waits for them the device computes what has been queued before.
@@ -125,6 +126,11 @@ class Turn:
         return bool(self.work) and self.work[-1].kind == "collective"
 
     @property
+    def sends(self) -> bool:
+        """Whether it ends in a transfer to another stage."""
+        return bool(self.work) and self.work[-1].kind == "point-to-point" and not self.work[-1].receives
+
+    @property
     def communicates(self) -> bool:
         """Whether it ends in an all-to-all or a transfer."""
         return self.has_exchanged or (bool(self.work) and self.work[-1].kind == "point-to-point")
@@ -150,10 +156,16 @@ def interleave(backward: Sequence[Draft], forward: Sequence[Draft]) -> Iterator[
     yield from received
     mine = turns_of(backward)
     theirs = turns_of(forward[len(received) :])
+    # The next stage waits for what the forward pass sends, so that goes before the last backward turn; unless nothing else would
+    # hide the forward pass's last all-to-all, as no weight gradients stand behind the turn before.
+    sends_early = len(mine) > 1 and bool(mine[-2].filling) and theirs[-1].sends
+    ending, spread = (theirs.pop(), len(mine) - 1) if sends_early else (Turn(), len(mine))
     for number, turn in enumerate(mine):
+        if turn is mine[-1]:
+            yield from ending.work
         yield from turn.work
         # Rounded prefixes: every forward turn is written once, whichever pass has more turns.
-        first, last = (len(theirs) * n // len(mine) for n in (number, number + 1))
+        first, last = (len(theirs) * min(n, spread) // spread for n in (number, number + 1))
         for other in theirs[first:last]:
             yield from other.work
         # Last, so that the forward turn's own all-to-all is hidden even before the next backward turn begins.

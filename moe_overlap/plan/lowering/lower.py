@@ -3,9 +3,10 @@
 A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Each where the
 plan says so: inside a pass, ranges of operators run in partitions; weight gradients stand under all-to-alls or behind the
 send at its end, and behind their own operator where the bound on held bytes does not let them wait; a backward pass is
-interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between all-to-alls. With
-ZeRO 2 and 3 and with offloading every parameter group steps by itself, and its collectives and copies stand around the
-passes. A plan with a field that is not lowered yet is refused with the field's name.
+interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between all-to-alls, or beside
+them; weights are gathered under the first passes. With ZeRO 2 and 3 and with offloading every parameter group steps by itself,
+and its collectives and copies stand around the passes. A plan with a field that is not lowered yet is refused with the field's
+name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.instructions import Instruction, parse_access, placed, saved_for
 from moe_overlap.plan.lowering.deferral import receives_first, within_bound
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races, in_issue_order
-from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces, lower_update
+from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces, lower_update, reduce_at_once
 from moe_overlap.plan.lowering.interleave import counts_read_late, interleave
 from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
@@ -27,6 +28,7 @@ from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.lowering.resharding import TransferLowering
 from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES, Device, check_residency, communicators_of
+from moe_overlap.plan.lowering.weight_gathers import with_gathers
 from moe_overlap.plan.operators import (
     BACKWARD,
     EMBEDDING,
@@ -119,10 +121,12 @@ def _written(
     if plan.stages[index].is_decoupled:
         DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)
         return to.finish()
+    drafts = list(with_gathers(drafts, plan, index, model))
     pieces = gradient_pieces(plan, index, model)
     if pieces:
         # Gaps are found from who waits for which all-to-all: the passes are built once for their `after` alone.
-        fill_gaps(build_list(index, drafts), pieces, to)
+        write_pieces = reduce_at_once if plan.stages[index].overlap.reduce_at_once else fill_gaps
+        write_pieces(build_list(index, drafts), pieces, to)
     else:
         to.extend(drafts)
     to.extend(lower_update(plan, index, model))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from moe_overlap.describe.errors import ConfigError
@@ -49,17 +50,28 @@ def interleaved(stages: int, stage: int, chunks: int, micro_batches: int, group:
         ConfigError: a number of micro-batches that the schedule cannot run.
     """
     group = stages if group is None else group
+    return _one_and_one(
+        *_chunk_passes(stages, chunks, micro_batches, group), _chunks_ahead(stages, stage, chunks, group)
+    )
+
+
+def _chunk_passes(stages: int, chunks: int, micro_batches: int, group: int) -> tuple[list[Step], list[Step]]:
+    """Forward and backward passes of a stage, each in the order of interleaved 1F1B."""
     check_interleaving(stages, micro_batches, group)
     units = []
     for first in range(0, micro_batches, group):
         members = range(first, min(first + group, micro_batches))
         units += [(chunk, m) for chunk in range(chunks) for m in members]
     # Gradients come back through the chunks from the last to the first.
-    forward = [Step("forward", chunk, m) for chunk, m in units]
-    backward = [Step("backward", chunks - 1 - chunk, m) for chunk, m in units]
-    # megatron-core's warm-up: the first group fills all chunks but the last, and each stage behind adds a hop either
-    # way.
-    return _one_and_one(forward, backward, ahead=2 * (stages - stage - 1) + (chunks - 1) * group)
+    return (
+        [Step("forward", chunk, m) for chunk, m in units],
+        [Step("backward", chunks - 1 - chunk, m) for chunk, m in units],
+    )
+
+
+def _chunks_ahead(stages: int, stage: int, chunks: int, group: int) -> int:
+    """megatron-core's warm-up: the first group fills all chunks but the last, and each stage behind adds a hop either way."""
+    return 2 * (stages - stage - 1) + (chunks - 1) * group
 
 
 def check_interleaving(
@@ -93,39 +105,65 @@ def pipeline_order(plan: Plan, stage: int) -> tuple[Step, ...]:
 def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
     """The order of one stage of a plan in blocks: a pass, or a backward and a forward pass that run interleaved."""
     here, stages = plan.stages[stage], len(plan.stages)
+    chunks, micro_batches = len(here.chunks), here.gradient_accumulation_steps
     if here.overlap.micro_batches_in_flight > 1:
-        return paired_1f1b(stages, stage, here.gradient_accumulation_steps)
+        return paired(stages, stage, micro_batches, chunks)
     if plan.transfers:
-        order = _run_ahead(passes_ahead(plan, stage), here.gradient_accumulation_steps)
+        order = _run_ahead(passes_ahead(plan, stage), micro_batches)
     elif plan.pipeline_schedule == "1f1b":
-        order = one_f_one_b(stages, stage, here.gradient_accumulation_steps)
+        order = one_f_one_b(stages, stage, micro_batches)
     else:
-        order = interleaved(stages, stage, len(here.chunks), here.gradient_accumulation_steps)
+        order = interleaved(stages, stage, chunks, micro_batches)
     return tuple((step,) for step in order)
 
 
-def paired_1f1b(stages: int, stage: int, micro_batches: int) -> tuple[tuple[Step, ...], ...]:
-    """1F1B in which every backward pass runs beside the forward pass that follows it.
+def paired(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Step, ...], ...]:
+    """1F1B, interleaved with several chunks, in which every backward pass runs beside the forward pass that follows it.
 
-    A stage hands on what a pair makes when the pair ends, so the stages before run twice as far ahead as in 1F1B; with
-    fewer the forward pass of a pair would have to wait for a pair of the stage before that has not begun.
+    A stage hands on what a pair makes when the pair ends, so the stages before run two passes further ahead, not one: with fewer
+    the forward pass of a pair would have to wait for a pair of the stage before that has not begun. Interleaved 1F1B runs as far
+    ahead anyway; both need one pass more, the partner of the first backward pass. megatron-core's warm-up with
+    --overlap-moe-expert-parallel-comm is the same.
+
+    Raises:
+        ConfigError: a number of micro-batches that the interleaved schedule cannot run.
     """
-    ahead = min(2 * (stages - stage - 1) + 1, micro_batches)
-    forward = [Step("forward", 0, m) for m in range(micro_batches)]
-    backward = [Step("backward", 0, m) for m in range(micro_batches)]
-    paired = zip(backward, forward[ahead:], strict=False)
-    return (*((step,) for step in forward[:ahead]), *paired, *((step,) for step in backward[micro_batches - ahead :]))
+    if chunks == 1:
+        forward = [Step("forward", 0, m) for m in range(micro_batches)]
+        backward = [Step("backward", 0, m) for m in range(micro_batches)]
+    else:
+        forward, backward = _chunk_passes(stages, chunks, micro_batches, group=stages)
+    ahead = min(_chunks_ahead(stages, stage, chunks, group=stages) + 1, len(forward))
+    pairs = zip(backward, forward[ahead:], strict=False)
+    return (*((step,) for step in forward[:ahead]), *pairs, *((step,) for step in backward[len(forward) - ahead :]))
 
 
-def most_in_flight(blocks: Sequence[Sequence[Step]]) -> int:
-    """Most passes of the stage whose activations are held at once: forward begun, backward not ended."""
+def most_in_flight(blocks: Sequence[Sequence[Step]], layers: Sequence[int]) -> float:
+    """Most micro-batches whose activations a stage holds at once, in whole passes of all its layers.
+
+    They are held from a forward pass to its backward pass. Of a pair the backward pass gives back layer by layer what the forward
+    pass takes: both together hold as much as one does, and the layers at work.
+
+    Args:
+        layers: of each chunk; where no chunk has one, all count alike.
+    """
+    weights = layers if any(layers) else [1] * len(layers)
     held = most = 0
     for block in blocks:
-        # Forward first: interleaved with its backward pass, a pair holds both until that has ended.
-        held += sum(step.direction == "forward" for step in block)
+        held += sum((1 if step.direction == "forward" else -1) * weights[step.chunk] for step in block)
         most = max(most, held)
-        held -= sum(step.direction == "backward" for step in block)
-    return most
+    return most / sum(weights)
+
+
+@cache
+def held_in_pairs(stages: int, stage: int, micro_batches: int, layers: tuple[int, ...]) -> float:
+    """The `most_in_flight` of `paired`, from its first few rounds: it repeats itself, and later ones hold no more.
+
+    Args:
+        layers: of each chunk.
+    """
+    few = min(micro_batches, 4 * stages + micro_batches % stages)
+    return most_in_flight(paired(stages, stage, few, len(layers)), layers)
 
 
 def check_orders(orders: Sequence[Sequence[Step]], chunks: int, micro_batches: int) -> None:

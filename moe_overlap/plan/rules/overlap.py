@@ -210,7 +210,7 @@ def _slot(slot: str, layer: LayerOverlap, send: str, subject: str) -> OperatorId
             raise ConfigError(subject, "", rule, "write that" if send else "remove the slot")
         return operator
     if operator.kind not in SLOT_PARTS or operator.phase != BACKWARD:
-        rule = "a slot is a backward exchange such as L0.moe.dispatch.backward, or the chunk's send of gradients"
+        rule = "a slot is a backward all-to-all such as L0.moe.dispatch.backward, or the chunk's send of gradients"
         raise ConfigError(subject, "", rule, "name one")
     if operator.layer != layer.layer:
         rule = f"a slot of layer {operator.layer} in the entry of layer {layer.layer}"
@@ -262,8 +262,8 @@ def _check_order(gradient: OperatorId, slot: OperatorId, subject: str) -> None:
     # combine is.
     same_layer_first = slot.kind == DISPATCH and gradient.kind in (EXPERTS, SHARED)
     if gradient.layer < slot.layer or (gradient.layer == slot.layer and not same_layer_first):
-        rule = "its backward pass has not run when the exchange starts"
-        raise ConfigError(subject, str(gradient), rule, "move it to an exchange that starts later")
+        rule = "its backward pass has not run when the all-to-all starts"
+        raise ConfigError(subject, str(gradient), rule, "move it to an all-to-all that starts later")
 
 
 FIELDS_OF: dict[Mechanism, tuple[str, ...]] = {
@@ -298,6 +298,12 @@ def validate_overlap(
             raise ConfigError(
                 f"{subject}.{field}", getattr(overlap, field), f"must be at least {least}", f"write {least}"
             )
+    for field, rule in (
+        ("reduce_at_once", "gradients are reduced at the end of the step (gradient_chunk_bytes 0)"),
+        ("overlap_param_gather", "weights are gathered by the parameter groups that gradient_chunk_bytes reduces"),
+    ):
+        if getattr(overlap, field) and overlap.gradient_chunk_bytes == 0:
+            raise ConfigError(f"{subject}.{field}", True, rule, "write false, or the bytes of a reduction")
     _check_limits(stage, subject)
     seen: set[int] = set()
     for index, layer in enumerate(overlap.layers):

@@ -177,7 +177,7 @@ class ChunkOperators:
         batch = state.batches[micro_batch_of(i)]
         segment = Segment(lambda: self._model.embedding(batch["tokens"], batch["position_ids"]), ())
         state.segments[place_of(i, operator)] = segment
-        state.buffers.write(i, written_stem(i, R.HIDDEN), segment.outputs[0])
+        state.buffers.write(i, written_stem(i, R.HIDDEN), segment.take()[0])
 
     def _embedding_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         state.segments.pop(place_of(i, operator)).backward(state.buffers.read(i, read_stem(i, R.D_HIDDEN)))
@@ -210,7 +210,8 @@ class ChunkOperators:
     def _head_loss_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         segment = state.segments.pop(place_of(i, operator))
         # The scale enters as the loss's gradient: the reported loss stays unscaled.
-        scale = torch.full_like(segment.outputs[0], state.loss_scale)
+        (loss,) = segment.take()
+        scale = torch.full_like(loss, state.loss_scale)
         state.buffers.write(i, R.D_NORMED, segment.backward(scale)[0])
 
     # Attention, dense MLP
@@ -227,7 +228,7 @@ class ChunkOperators:
 
         segment = self._segment(i, attend, [state.buffers.read(i, read_stem(i, R.HIDDEN)), mask])
         state.segments[place_of(i, operator)] = segment
-        state.buffers.write(i, written_stem(i, R.ATTENDED), segment.outputs[0])
+        state.buffers.write(i, written_stem(i, R.ATTENDED), segment.take()[0])
 
     def _attention_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         # The mask, an input like the hidden states, has no gradient.
@@ -266,11 +267,14 @@ class ChunkOperators:
                     x_TH, probs_TE, map_TE, f"L{n}.moe", most_rows, capacity
                 )
                 rows.append(packed)
+            if layer.mlp.use_shared_expert:
+                # The router saves it anyway; a shared expert that is recomputed alone finds it here.
+                opened[R.NORMED] = normed_SBH.detach().chunk(len(keys), dim=BATCH)
             # An output, too: the shared expert's gradient returns through it, and the norm runs backward once for both.
             return (*rows, normed_SBH)
 
         segment = self._segment(i, route, [state.buffers.read(i, read_stem(i, R.ATTENDED))], opened)
-        *rows, normed_SBH = segment.outputs
+        *rows, normed_SBH = segment.take()
         for key in keys:
             handle = segment.aside[key[2]]
             state.handles[key] = handle if segment.aside is opened else self._dispatcher.opened_again(handle)
@@ -339,7 +343,7 @@ class ChunkOperators:
             normed = _normed_of_gate(key, state)
         segment = self._segment(i, lambda x: MoELayer.shared_experts_compute(layer.mlp, x), [normed])
         state.segments[place_of(i, operator)] = segment
-        state.buffers.write(i, written_stem(i, R.SHARED), segment.outputs[0])
+        state.buffers.write(i, written_stem(i, R.SHARED), segment.take()[0])
 
     def _shared_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         key = (layer_of(operator), micro_batch_of(i), partition_of(i))
@@ -385,7 +389,7 @@ class ChunkOperators:
         shared_SBH = state.buffers.read(i, read_stem(i, R.SHARED)) if reads(i, R.SHARED) else None
         segment = self._segment(i, merge, [*returned, state.buffers.read(i, read_stem(i, R.ATTENDED)), shared_SBH])
         state.segments[place_of(i, operator)] = segment
-        state.buffers.write(i, written_stem(i, R.HIDDEN), segment.outputs[0])
+        state.buffers.write(i, written_stem(i, R.HIDDEN), segment.take()[0])
 
     def _merge_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         target = next(stem for stem in (R.D_RETURNED, R.D_COMPUTED) if writes(i, stem))
@@ -437,7 +441,7 @@ class ChunkOperators:
     ) -> None:
         segment = self._segment(i, run, [state.buffers.read(i, stem) if stem else None for stem in reads])
         state.segments[place_of(i, operator)] = segment
-        for stem, output in zip(writes, segment.outputs, strict=True):
+        for stem, output in zip(writes, segment.take(), strict=True):
             state.buffers.write(i, stem, output)
 
     def _backward(
@@ -472,9 +476,8 @@ def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:
     """Input of a shared expert that is recomputed alone: the gate's segment, which is still there, holds it."""
     layer, micro_batch, partition = key
     gate = state.segments.get((GATE, *key)) or state.segments[GATE, layer, micro_batch, 0]
-    *rows, normed_SBH = gate.outputs
-    parts: tuple[Tensor, ...] = normed_SBH.chunk(len(rows), dim=BATCH)
-    return parts[partition].contiguous() if len(rows) > 1 else parts[0]
+    parts: tuple[Tensor, ...] = gate.aside[R.NORMED]
+    return parts[partition].contiguous() if len(parts) > 1 else parts[0]
 
 
 _EXCHANGED = {

@@ -118,6 +118,7 @@ class PlanExecutor:
         self._chunks, self._optimizer, self._recorder = list(context.chunks), context.optimizer, context.recorder
         self._update = StepUpdate(context)
         self._queue, self._clock, self._pieces = context.weight_gradients, context.clock, context.bucket_reduction
+        self._gathers = context.weight_gathers
         config, sequence_length = context.chunks[0].config, context.plan.sequence_length
         # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert
         # group, not to a chunk.
@@ -257,6 +258,10 @@ class PlanExecutor:
                 wait = self._recorder.ending(
                     span, self._pieces.start(i.operator.group, piece, state.buffers.partitions(i))
                 )
+            elif i.operator.is_part_gather:
+                assert self._gathers is not None
+                span = self._recorder.started(i)
+                wait = self._recorder.ending(span, self._gathers.start(i.operator.group))
             elif i.kind == "collective":
                 wait = self._operators[i.chunk or 0].exchange(i, state)
             else:

@@ -297,7 +297,6 @@ class ReplayedSegment:
     """One pass through a captured operator, in the place of a `Segment`.
 
     Attributes:
-        outputs: in the slot's memory, with nothing of autograd.
         aside: as of `Segment`.
     """
 
@@ -305,13 +304,16 @@ class ReplayedSegment:
         self, operator: CapturedOperator, generation: int, outputs: tuple[Any, ...], aside: dict[Any, Any]
     ) -> None:
         self._operator, self._generation, self.aside = operator, generation, aside
-        self.outputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in outputs)
+        self._outputs = outputs
+
+    def take(self) -> tuple[Any, ...]:
+        """Give the outputs, which lie in the slot's memory, without anything of autograd."""
+        return tuple(x.detach() if isinstance(x, Tensor) else x for x in self._outputs)
 
     def backward(self, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Replay the backward graph, as `Segment.backward` runs its operators."""
         operator = self._operator
         assert self._generation == operator.generation, f"{operator.name}: a later micro-batch has taken its slot"
-        self.outputs = ()
         return operator.backward(gradients)
 
 

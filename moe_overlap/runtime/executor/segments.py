@@ -24,15 +24,35 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
 )
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+
+class _Entry(torch.autograd.Function):
+    """Hands a tensor into a segment, and its gradient out of it. A leaf would keep the tensor until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, x: tuple[Tensor], gradients: list[Tensor | None], place: int) -> Tensor:
+        """The tensor, with a gradient that will be stored at its place. In a tuple, autograd does not see where it is from."""
+        ctx.gradients, ctx.place = gradients, place
+        ctx.set_materialize_grads(False)
+        return x[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Store the gradient, as a leaf would: a part of a whole micro-batch must not keep the whole one."""
+        (gradient,) = gradients
+        ctx.gradients[ctx.place] = None if gradient is None else gradient.contiguous()
+        return (None,) * 4
 
 
 class Segment:
     """One call of a function under autograd, with its graph cut at both ends; without gradients, no graph at all.
 
+    Of what enters and leaves it, a segment keeps only what the function's own backward has saved. Routed rows would otherwise
+    stay until the backward pass four times over: permuted, received, computed and returned.
+
     Args:
         aside: what the function leaves besides its outputs: kept, and nothing else.
-    Attributes:
-        outputs: what the function returned, detached from nothing: consumers cut it at their own inputs.
     """
 
     def __init__(
@@ -40,13 +60,26 @@ class Segment:
     ) -> None:
         with_graph = torch.is_grad_enabled()
         self.aside = {} if aside is None else aside
-        self._inputs = [
-            x.detach().requires_grad_(with_graph and x.is_floating_point()) if x is not None else None for x in inputs
-        ]
-        returned = function(*self._inputs)
+        self._gradients: list[Tensor | None] = [None] * len(inputs)
+        anchor: Tensor | None = None
+        entered: list[Tensor | None] = []
+        for place, x in enumerate(inputs):
+            if x is not None and with_graph and x.is_floating_point():
+                # Autograd records nothing of a call without an input that needs a gradient.
+                anchor = x.new_empty(0).requires_grad_() if anchor is None else anchor
+                entered.append(_Entry.apply(anchor, (x,), self._gradients, place))
+            else:
+                entered.append(None if x is None else x.detach())
+        returned = function(*entered)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         # megatron-core adds the residual with gradients enabled; what it returns would keep its input alive.
-        self.outputs: tuple[Any, ...] = outputs if with_graph else tuple(map(_detached, outputs))
+        self._outputs: tuple[Any, ...] = outputs if with_graph else tuple(map(_detached, outputs))
+        self._roots = [get_gradient_edge(x) if with_graph and _is_differentiable(x) else None for x in outputs]
+
+    def take(self) -> tuple[Any, ...]:
+        """Give the outputs once: the segment no longer keeps them. Consumers cut them at their own inputs."""
+        outputs, self._outputs = self._outputs, ()
+        return outputs
 
     def backward(self, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward of this stretch once; parameters accumulate, the graph is freed.
@@ -57,16 +90,20 @@ class Segment:
             Gradients of each input, None where the output does not depend on it.
         """
         pairs = [
-            (output, gradient)
-            for output, gradient in zip(self.outputs, gradients, strict=True)
-            if gradient is not None and isinstance(output, Tensor) and output.requires_grad
+            (root, gradient)
+            for root, gradient in zip(self._roots, gradients, strict=True)
+            if gradient is not None and root is not None
         ]
         if pairs:
             # Not torch.autograd.grad: DDP's hooks stand on the accumulation of parameters, which only this call runs.
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        found = tuple(x.grad if x is not None else None for x in self._inputs)
-        self._inputs, self.outputs = [], ()
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        found = tuple(self._gradients)
+        self._gradients, self._roots = [], []
         return found
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _detached(value: Any) -> Any:

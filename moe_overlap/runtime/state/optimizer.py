@@ -68,6 +68,7 @@ class MegatronLayerwiseOptimizer:
         chunks: the DDP-wrapped model chunks it was built for.
         clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
         count_zeros: count zero gradients, for the log.
+        gathers_later: leave the gather of updated weights to what begins the next pass: DDP's hooks, or an instruction list.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class MegatronLayerwiseOptimizer:
         chunks: Sequence[DistributedDataParallel],
         clip_grad: float,
         count_zeros: bool = False,
+        gathers_later: bool = False,
     ) -> None:
         self.megatron = optimizer
         self._chunks = chunks
+        self._gathers_later = gathers_later
         # Dense and expert weights have a scaler each, and megatron-core 0.16.1 moves only that of the kind that overflowed,
         # though it scales every loss by the first: only the first one counts here.
         self._scaler = optimizer.chained_optimizers[0].grad_scaler
@@ -176,14 +179,18 @@ class MegatronLayerwiseOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy master weights to the model and gather them (at the next forward pass where that is overlapped)."""
+        """Copy master weights to the model, and gather them unless that is left for later."""
         missing = self._parts_of_stage - self._stepped
         assert not missing, f"parts without a step: {sorted(missing)}"
         for inner in self.megatron.chained_optimizers:
             inner._copy_main_params_to_model_params()
+        if not self._gathers_later:
+            self.gather()
+
+    def gather(self) -> None:
+        """Gather all weights from the shards that the replicas have updated. Collective over the replicas."""
         for chunk in self._chunks:
-            if not chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync()
+            chunk.start_param_sync()
 
     def zero_grad(self) -> None:
         """Clear the gradients for the next step."""

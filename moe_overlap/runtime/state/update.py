@@ -202,7 +202,7 @@ class StepUpdate:
     def _publish(self, instruction: Instruction, state: UpdateState) -> None:
         """Step 4. megatron-core copies the master weights of all groups in one call, so that this is no work of their steps.
 
-        With --overlap-param-gather DDP gathers in the next forward pass: only the copies are left here.
+        With --overlap-param-gather weights are gathered in the next step's first passes: only the copies are left here.
         """
         if state.moves_weights:
             with self._recorded(instruction):

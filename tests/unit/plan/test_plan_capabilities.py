@@ -64,6 +64,16 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
             "stages[0].overlap.gradient_chunk_bytes 4096: no layer of this plan overlaps anything; write 0",
         ),
         (
+            {"overlap": StageOverlap(reduce_at_once=True)},
+            {},
+            "stages[0].overlap.reduce_at_once True: no layer of this plan overlaps anything; write false",
+        ),
+        (
+            {"overlap": StageOverlap(overlap_param_gather=True)},
+            {},
+            "stages[0].overlap.overlap_param_gather True: no layer of this plan overlaps anything; write false",
+        ),
+        (
             {"overlap": StageOverlap(micro_batches_in_flight=3)},
             {},
             "stages[0].overlap.micro_batches_in_flight 3: two micro-batches are interleaved at most; write 2",

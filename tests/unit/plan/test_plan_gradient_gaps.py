@@ -181,3 +181,25 @@ def test_a_plan_that_reduces_at_the_end_stays() -> None:
     stage = dataclasses.replace(plan.stages[0], overlap=StageOverlap())
     names = [i.name for i in lower(dataclasses.replace(plan, stages=(stage,)), model, 0)]
     assert names.count("gradients") == 1 and not any(map(is_named_piece, names))
+
+
+@pytest.mark.parametrize("row", SWEEP)
+def test_pieces_at_once_stand_behind_what_completes_their_group(row: tuple) -> None:
+    """The same pieces as in gaps, each where its gradient is complete, waiting for no all-to-all and delaying none."""
+    plan, model = made_plan(*row)
+    overlaps = [dataclasses.replace(stage.overlap, reduce_at_once=True) for stage in plan.stages]
+    stages = (dataclasses.replace(stage, overlap=one) for stage, one in zip(plan.stages, overlaps, strict=True))
+    at_once = dataclasses.replace(plan, stages=tuple(stages))
+    for rank in range(0, plan.world_size, 2):
+        made, in_gaps = lower(at_once, model, rank), lower(plan, model, rank)
+        pieces = [i for i in made if is_piece(i)]
+        assert sorted((i.name, i.partition, i.bytes) for i in pieces) == sorted(
+            (i.name, i.partition, i.bytes) for i in in_gaps if is_piece(i)
+        )
+        check_races(made)
+        for i in pieces:
+            writer = max(j.id for j in made[: i.id] if f"gradient.{i.operator.group}" in j.writes and not is_piece(j))
+            assert all(is_piece(j) for j in made[writer + 1 : i.id]), "it goes as soon as it can"
+            assert not any(made[number].channel == "ep" for number in i.after)
+        numbers = {i.id for i in pieces}
+        assert not any(numbers & set(j.after) for j in made if j.channel == "ep")

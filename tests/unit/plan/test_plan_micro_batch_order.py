@@ -14,7 +14,15 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.dependencies import Draft, check_races
 from moe_overlap.plan.lowering.interleave import interleave, turns_of
 from moe_overlap.plan.lowering.lower import lower
-from moe_overlap.plan.lowering.pipeline_order import check_orders, most_in_flight, paired_1f1b, pipeline_order
+from moe_overlap.plan.lowering.pipeline_order import (
+    check_orders,
+    held_in_pairs,
+    interleaved,
+    most_in_flight,
+    paired,
+    pipeline_blocks,
+    pipeline_order,
+)
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
@@ -28,23 +36,27 @@ TWO = OverlapWords(gate="topk", micro_batches=2)
 
 
 def samples() -> list[tuple[Plan, ModelDescription]]:
-    """Plans with two micro-batches in flight, with and without partitions, deferral, recomputation and a pipeline."""
+    """Plans with two micro-batches in flight, with and without partitions, deferral, recomputation, pipeline and chunks."""
     made = []
-    for partitions, defer, stages, micro_batches in (
-        (1, False, 1, 2),
-        (1, True, 1, 4),
-        (2, False, 1, 3),
-        (2, True, 1, 4),
-        (1, True, 2, 5),
-        (2, True, 2, 3),
-        (1, False, 4, 9),
-        (1, False, 4, 2),
+    for partitions, defer, stages, chunks, micro_batches in (
+        (1, False, 1, 1, 2),
+        (1, True, 1, 1, 4),
+        (2, False, 1, 1, 3),
+        (2, True, 1, 1, 4),
+        (1, True, 2, 1, 5),
+        (2, True, 2, 1, 3),
+        (1, False, 4, 1, 9),
+        (1, False, 4, 1, 2),
+        (1, True, 2, 2, 4),
+        (2, True, 2, 2, 6),
+        (2, False, 2, 2, 2),
     ):
         words = dataclasses.replace(
             TWO, partitions=partitions, range_word="around", defer=defer, max_deferred_bytes=1 << 40 if defer else 0
         )
         stage = {**EP2, "micro_batch_size": 2, "recompute": RECOMPUTES[len(made) % len(RECOMPUTES)]}
-        made.append(with_words(words, "mmdm", 64, stages=stages, micro_batches=micro_batches, stage=stage))
+        shape = {"stages": stages, "chunks": chunks, "micro_batches": micro_batches}
+        made.append(with_words(words, "mmdm", 64, stage=stage, **shape))
     return made
 
 
@@ -130,6 +142,35 @@ def test_every_exchange_of_a_pair_has_computation_of_the_other_pass_behind_it() 
             assert before.id not in behind.after
 
 
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("defer", [True, False])
+def test_a_pair_sends_before_its_last_turn_if_weight_gradients_hide_the_exchange(
+    stages: int, chunks: int, defer: bool
+) -> None:
+    """What the next stage waits for is under way while attention runs backward; else that hides the last all-to-all."""
+    words = dataclasses.replace(TWO, defer=defer, max_deferred_bytes=1 << 40 if defer else 0)
+    shape = {"stages": stages, "chunks": chunks, "micro_batches": 4 * stages}
+    plan, model = with_words(words, "m" * stages * chunks * 2, stage=EP2, **shape)
+    made = [i for i in lower(plan, model, 0) if i.micro_batch is not None]
+    looked_at = 0
+    for block in pipeline_blocks(plan, 0):
+        mine = [i for i in made if any(i.chunk == s.chunk and i.micro_batch == s.micro_batch for s in block)]
+        sends = [n for n, i in enumerate(mine) if i.sends and not i.in_backward_pass]
+        if len(block) == 1 or not sends:
+            continue
+        backward, forward = block
+        first, _ = plan.stages[0].chunks[backward.chunk]
+        (sent,) = (n for n in sends if mine[n].micro_batch == forward.micro_batch and mine[n].chunk == forward.chunk)
+        (attention,) = (
+            n
+            for n, i in enumerate(mine)
+            if i.name == f"L{first}.attention.backward" and i.micro_batch == backward.micro_batch
+        )
+        assert (sent < attention) is defer
+        looked_at += 1
+    assert looked_at >= 2
+
+
 def test_uneven_passes_lose_nothing() -> None:
     """More turns on one side: spread over the other, each pass in its own order."""
 
@@ -149,16 +190,37 @@ def test_uneven_passes_lose_nothing() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_pipeline_of_pairs_runs_and_says_what_it_holds(stages: int) -> None:
     for micro_batches in (1, 2, 3, 2 * stages, 4 * stages + 1):
-        blocks = [paired_1f1b(stages, stage, micro_batches) for stage in range(stages)]
+        blocks = [paired(stages, stage, micro_batches) for stage in range(stages)]
         check_orders([[step for block in of_stage for step in block] for of_stage in blocks], 1, micro_batches)
-        held = [most_in_flight(of_stage) for of_stage in blocks]
-        assert held == [min(micro_batches, 2 * (stages - stage)) for stage in range(stages)]
+        held = [most_in_flight(of_stage, [1]) for of_stage in blocks]
+        assert held == [min(micro_batches, 2 * (stages - stage) - 1) for stage in range(stages)]
+        assert held == [held_in_pairs(stages, stage, micro_batches, (1,)) for stage in range(stages)]
 
 
-def test_pairs_of_all_stages_run_at_the_same_time() -> None:
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 3), (4, 2), (3, 4), (8, 3)])
+def test_pairs_of_chunks_hold_what_chunks_one_by_one_do(stages: int, chunks: int) -> None:
+    """Interleaved 1F1B runs as far ahead as pairs must; of a pair one pass gives back what the other takes."""
+    for micro_batches in (stages, 2 * stages, 4 * stages, 9 * stages):
+        blocks = [paired(stages, stage, micro_batches, chunks) for stage in range(stages)]
+        check_orders([[step for block in of_stage for step in block] for of_stage in blocks], chunks, micro_batches)
+        for stage, of_stage in enumerate(blocks):
+            uneven = tuple(range(1, chunks + 1))
+            assert held_in_pairs(stages, stage, micro_batches, uneven) == most_in_flight(of_stage, uneven)
+            passes = interleaved(stages, stage, chunks, micro_batches)
+            one_by_one = most_in_flight([(step,) for step in passes], [1] * chunks)
+            assert most_in_flight(of_stage, [1] * chunks) == one_by_one
+            assert {step for block in of_stage for step in block} == set(passes)
+            pairs = [block for block in of_stage if len(block) == 2]
+            assert all([step.direction for step in block] == ["backward", "forward"] for block in pairs)
+            warm = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
+            assert len(pairs) == max(0, micro_batches * chunks - warm)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(4, 1), (4, 2), (3, 3), (8, 2)])
+def test_pairs_of_all_stages_run_at_the_same_time(stages: int, chunks: int) -> None:
     """With every pass one unit long, a pair takes two: no stage waits once the pipeline is full."""
-    stages, micro_batches = 4, 40
-    blocks = [paired_1f1b(stages, stage, micro_batches) for stage in range(stages)]
+    micro_batches = 10 * stages
+    blocks = [paired(stages, stage, micro_batches, chunks) for stage in range(stages)]
     ended: dict[tuple[int, str, int], float] = {}
     free = [0.0] * stages
     places = [0] * stages
@@ -167,22 +229,32 @@ def test_pairs_of_all_stages_run_at_the_same_time() -> None:
             while places[stage] < len(blocks[stage]):
                 block = blocks[stage][places[stage]]
                 needs = [
-                    (stage + (-1 if step.direction == "forward" else 1), step.direction, step.micro_batch)
+                    (
+                        step.chunk * stages + stage + (-1 if step.direction == "forward" else 1),
+                        step.direction,
+                        step.micro_batch,
+                    )
                     for step in block
                 ]
-                needs = [need for need in needs if 0 <= need[0] < stages]
+                needs = [need for need in needs if 0 <= need[0] < stages * chunks]
                 if not all(need in ended for need in needs):
                     break
                 end = max([free[stage], *(ended[need] for need in needs)]) + len(block)
-                ended |= {(stage, step.direction, step.micro_batch): end for step in block}
+                ended |= {(step.chunk * stages + stage, step.direction, step.micro_batch): end for step in block}
                 free[stage], places[stage] = end, places[stage] + 1
-    assert max(free) <= 2 * micro_batches + 4 * stages
+    assert max(free) <= 2 * micro_batches * chunks + 4 * stages
 
 
 def test_order_of_a_plan_with_pairs() -> None:
     plan = plan_samples.plan(stages=2, micro_batches=4, stage={"overlap": StageOverlap(micro_batches_in_flight=2)})
     assert " ".join(map(str, pipeline_order(plan, 1))) == "0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"
     assert " ".join(map(str, pipeline_order(plan, 0))) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
+    plan = plan_samples.plan(
+        4, 2, chunks=2, micro_batches=4, stage={"overlap": StageOverlap(micro_batches_in_flight=2)}
+    )
+    assert (
+        " ".join(map(str, pipeline_order(plan, 1))) == "0F0 0F1 1F0 1B0 1F1 1B1 0F2 0B0 0F3 0B1 1F2 1B2 1F3 1B3 0B2 0B3"
+    )
 
 
 @pytest.mark.parametrize(

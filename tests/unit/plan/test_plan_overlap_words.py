@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import LatentAttention
 from moe_overlap.plan import operators
+from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.lowering.deferral import default_slots, split_weights
 from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, RangeWord, StageOverlap
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
+from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words, with_uniform_overlap
 from tests.unit.plan import plan_samples
 
 EP2 = {"data": 2, "expert": 2, "micro_batch_size": 4}
@@ -52,6 +54,32 @@ def test_nothing_asked_is_no_overlap() -> None:
     assert overlap(OverlapWords(), stage={}) == NO_OVERLAP
     chunked = {**EP2, "overlap": StageOverlap(gradient_chunk_bytes=7)}
     assert overlap(OverlapWords(), stage=chunked) == StageOverlap(gradient_chunk_bytes=7)
+
+
+@pytest.mark.parametrize(
+    ("expert", "expert_tensor", "domain", "expected"),
+    [
+        (4, 1, 8, True),
+        (4, 1, 4, True),
+        (4, 2, 8, True),
+        (4, 2, 4, False),
+        (8, 1, 4, False),
+        (2, 1, 1, False),
+        (4, 1, 16, False),  # Replicas are neighbours, too.
+    ],
+)
+def test_reductions_need_no_gaps_where_they_alone_cross_the_network(
+    expert: int, expert_tensor: int, domain: int, expected: bool
+) -> None:
+    sizes = {"data": 8, "expert": expert, "expert_tensor": expert_tensor, "tensor": 2}
+    plan, words = plan_samples.plan(stage=sizes), OverlapWords(defer=True, max_deferred_bytes=1 << 30)
+    run = ListedRun(gate="topk", gradient_bucket_bytes=4096, domain=domain)
+    (stage,) = with_uniform_overlap(plan, plan_samples.model(), words, run).stages
+    assert stage.overlap.reduce_at_once is expected
+    (stage,) = with_uniform_overlap(
+        plan, plan_samples.model(), words, dataclasses.replace(run, gradient_bucket_bytes=0)
+    ).stages
+    assert not stage.overlap.reduce_at_once
 
 
 def test_deferral_alone() -> None:
@@ -270,18 +298,18 @@ COMBINE, DISPATCH = "L1.moe.combine.backward", "L1.moe.dispatch.backward"
         ({COMBINE: ()}, f'["{COMBINE}"] []: has no effect; remove the slot or name weight gradients'),
         (
             {COMBINE: ("L1.moe.experts.fc1.dW",)},
-            f'["{COMBINE}"][0] L1.moe.experts.fc1.dW: its backward pass has not run when the exchange starts; '
-            "move it to an exchange that starts later",
+            f'["{COMBINE}"][0] L1.moe.experts.fc1.dW: its backward pass has not run when the all-to-all starts; '
+            "move it to an all-to-all that starts later",
         ),
         (
             {DISPATCH: ("L1.moe.gate.router.dW",)},
-            f'["{DISPATCH}"][0] L1.moe.gate.router.dW: its backward pass has not run when the exchange starts; '
-            "move it to an exchange that starts later",
+            f'["{DISPATCH}"][0] L1.moe.gate.router.dW: its backward pass has not run when the all-to-all starts; '
+            "move it to an all-to-all that starts later",
         ),
         (
             {DISPATCH: ("L0.moe.experts.fc1.dW",)},
-            f'["{DISPATCH}"][0] L0.moe.experts.fc1.dW: its backward pass has not run when the exchange starts; '
-            "move it to an exchange that starts later",
+            f'["{DISPATCH}"][0] L0.moe.experts.fc1.dW: its backward pass has not run when the all-to-all starts; '
+            "move it to an all-to-all that starts later",
         ),
         (
             {DISPATCH: ("L2.mlp.dW",)},

@@ -180,7 +180,7 @@ def test_gradients_are_reduced_behind_what_completes_them(partitions: int) -> No
          "remove the slot"),
         (1, 1, {"send.S1>S2.backward": ("L1.attention.qkv.dW",)}, '["send.S1>S2.backward"]: the chunk of layer 1 sends '
          f"its input's gradient by {SEND}; write that"),
-        (1, 1, {"send.S0>S1": ("L1.attention.qkv.dW",)}, '["send.S0>S1"]: a slot is a backward exchange such as '
+        (1, 1, {"send.S0>S1": ("L1.attention.qkv.dW",)}, '["send.S0>S1"]: a slot is a backward all-to-all such as '
          "L0.moe.dispatch.backward, or the chunk's send of gradients; name one"),
         (1, 1, {SEND: ()}, f'["{SEND}"] []: has no effect; remove the slot or name weight gradients'),
         (1, 1, {SEND: ("L0.attention.qkv.dW",)}, f'["{SEND}"][0] L0.attention.qkv.dW: not a layer of this stage; remove it'),

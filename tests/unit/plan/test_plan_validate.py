@@ -164,6 +164,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "stages[0].overlap.gradient_chunk_bytes -1: must be at least 0; write 0",
     ),
     (
+        {"stages.0.overlap.reduce_at_once": True, "stages.0.overlap.gradient_chunk_bytes": 0},
+        "stages[0].overlap.reduce_at_once True: gradients are reduced at the end of the step (gradient_chunk_bytes 0); "
+        "write false, or the bytes of a reduction",
+    ),
+    (
+        {"stages.0.overlap.overlap_param_gather": True, "stages.0.overlap.gradient_chunk_bytes": 0},
+        "stages[0].overlap.overlap_param_gather True: weights are gathered by the parameter groups that gradient_chunk_bytes "
+        "reduces; write false, or the bytes of a reduction",
+    ),
+    (
         {"stages.0.overlap.search_limits": {"max_partitions": 0, "group_seconds": 0.0, "range_limit": 1}},
         "stages[0].overlap.search_limits.max_partitions 0: must be at least 1; write 1",
     ),
@@ -244,7 +254,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {f"{LAYER}.weight_gradient_slots": {"L0.moe.experts.backward": []}},
         'stages[0].overlap.layers[0].weight_gradient_slots["L0.moe.experts.backward"]: a slot is a backward '
-        "exchange such as "
+        "all-to-all such as "
         "L0.moe.dispatch.backward, or the chunk's send of gradients; name one",
     ),
     (

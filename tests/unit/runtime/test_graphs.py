@@ -140,7 +140,7 @@ class Run:
                 make = Segment if self.graphs is None else partial(self.graphs.segment, i)
                 segment = make(partial(self.function, i.operator.layer), inputs, {})
                 left[i.operator.layer, i.micro_batch] = segment
-                found.append(segment.outputs[0].detach().clone())
+                found.append(segment.take()[0].detach().clone())
         self.queue.assert_empty()
         return [*found, *(weight.main_grad.clone() for weight in self.weights)]
 

@@ -103,7 +103,10 @@ def test_micro_batches_in_flight_are_said() -> None:
     words = [*LISTS["gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"], "--moe-token-dispatcher-type", "irregular"]
     assert "in flight" not in printed(words)
     text = printed([*words, "--moe-overlap-micro-batches", "2"])
-    assert "activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without --moe-overlap-micro-batches" in text
+    assert (
+        "activations of at most 3, 1 micro-batches (stages 0, 1) and the layers at work; 2, 1 without --moe-overlap-micro-batches"
+        in text
+    )
 
 
 def test_a_gate_that_nobody_named_is_said() -> None:

@@ -149,9 +149,14 @@ def drawn_plan(seed: int) -> tuple[Plan, ModelDescription]:
         built.append(stage)
     overlap = drawn_words(draw, built[0], virtual) if any(model.moe_layers) else OverlapWords()
     if overlap.partitions * overlap.capacity_chunks * overlap.micro_batches > 1 or overlap.defer:
-        pieces = draw.choice((0, 4, 4000))
+        pieces, (gathers, once) = draw.choice((0, 4, 4000)), draw.choices((False, True), k=2)
         for index, stage in enumerate(built):
-            chunked = dataclasses.replace(stage, overlap=StageOverlap(gradient_chunk_bytes=pieces))
+            travelling = StageOverlap(
+                gradient_chunk_bytes=pieces,
+                reduce_at_once=once and pieces > 0,
+                overlap_param_gather=gathers and pieces > 0,
+            )
+            chunked = dataclasses.replace(stage, overlap=travelling)
             ends = {"holds_embedding": index == 0, "holds_head": index == stages - 1}
             built[index] = dataclasses.replace(chunked, overlap=overlap_from_words(overlap, chunked, model, **ends))
     world = size * stages

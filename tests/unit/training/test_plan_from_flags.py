@@ -109,11 +109,27 @@ def test_what_a_plan_cuts_is_held_against_the_flags(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_plan(plan_of(f"{IRREGULAR} {NO_DROPOUT} --moe-overlap-partitions 2", 2), Path("cut.json"))
+    assert disagreement(flags) == line
+
+
+def disagreement(flags: str) -> str:
+    """What is wrong with flags beside the plan of cut.json."""
     config = parse(f"{BASE} {flags} --plan cut.json".split()).config
     validate(config, 2)
     with pytest.raises(ConfigError) as caught:
         plan_of_run(config, describe_model(config, 257), 2)
-    assert str(caught.value) == line
+    return str(caught.value)
+
+
+def test_a_gather_that_a_plan_lacks_is_held_against_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reduced = f"{IRREGULAR} {NO_DROPOUT} --overlap-grad-reduce"
+    save_plan(plan_of(f"{reduced} --moe-overlap-partitions 2", 2), Path("cut.json"))
+    rule = "cut.json gathers weights at the end of the step (overlap_param_gather false)"
+    assert disagreement(f"{reduced} --overlap-param-gather") == f"--overlap-param-gather: {rule}; drop it"
+    rule = "cut.json reduces gradients in gaps (reduce_at_once false)"
+    flag = "--moe-overlap-grad-reduce at-once"
+    assert disagreement(f"{reduced} {flag}") == f"{flag}: {rule}; drop it"
 
 
 UNNAMED = IRREGULAR.replace("--moe-gate topk ", "")
@@ -202,6 +218,18 @@ def test_smallest_world() -> None:
     assert smallest_world(parse(f"{BASE} {flags} --pipeline-model-parallel-size 4".split()).config) == 32
     flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 8"
     assert smallest_world(parse(f"{BASE} {flags}".split()).config) == 16
+
+
+def test_weights_are_gathered_under_the_passes_of_lists_where_the_flag_says_so() -> None:
+    listed = "--expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --defer-weight-gradients"
+    gathered = "--overlap-grad-reduce --overlap-param-gather"
+    for words, expected in (
+        (listed, False),
+        (f"{listed} --overlap-grad-reduce", False),
+        (f"{listed} {gathered}", True),
+        (gathered, False),  # megatron-core's own hooks
+    ):
+        assert [stage.overlap.overlap_param_gather for stage in plan_of(words, 2).stages] == [expected]
 
 
 def test_gradient_pieces_are_asked_for_in_parameters() -> None:

@@ -427,16 +427,20 @@ RULES = [
         "together; drop layernorm",
     ),
     (
-        f"{OVERLAP} --defer-weight-gradients --overlap-grad-reduce --overlap-param-gather",
+        "--overlap-grad-reduce --moe-overlap-grad-reduce at-once",
         2,
-        "--overlap-param-gather: --defer-weight-gradients gathers weights at the end of the step; "
-        "hooks would send them among the first exchanges of the next; drop it or --defer-weight-gradients",
+        "--moe-overlap-grad-reduce at-once: says when instruction lists reduce gradients, and nothing is overlapped; "
+        "drop it, or add --defer-weight-gradients",
+    ),
+    (
+        f"{OVERLAP} --defer-weight-gradients --moe-overlap-grad-reduce at-once",
+        2,
+        "--moe-overlap-grad-reduce at-once: works on the buckets of --overlap-grad-reduce; add --overlap-grad-reduce",
     ),
     (
         f"{OVERLAP} --defer-weight-gradients --overlap-param-gather",
         2,
-        "--overlap-param-gather: --defer-weight-gradients gathers weights at the end of the step; "
-        "hooks would send them among the first exchanges of the next; drop it or --defer-weight-gradients",
+        "--overlap-param-gather: works on the buckets of --overlap-grad-reduce; add --overlap-grad-reduce",
     ),
     (
         "--moe-overlap-cuda-graphs",

@@ -7,9 +7,9 @@ takes the flag or plan that is to blame, for `--plan` as well (`plan_flags.py` c
 from __future__ import annotations
 
 from megatron.training.cli.config import Config, Rule
-from megatron.training.cli.sizes import dense_width, expert_tensor_size, virtual_stages
+from megatron.training.cli.sizes import dense_width, expert_tensor_size
 from moe_overlap.describe.errors import at_least, divisors, fraction, require
-from moe_overlap.plan.capabilities import ListedRun, require_cuttable, require_listable, require_one_chunk
+from moe_overlap.plan.capabilities import ListedRun, require_cuttable, require_listable
 from moe_overlap.plan.gates import check_gate, require_partitionable
 from moe_overlap.plan.overlap import Gate
 
@@ -58,7 +58,6 @@ def listed_run(config: Config) -> ListedRun:
         overlap_param_gather=parallel.overlap_param_gather,
         prediction_layers=config.model.mtp_num_layers,
         parallel_block=config.model.parallel_attention_mlp,
-        virtual_stages=virtual_stages(config),
         recompute_granularity=parallel.recompute_granularity,
         recompute_modules=parallel.recompute_modules or (),
         hidden_dropout=config.model.hidden_dropout,
@@ -108,8 +107,14 @@ def partitions_keep_the_mathematics(config: Config) -> None:
     require_cuttable(listed_run(config))
 
 
-def interleaved_micro_batches_have_one_chunk(config: Config) -> None:
-    require_one_chunk(listed_run(config), config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches")
+def reductions_at_once_are_of_lists(config: Config) -> None:
+    value = config.overlap.moe_overlap_grad_reduce
+    if value == "gaps" or config.overlap.plan is not None:  # A plan is held against it by plan_flags.py.
+        return
+    flag, rule = "--moe-overlap-grad-reduce", "says when instruction lists reduce gradients, and nothing is overlapped"
+    require(overlap_flag(config) is not None, flag, value, rule, "drop it, or add --defer-weight-gradients")
+    rule = "works on the buckets of --overlap-grad-reduce"
+    require(config.parallel.overlap_grad_reduce, flag, value, rule, "add --overlap-grad-reduce")
 
 
 def device_limits_are_in_range(config: Config) -> None:
@@ -123,9 +128,9 @@ def device_limits_are_in_range(config: Config) -> None:
 OVERLAP_RULES: tuple[Rule, ...] = (
     device_limits_are_in_range,
     gate_agrees_with_router_flags,
-    interleaved_micro_batches_have_one_chunk,
     executor_has_what_it_needs,
     partitions_keep_the_mathematics,
+    reductions_at_once_are_of_lists,
 )
 
 

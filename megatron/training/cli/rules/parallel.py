@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from megatron.training.cli.config import Config, Rule
-from megatron.training.cli.rules.moe import overlap_flag
 from megatron.training.cli.sizes import (
     batch_sizes,
     chunk_sizes,
@@ -194,8 +193,6 @@ def full_recompute_fits_the_stages(config: Config) -> None:
 
 def gradient_overlap_fits(config: Config) -> None:
     parallel = config.parallel
-    if overlap_flag(config) is not None:
-        return  # cli/rules/moe.py refuses both
     fits = parallel.overlap_grad_reduce or not parallel.overlap_param_gather
     require(
         fits, "--overlap-param-gather", "", "works on the buckets of --overlap-grad-reduce", "add --overlap-grad-reduce"

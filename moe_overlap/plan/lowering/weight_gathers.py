@@ -1,0 +1,54 @@
+"""Weights gathered under the first passes of a step, where `StageOverlap.overlap_param_gather` says so.
+
+The update of the step before has left every replica the new weights of its own shards alone (ZeRO 1). The gathers of all
+parameter groups stand in front of the passes, in order of first use, and start at once: the link is free until the first rows
+travel, and a stage behind the first one has nothing else to do until its first micro-batch arrives. The first computation of the
+step that uses a group's weights waits for its gather; the channel runs in order, so all later ones may.
+
+A step that only evaluates begins with the same gathers. Gathered twice, weights stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.lowering.dependencies import Draft
+from moe_overlap.plan.lowering.gradient_buckets import is_replicated, optimizer_parts
+from moe_overlap.plan.lowering.optimizer_state import PartDrafts, part_of
+from moe_overlap.plan.plan import Plan
+
+
+def with_gathers(drafts: Sequence[Draft], plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
+    """The passes of a step behind the gathers of the weights that they use; the passes alone where nothing is gathered so.
+
+    Args:
+        drafts: forward and backward of all micro-batches of one rank.
+    """
+    stage = plan.stages[stage_index]
+    if not stage.overlap.overlap_param_gather or not is_replicated(stage):
+        yield from drafts
+        return
+    parts = PartDrafts(plan, stage_index, model, {})
+    missing = set(optimizer_parts(plan, stage_index, model))
+    passes, gathered = [], []
+    for draft in drafts:
+        needed = [part for part in _weights_of(draft, parts) if part in missing]
+        missing.difference_update(needed)
+        gathered += needed
+        passes.append(replace(draft, reads=(*draft.reads, *map(_weights, needed))) if needed else draft)
+    assert not missing, f"weights that no pass uses: {sorted(missing)}"
+    for part in gathered:
+        yield parts.gather(part, (_weights(part),))
+    yield from passes
+
+
+def _weights_of(draft: Draft, parts: PartDrafts) -> tuple[str, ...]:
+    """The parameter groups whose weights an instruction computes with."""
+    part = part_of(draft)
+    return parts.weights(part, draft.operator.in_backward_pass) if part else ()
+
+
+def _weights(part: str) -> str:
+    return f"parameters.{part}"
