@@ -56,11 +56,12 @@ class Problem:
     def run_by(self, plan: Plan) -> Problem:
         """The same problem as a run of a plan meets it.
 
-        Instruction lists gather weights behind the update: a run that follows them goes without `--overlap-param-gather`.
+        A run that follows instruction lists gathers weights under its first passes only where they say so.
         """
         if not plan.transfers and not any(stage.overlap.is_listed for stage in plan.stages):
             return self
-        return replace(self, features=replace(self.features, overlap_param_gather=False))
+        gathers = all(stage.overlap.overlap_param_gather for stage in plan.stages)
+        return replace(self, features=replace(self.features, overlap_param_gather=gathers))
 
     def replaying(self, is_on: bool) -> Problem:
         """The same problem whose instruction lists are replayed as CUDA graphs, or are not."""

@@ -1,9 +1,10 @@
 """Fit the constants of the time model to the rows marked `calibration`, and write them: python -m tests.validation.fit
 
-The search walks a grid of steps in the logarithm, one constant at a time, and takes a step where the loss falls, until no
-constant moves; it is a sequence of comparisons, so the same rows give the same file, bit for bit. The loss is the weighted sum of
-the rows' logarithmic errors, plus a little for every step that a constant is away from its start: what the rows do not show stays
-where it was. A configuration that several releases repeat weighs as the root of its repetitions.
+The search (`descent.py`) walks a grid of steps of one per cent, one constant at a time or all at once, until no move lowers
+the loss; it is a sequence of comparisons, so the same rows give the same file, bit for bit. The loss is the weighted sum of the
+rows' logarithmic errors, plus a little for every step that a constant is away from its start: what the rows do not show stays
+where it was. A configuration that several releases repeat weighs as the root of its repetitions. The steps go into
+tests/golden/fit.json (`fitted_steps.py`).
 
 Levels. Constants of hosts and of a step are one for all GPUs (`common`); efficiencies are one for each architecture, with
 deviations of its GPU types; a release has one loss on each architecture that has rows of it.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
@@ -36,14 +38,15 @@ from moe_overlap.tuner.cost.hardware import (
     constants_json,
 )
 from moe_overlap.tuner.cost.memory_errors import MemoryErrors
+from tests.validation.descent import COARSE, Floats, Point, descend, loss_of
 from tests.validation.evaluate import Case
 
 TARGET = Path(owner.__file__).with_name("constants.json")
-STEP = 1.04
-STRIDES = (8, 4, 2, 1)
-MOST_ROUNDS = 40
+STEP = 1.01
+FAR = (-160, 0, 320)
+"""Steps at which a run is asked whether a constant concerns it."""
 FOLDS = 4
-PULLS = {"common": 0.0001, "architecture": 0.0001, "gpu": 0.0002, "release": 0.0002}
+PULLS = {"common": 0.00001, "architecture": 0.00001, "gpu": 0.00002, "release": 0.00002}
 """Loss per step, times the number of rows: GPUs of one architecture share what their rows do not tell apart."""
 START = GpuConstants(
     gemm=0.75,
@@ -79,8 +82,8 @@ FRACTIONS = (*owner.LOSSY, "domain", "network", "overlap_slowdown", "grouped_low
 """Parts of a whole: a fraction of a peak rate stays below it."""
 
 
-class Fitted(Protocol):
-    """A run that constants are fitted to."""
+class Scoped(Protocol):
+    """A run as constants are told apart by."""
 
     @property
     def gpu_type(self) -> str:
@@ -93,6 +96,10 @@ class Fitted(Protocol):
     @property
     def scope(self) -> str:
         """Precision, and dense or MoE."""
+
+
+class Fitted(Scoped, Protocol):
+    """A run that constants are fitted to."""
 
     @property
     def configuration(self) -> object:
@@ -130,7 +137,7 @@ class Grid:
     common: CommonConstants
 
     @classmethod
-    def of(cls, cases: Sequence[Fitted], start: GpuConstants, common: CommonConstants) -> Grid:
+    def of(cls, cases: Sequence[Scoped], start: GpuConstants, common: CommonConstants) -> Grid:
         """The grid of these runs."""
         scopes: dict[str, dict[str, set[str]]] = {}
         for case in cases:
@@ -157,7 +164,7 @@ class Grid:
         return keys + [("release", f"{name} {a}", "loss") for name, rows in self.scopes.items() for a in rows]
 
     def constants(self, steps: Steps) -> Constants:
-        """The constants at a point, to three digits."""
+        """The constants at a point, to four digits: three would bend the slopes that the search takes."""
 
         def moved(start: float, field: str, *keys: Key) -> float:
             value = start * STEP ** sum(steps.get(key, 0) for key in keys)
@@ -182,7 +189,7 @@ class Grid:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+    return float(f"{value:.4g}")
 
 
 class Loss:
@@ -225,37 +232,65 @@ def fit(
     Raises:
         RuntimeError: constants still move after the last round.
     """
-    grid, total = Grid.of(cases, start, common or START_COMMON), Loss(cases, known)
-    concerned = {key: _concerned(key, cases, grid, total) for key in grid.names()}
-    moves = [key for key in concerned if concerned[key] and (common is None or key[0] != "common")]
-    steps = {key: count for key, count in (steps or {}).items() if key in concerned}
-
-    def loss(key: Key, count: int) -> float:
-        constants = grid.constants({**steps, key: count})
-        return total(concerned[key], constants) + PULLS[key[0]] * len(cases) * abs(count)
-
-    strides = STRIDES if not steps else STRIDES[-2:]
-    for number in range(MOST_ROUNDS):
-        stride = strides[min(number, len(strides) - 1)]
-        changed = 0
-        for key in moves:
-            before = steps.get(key, 0)
-            candidates = [before, before - stride, before + stride]
-            losses = [loss(key, count) for count in candidates]
-            best = min(range(3), key=lambda i: (losses[i], i))
-            if best:
-                steps[key] = candidates[best]
-                changed += 1
-        constants = grid.constants(steps)
-        mean = sum(abs(total.error(case, constants) - 1.0) for case in cases) / len(cases)
-        report(f"round {number + 1}, steps of {stride}: {changed} moved, mean error {mean:.2%}")
-        if not changed and stride == STRIDES[-1]:
-            return constants, steps
-    raise RuntimeError(f"constants still move after {MOST_ROUNDS} rounds")
+    priced = PricedGrid.of(cases, start, common, known)
+    point = priced.point(steps or {})
+    found = descend(priced, point, report, () if steps else COARSE)
+    return priced.grid.constants(priced.steps(found)), priced.steps(found)
 
 
-def _concerned(key: Key, cases: Sequence[Fitted], grid: Grid, total: Loss) -> list[Fitted]:
-    """The runs whose seconds change with a constant: nothing else is priced again when it moves."""
+@dataclasses.dataclass(frozen=True)
+class PricedGrid:
+    """The errors of runs over the grid of their constants: what `descent.py` walks on.
+
+    Attributes:
+        keys: the constants that move any run, in the order of coordinates.
+        concerned: for each of them the indices of these runs.
+    """
+
+    cases: Sequence[Fitted]
+    grid: Grid
+    total: Loss
+    keys: tuple[Key, ...]
+    concerned: tuple[NDArray[np.int64], ...]
+
+    @classmethod
+    def of(
+        cls, cases: Sequence[Fitted], start: GpuConstants, common: CommonConstants | None, known: Known | None
+    ) -> PricedGrid:
+        """The grid of these runs; common constants that are given do not move."""
+        grid, total = Grid.of(cases, start, common or START_COMMON), Loss(cases, known)
+        movable = [key for key in grid.names() if common is None or key[0] != "common"]
+        concerned = {key: _concerned(key, cases, grid, total) for key in movable}
+        keys = tuple(key for key in movable if concerned[key])
+        return cls(cases, grid, total, keys, tuple(np.array(concerned[key]) for key in keys))
+
+    @property
+    def weights(self) -> Floats:
+        """[N] of the runs."""
+        return np.array([self.total.weights[id(case)] for case in self.cases])
+
+    @property
+    def pulls(self) -> Floats:
+        """[K] loss per step."""
+        return np.array([PULLS[level] * len(self.cases) for level, *_ in self.keys])
+
+    def errors(self, point: Point, runs: NDArray[np.int64] | None = None) -> Floats:
+        """Logarithms of predicted over measured seconds of these runs, or of all."""
+        constants = self.grid.constants(self.steps(point))
+        asked = self.cases if runs is None else [self.cases[run] for run in runs]
+        return np.array([math.log(self.total.error(case, constants)) for case in asked])
+
+    def point(self, steps: Steps) -> Point:
+        """Steps as coordinates; those of constants that nothing here depends on are left out."""
+        return np.array([steps.get(key, 0) for key in self.keys], dtype=np.int64)
+
+    def steps(self, point: Point) -> Steps:
+        """Coordinates as steps, without those that are none."""
+        return {key: int(count) for key, count in zip(self.keys, point, strict=True) if count}
+
+
+def _concerned(key: Key, cases: Sequence[Fitted], grid: Grid, total: Loss) -> list[int]:
+    """Indices of the runs whose seconds change with a constant: nothing else is priced again when it moves."""
     level, name, field = key
     within = {
         "common": lambda case: True,
@@ -264,9 +299,9 @@ def _concerned(key: Key, cases: Sequence[Fitted], grid: Grid, total: Loss) -> li
         "release": lambda case: f"{case.release} {architecture_of(case.gpu_type)}" == name,
     }[level]
     # Far enough that a host which keeps up with its device at the start falls behind.
-    far = [grid.constants({key: count}) for count in (-40, 0, 80)]
-    asked = [case for case in cases if within(case)]
-    return [case for case in asked if len({total.error(case, constants) for constants in far}) > 1]
+    far = [grid.constants({key: count}) for count in FAR]
+    asked = [index for index, case in enumerate(cases) if within(case)]
+    return [index for index in asked if len({total.error(cases[index], constants) for constants in far}) > 1]
 
 
 def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
@@ -370,8 +405,8 @@ def memory_errors(ratios: Sequence[tuple[Hashable, float]]) -> MemoryErrors:
 
 def main() -> None:
     """Fit and write: GPU types of the table of steps, and apart from them L4, of which recorded runs alone tell."""
+    from tests.validation.fitted_steps import FILE, Fit, fit_json, l4_start
     from tests.validation.recorded_cases import calibration_peaks, calibration_steps
-    from tests.validation.recorded_runs import measured_links
     from tests.validation.table import calibration_cases
 
     def report(line: str) -> None:
@@ -380,11 +415,7 @@ def main() -> None:
     cases = calibration_cases(times=True)
     known: Known = {}
     of_steps, steps = fit(cases, report, known=known)
-    # Constants that no architecture explains come from the steps of the table: two steps cannot tell them apart.
-    any_gpu = next(iter(of_steps.gpus.values()))
-    shared = {name: getattr(any_gpu, name) for name in COMMON}
-    l4 = dataclasses.replace(START, **measured_links() | shared)
-    of_runs, _ = fit(calibration_steps(cache_folder()), report, l4, of_steps.common)
+    of_runs, steps_of_runs = fit(calibration_steps(cache_folder()), report, l4_start(of_steps), of_steps.common)
     constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus, traits=traits_of(cases))
     peaks = calibration_cases(times=False)
     constants = dataclasses.replace(constants, fragmentation=fragmentation(peaks, constants))
@@ -394,6 +425,9 @@ def main() -> None:
     errors = memory_errors([*ratios, *calibration_peaks(cache_folder(), constants)])
     constants = dataclasses.replace(constants, memory=errors.quantiles(), memory_errors=errors)
     TARGET.write_text(constants_json(constants), encoding="utf-8")
+    surface = PricedGrid.of(cases, START, None, known)
+    loss = loss_of(surface, surface.point(steps))
+    FILE.write_text(fit_json(Fit(loss=loss, table=steps, l4=steps_of_runs)), encoding="utf-8")
     found = left_out_errors(cases, steps, known, report)
     TARGET.with_name("errors.json").write_text(errors_json(errors_left_out(found)), encoding="utf-8")
     for kind, (inside, all_of_them) in held(found).items():

@@ -152,6 +152,10 @@ CASES: Mapping[str, Case] = {
         "--cuda-graph-scope attn moe_router",
         gpu="GB200",
     ),
+    "MoE, all-to-alls under another micro-batch, 2 stages of 2 chunks": Case(
+        f"{MOE} {SHARDED} {EIGHT} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+    ),
     "MoE, one busy rank": Case(f"{MOE} {SHARDED} {EIGHT}", loads=(400, 300, *(100,) * 30)),
     "MoE, windows, small moments": Case(
         f"{MOE} {SHARDED} {EIGHT} --window-size 127,0 --window-attn-skip-freq 2 --use-precision-aware-optimizer "

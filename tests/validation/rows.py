@@ -375,7 +375,8 @@ def _speed_flags(row: Row) -> list[str]:
         words += ["--overlap-grad-reduce", "--overlap-param-gather"]
     words += ["--tp-comm-overlap"] if habits.tensor_overlap and int(row["tp"]) > 1 else []
     words += _attention_flags(row)
-    words += ["--overlap-moe-expert-parallel-comm"] if "a2a_overlap=True" in flags else []
+    # Megatron-Bridge sets both (set_moe_a2a_overlap_overrides).
+    words += ["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"] if "a2a_overlap=True" in flags else []
     words += ["--delay-wgrad-compute"] if "delay_wgrad=True" in flags else []
     if "paged_stash=True" in flags:
         # megatron-core's recipe of the paged stash (moe_recipes.csv) switches both on; it is of a model with plain SwiGLU.

@@ -25,8 +25,13 @@ GROUP = ["measures", "split", "GPU", "kind", "routing"]
 
 def calibration_cases(times: bool) -> list[Case]:
     """Runs that constants may be fitted to: their step times, with those of small models, or their peaks of memory."""
+    return cases_of(calibration_rows(times), cache_folder())
+
+
+def calibration_rows(times: bool) -> list[Row]:
+    """Rows of these runs."""
     rows = [row for row in scored_rows() if row["split"] == "calibration" and is_time(row) == times]
-    return cases_of([*rows, *(launched_rows() if times else ())], cache_folder())
+    return [*rows, *(launched_rows() if times else ())]
 
 
 def is_time(row: Row) -> bool:

@@ -274,7 +274,8 @@ def _search(factors: FactorLists, word: str, alone_SN: Floats, seconds_N: Floats
     """The factors of one set, from a grid and from where they stand."""
     # The smaller sets stay as fitted, so that every error is a function of this set's factors alone.
     grid = [list(values) for values in product(GRID, repeat=word.count("1")) if serial_share(values) >= 1]
-    errors = [mean_error(Interference({**factors, word: values}), alone_SN, seconds_N) for values in grid]
+    model = Interference(factors)
+    errors = [mean_error(model.with_set(word, values), alone_SN, seconds_N) for values in grid]
     starts = [grid[place] for place in sorted(range(len(grid)), key=errors.__getitem__)[:STARTS]]
     found = [_descend(factors, word, values, alone_SN, seconds_N, STEPS) for values in (factors[word], *starts)]
     factors[word], _ = min(found, key=itemgetter(1))
@@ -289,9 +290,10 @@ def _descend(
     steps: tuple[float, ...],
 ) -> tuple[list[float], float]:
     """From these factors of one set to the best near them, with ever smaller steps; and their error."""
+    model = Interference(factors)
 
     def error_of(tried: list[float]) -> float:
-        return mean_error(Interference({**factors, word: tried}), alone_SN, seconds_N) + PREFERENCE * max(tried)
+        return mean_error(model.with_set(word, tried), alone_SN, seconds_N) + PREFERENCE * max(tried)
 
     best = error_of(values)
     for step in steps:

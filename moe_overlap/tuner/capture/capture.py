@@ -262,6 +262,8 @@ def instrumented(request: Request, world: World, without_values: bool = True) ->
     with contextlib.ExitStack() as stack:
         # Undoes the `gc.freeze` of the recordings.
         stack.callback(_unfreeze_many)
+        # Lets go of the last recording.
+        stack.callback(recorder.begin)
         if without_values:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(without_data(buffer))

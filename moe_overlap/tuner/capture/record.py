@@ -90,10 +90,18 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._axis_of = axis_of
         self.rows_of_map: Callable[[int, int], int] | None = None
+        self._watches: list[weakref.finalize[..., torch.UntypedStorage]] = []
         self.begin()
 
     def begin(self) -> None:
-        """Start a new recording; what hooks and wrappers announce belongs to it from now on."""
+        """Start a new recording; what hooks and wrappers announce belongs to it from now on.
+
+        Storages of the one before are no longer watched. Some outlive their model, and each would hold a whole recording: after
+        ten captures in a process every further one took twice as long, as the garbage collector walked through all of them.
+        """
+        for watch in self._watches:
+            watch.detach()
+        self._watches = []
         self.recording = Recording()
         self.phase: Phase = "forward"
         self._ids: dict[int, int] = {}
@@ -398,7 +406,7 @@ class Recorder(TorchDispatchMode):
             self._references[key] = weakref.ref(storage)
             self.recording.storages.append(_Watched(storage.nbytes(), role, name, replicas))
             # The key is an address, which the next storage may get: it is forgotten when this one is freed.
-            weakref.finalize(storage, _free, self._ids, self._references, key, self.recording)
+            self._watches.append(weakref.finalize(storage, _free, self._ids, self._references, key, self.recording))
         return self._ids[key]
 
 

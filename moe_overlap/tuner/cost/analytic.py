@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moe_overlap.describe.cluster import GIB, NodeGroup
 from moe_overlap.describe.model import ModelDescription, training_flops_per_token
-from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
+from moe_overlap.plan.lowering.pipeline_order import held_in_pairs, most_in_flight, pipeline_blocks
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
@@ -38,7 +38,7 @@ from moe_overlap.tuner.cost.feasibility import (
 from moe_overlap.tuner.cost.hardware import REFERENCE, Features, Software
 from moe_overlap.tuner.cost.host import UNLISTED, Launching, replays_of
 from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost, token_use
+from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, cost_of, token_use
 from moe_overlap.tuner.cost.links import (
     NO_LINK,
     boundary_group,
@@ -53,7 +53,7 @@ from moe_overlap.tuner.cost.links import (
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import OpTable, peak_tflops, tabulate
-from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds, spent_on
+from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, lone_share, pipeline_seconds, spent_on
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
 from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
@@ -174,10 +174,12 @@ def _parts(
 def _flying(plan: Plan, index: int) -> float:
     """Micro-batches whose activations a stage holds at once."""
     stage = plan.stages[index]
-    if plan.transfers or stage.overlap.micro_batches_in_flight > 1:
-        # The closed form holds for the orders of megatron-core only; these are counted in the order that will run.
-        return float(most_in_flight(pipeline_blocks(plan, index)))
     layers = tuple(end - first for first, end in stage.chunks)
+    if stage.overlap.micro_batches_in_flight > 1:
+        return held_in_pairs(len(plan.stages), index, stage.gradient_accumulation_steps, layers)
+    if plan.transfers:
+        # The closed form holds for the orders of megatron-core only; these are counted in the order that will run.
+        return most_in_flight(pipeline_blocks(plan, index), layers)
     return in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, layers)
 
 
@@ -389,6 +391,8 @@ def setting_of(
         load=machine.load,
         lookup=machine.lookup,
         replays=replays_of(plan, features) if any(one.overlap.is_listed for one in plan.stages) else UNLISTED,
+        alone=lone_share(len(plan.stages), len(stage.chunks), stage.gradient_accumulation_steps),
+        two_at_work=features.overlap_experts or plan.has_pairs,
     )
     return setting, factors
 
@@ -409,14 +413,8 @@ def evaluator_of(
     """
     links = machine.cluster.group_of(family.stage.devices.ranks[0])
     rates = _state_rates(setting, links, len(strategy.data), family.boundary_bytes)
-    kinds = _kind_terms(parts, family, setting.features)
+    kinds = _kind_terms(parts, family, setting.two_at_work)
     return StageEvaluator(kinds, strategy, rates, setting.concurrent, factors, machine.fragmentation)
-
-
-def cost_of(table: OpTable, setting: Setting) -> PartCost:
-    """Seconds of a part, its all-to-alls under another micro-batch where the run does that."""
-    cost = part_cost(table, setting)
-    return hide_all_to_alls(cost, setting.concurrent) if setting.features.overlap_experts else cost
 
 
 def _state_rates(setting: Setting, links: NodeGroup, strategies: int, boundary_bytes: float) -> StateRates:
@@ -446,10 +444,10 @@ def _state_rates(setting: Setting, links: NodeGroup, strategies: int, boundary_b
     )
 
 
-def _kind_terms(costs: Sequence[PartCost], family: Family, features: Features) -> KindTerms:
+def _kind_terms(costs: Sequence[PartCost], family: Family, two_at_work: bool) -> KindTerms:
     sizes = family.sizes
     heads = [table.part.kind == "head" for table in family.tables]
-    saved, working = stage_sizes(sizes, heads, features.overlap_experts)
+    saved, working = stage_sizes(sizes, heads, two_at_work)
     kinds = [table.part.kind for table in family.tables]
     return KindTerms(
         forward_seconds=np.array([cost.forward.seconds for cost in costs]),

@@ -17,7 +17,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.plan.operators import DISPATCH, EXPERTS, GATE, HEAD_LOSS, LOSS
+from moe_overlap.plan.operators import ATTENTION, COMBINE, DISPATCH, EXPERTS, GATE, HEAD_LOSS, LOSS
 from moe_overlap.tuner.capture.graph import Op
 
 FULL_PRECISION_OPERATORS = (HEAD_LOSS, LOSS, GATE)
@@ -29,6 +29,9 @@ MODULE_KERNELS = ("norm", "norm_backward", "weight_gradient", "grouped_gemm", "g
 )
 """Kernels of Transformer Engine that its modules launch; the others are functions."""
 PRODUCTS = ("gemm", "grouped_gemm")
+NODES = (ATTENTION, DISPATCH, EXPERTS, COMBINE)
+"""First operators of the nodes into which megatron-core cuts a layer whose all-to-alls run beside another micro-batch, on streams
+that wait for each other."""
 
 
 class CallCode(IntEnum):
@@ -48,10 +51,12 @@ class Calls:
     Attributes:
         codes: [N] CallCode of each.
         waits: [N] whether the host waits for the counts of rows ahead of it.
+        nodes: [N] whether a node of a layer with experts begins with it, where two micro-batches run at a time.
     """
 
     codes: NDArray[np.int64]
     waits: NDArray[np.bool_]
+    nodes: NDArray[np.bool_]
 
 
 def calls_of(ops: Sequence[Op]) -> Calls:
@@ -71,7 +76,7 @@ def calls_of(ops: Sequence[Op]) -> Calls:
             continue
         for index in places:
             codes[index] = _code(ops[index])
-    return Calls(codes, _waits(ops))
+    return Calls(codes, _waits(ops), _nodes(ops))
 
 
 def _waits(ops: Sequence[Op]) -> NDArray[np.bool_]:
@@ -82,6 +87,19 @@ def _waits(ops: Sequence[Op]) -> NDArray[np.bool_]:
         if (first := next(rows, None)) is not None:
             waits[first] = True
     return waits
+
+
+def _nodes(ops: Sequence[Op]) -> NDArray[np.bool_]:
+    """The first operator of each kind of NODES in either pass that has experts."""
+    nodes = np.zeros(len(ops), dtype=np.bool_)
+    for backward in (False, True):
+        first: dict[str, int] = {}
+        for index, op in enumerate(ops):
+            if (op.phase == "backward") == backward:
+                first.setdefault(op.operator, index)
+        if EXPERTS in first:
+            nodes[[first[operator] for operator in NODES if operator in first]] = True
+    return nodes
 
 
 def _needs_counts(op: Op) -> bool:

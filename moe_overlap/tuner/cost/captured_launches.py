@@ -3,7 +3,7 @@
 1. A replay is one launch. A deferred weight gradient of a captured operator is a graph of its own for every partition.
 2. An input that a graph of the same slot has left is read where it lies. Anything else is copied to where the capture read it:
    what an all-to-all, a transfer or an uncaptured operator has brought, partitions that were joined, and the sum that the gate's
-   backward pass adds up outside of its graph.
+   backward pass adds up outside of its graph. An uncaptured merge hands its gradient on to the shared experts as it is.
 3. What a transfer sends is copied out of the slot.
 4. A slot keeps all that its graphs leave and what was copied to them until the end of the run, and a pool for what they need
    inside. What autograd saves is counted with the activations, and here for slots beyond the micro-batches in flight.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from moe_overlap.plan.instructions import BufferRole, Instruction, parse_buffer
 from moe_overlap.plan.lowering.captured import CapturedList, Slot, captured_list
 from moe_overlap.plan.lowering.deferral import backward_of
-from moe_overlap.plan.operators import BACKWARD, GATE, SHARED, OperatorKind
+from moe_overlap.plan.operators import BACKWARD, GATE, MERGE, SHARED, OperatorKind
 from moe_overlap.tuner.cost.copied_bytes import HIDDEN, ROWS
 
 TENSORS = frozenset(
@@ -66,10 +66,12 @@ def replayed_in(made: Sequence[Instruction], has_static_rows: bool, size: Size) 
             found[i.id] = _replayed(i, slot, listed, owner, size)
         elif i.kind == "weight-gradient" and (of_backward := slot_of.get((backward_of(i.name), i.micro_batch))):
             found[i.id] = Replayed(of_backward, launches=len(i.partition) or 1)
+        handed = _handed_on(i, owner) if slot is None else {}
         for name in _left(i, listed) if slot is not None else i.writes:
             owner.pop(name, None)
             if slot is not None:
                 owner[name] = slot
+        owner |= handed
         if _sums(i):  # the sum is a tensor of its own, outside of the graph
             for name in _named(i.writes, BufferRole.D_ATTENDED):
                 owner.pop(name, None)
@@ -91,6 +93,14 @@ def _replayed(i: Instruction, slot: Slot, listed: CapturedList, owner: Mapping[s
     joined = sum(len(names) > 1 and role in HIDDEN for role, names in _inputs(i))
     replayed.launches += len(replayed.copies) + sums + joined
     return replayed
+
+
+def _handed_on(i: Instruction, owner: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Buffers that an uncaptured merge leaves in a slot's memory going backward: the terms of its sum share one gradient."""
+    given = _named(i.reads, BufferRole.D_HIDDEN)
+    if i.operator.kind is not MERGE or i.operator.phase is not BACKWARD or len(given) != 1 or given[0] not in owner:
+        return {}
+    return dict.fromkeys(_named(i.writes, BufferRole.D_SHARED), owner[given[0]])
 
 
 def _sums(i: Instruction) -> bool:

@@ -2,17 +2,19 @@
 
 Terms. A part is a parameter group: embedding, a layer, a prediction layer, head. A use is one pass of one micro-batch through it.
 Contract. The times are those of the list that plan/lowering/optimizer_state.py writes, with uses in place of operators: its waits
-are here, with the number of the step there. What runs at the same time slows each other down (slots.py); what goes on
-from earlier slots does so as long as both run.
+are here, with the number of the step there. What runs at the same time slows each other down: at first as slots say (slots.py),
+with what goes on from earlier slots as long as both run, then as is read off such a play (overlaps.py).
 1. The updates in front of the first forward pass; where weights are offloaded in front of the first use of each part.
 2. What a use needs is loaded while the use before it computes, and waits for the end of the last use that has ended.
 3. Saved activations leave behind a forward use, gradients behind a backward use.
 4. A use waits for what left two uses before.
 5. Between passes hidden states go to other stages and come from them. With one chunk the next pass waits for them; with more
    they go on beside it. Either way they and collectives of states that share a link with them take longer.
-6. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Once without updates,
-   whose copies would slow down the one that stands for many; once with them, which tells what they add to the first pass and
-   leave behind for later ones; and once by a stage that waits in front of forward passes and its last backward pass.
+6. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Without updates, whose
+   copies would slow down the one that stands for many, at the rates of slots and then twice at those that were read off the
+   play before; at these also by a stage that waits in front of forward passes and its last backward pass. Once with updates,
+   at the rates of slots, which tells what they add to the first pass and leave behind for later ones. Most strategies differ in
+   their updates alone: without updates one of those is played.
 
 Legend: K kinds of parts, N strategies. `simulate/engine.py` is the slow twin.
 Source: Mist, section 5.1 and figure 10.
@@ -20,19 +22,23 @@ Source: Mist, section 5.1 and figure 10.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, one_f_one_b
+from moe_overlap.tuner.cost.overlaps import Slowed, slowdowns_of
 from moe_overlap.tuner.cost.slots import Part, Slots, SlotTable, Use
 from moe_overlap.tuner.cost.stage import UseBytes
 from moe_overlap.tuner.cost.stage_channels import StageChannels
 
 Floats = NDArray[np.float64]
+ROUNDS = 2
+"""How often slowdowns are read off a run."""
 STABLE = 2
 """The first micro-batch that stands for all further ones."""
 GROUP = 2
@@ -47,12 +53,16 @@ class PlayedStage:
         forward, backward: of a micro-batch that all further ones repeat.
         first: of the first forward pass of a chunk beyond a part of `forward`, with the updates in front of it.
         enter: of all passes from there to the first one of the last chunk beyond such parts.
-        behind: of the passes after those beyond what they take without updates, which leave copies and collectives behind.
+        behind: of the passes after those beyond what they take without updates, which leave copies and collectives behind; on the
+            last stage without what `turn` has of that.
         waited: of the first forward pass beyond `forward`, where the stage has waited for its input long enough for every update.
         again: of a forward pass right behind another one, beyond `forward`.
-        turn: of the first backward pass beyond `backward`: no sum of gradients is there yet. On the first stage with what slows
-            down the passes from there on: copies that updates have left behind.
-        drain: of the last backward pass beyond `backward`; all stages but the last have waited for it.
+        turn: of the first backward pass beyond `backward`: no sum of gradients is there yet; and of the passes behind it until
+            they are usual ones. On the first stage with what slows down the passes from there on: copies that updates have left
+            behind.
+        drain: of the last backward pass of a chunk beyond a part of `backward`, times the chunks. All stages but the last have
+            waited for it, as long as the stage behind takes for the pass; on the last stage it is that of the first of several in
+            a row, as `rush` counts for the others.
         rush: the same where it is right behind another one, and has not waited.
         tail: from its end until everything has been reduced and copied.
         buffer_bytes: peak of what is on the device for a while, less what of the activations in flight is not held at that time.
@@ -74,40 +84,31 @@ class PlayedStage:
     update_bytes: Floats
 
 
-def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: int, waits: bool) -> PlayedStage:
+def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool) -> PlayedStage:
     """Seconds of a stage.
 
     Args:
         parts: the stage's, in order of their forward pass.
+        table: strategies, and what their uses take.
         ahead: 0 on the last stage of a pipeline; 1 stands for forward passes before the first backward pass.
         waits: whether another stage stands before it.
     """
-    chunks = [*dict.fromkeys(part.chunk for part in parts)]
-    order = _order(chunks, ahead)
-    uses = [
-        Use(index, step.direction == "backward", step.micro_batch)
-        for step in order
-        for index in _indices(parts, step.chunk, step.direction == "backward")
-    ]
-    slots = Slots(parts, uses, table)
-    directions = [step.direction for step in order]
-    filling = order[: directions.index("backward")]
-    emptying = order[len(order) - directions[::-1].index("forward") + 1 :]
+    passes = _Passes(parts, ahead, waits, table.kind.transfers_wait)
+    chunks, order, filling, emptying = passes.chunks, passes.order, passes.filling, passes.emptying
+    # Many strategies differ in their updates alone: all other runs play one of those.
+    still, lanes = table.still
+    still_slots = Slots(parts, passes.uses, still)
+    slots = Slots(parts, passes.uses, table)
 
-    def run(*noted: str, updates: bool = True) -> _Run:
-        played = StageChannels(parts, table.seconds, table.kind, slots, sizes, updates)
-        return _Run(played, parts, sizes, ahead, waits, emptying, noted)
+    def run(given: Slots, *noted: str, slowed: Slowed | None = None, notes: bool = False) -> _Run:
+        return _Run(StageChannels(parts, given, slowed, notes), passes, noted)
 
     # Memory: beside updates there is most where nothing waits, and gradients on their way are most where the stage has waited.
-    updating = run(UPDATING)
-    updating.play(forward_waits=False, drains=False)
-    busy = run(updates=False) if ahead else run(PASSING, updates=False)
-    busy.play(forward_waits=False, drains=False)
-    idle = busy
-    # The only stage of a pipeline never waits for another.
-    if waits or ahead:
-        idle = run(PASSING) if ahead else run()
-        idle.play(forward_waits=waits, drains=bool(ahead))
+    updating = run(slots, UPDATING, *([FIRST_PASSING] if ahead and not waits else []))
+    bare = run(still_slots, *([] if ahead else [PASSING]), notes=True)
+    for each in (updating, bare):
+        each.play(forward_waits=False)
+    busy, idle = _read_off(bare, run, passes)
     group = 1 if len(chunks) == 1 else GROUP
     stable = range(STABLE, STABLE + group)
     # Forward passes ahead stand before the first backward pass: a cycle has the forward pass of a later micro-batch.
@@ -116,43 +117,218 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
     usual = {
         step: busy.mean(step.direction, stable if step.direction == "backward" else cycle, step.chunk) for step in order
     }
-    nothing = np.zeros_like(forward)
+    nothing, nothing_updated = np.zeros_like(forward), np.zeros(len(lanes))
 
-    def beyond(steps: Sequence[Step], played: _Run = busy) -> Floats:
+    def beyond_of(run_of: _Run, steps: Sequence[Step]) -> Floats:
         """Seconds of some passes of a chunk beyond the usual ones."""
-        return sum((played.taken[step] - usual[step] for step in steps), start=nothing)
+        return sum((run_of.taken[step] - usual[step] for step in steps), start=nothing)
+
+    def beyond(steps: Sequence[Step]) -> Floats:
+        """The same of a stage that is busy."""
+        return beyond_of(busy, steps)
+
+    def updated(steps: Sequence[Step]) -> Floats:
+        """The same of passes with updates in front of them."""
+        return sum((updating.taken[step] - usual[step][lanes] for step in steps), start=nothing_updated)
 
     entered = max(number for number, step in enumerate(filling) if step.micro_batch == 0) + 1
     # Where no pass follows, those between the chunks' first ones stand for more of them in longer pipelines.
     followed = filling[entered:] or [step for step in filling if step.micro_batch > 0]
     again, rush = (beyond(steps) * len(chunks) / max(1, len(steps)) for steps in (followed, emptying))
     ends = idle if ahead else busy
+    apart = _apart(order, usual, (forward, backward), parts, still)
+    drain = beyond_of(ends, passes.closing) * len(chunks)
+    drain = drain if ahead else drain - len(emptying) * rush
 
     def slowed(steps: Sequence[Step]) -> Floats:
         """Seconds by which what updates leave behind slows down some passes."""
-        return sum((updating.taken[step] - busy.taken[step] for step in steps), start=nothing)
+        return sum((updating.taken[step] - bare.taken[step][lanes] for step in steps), start=nothing_updated)
 
+    waited, turn = (
+        each.mean(direction, range(1))[lanes]
+        for each, direction in ((idle, "forward"), (busy if ahead else idle, "backward"))
+    )
+    counted = nothing_updated
+    if waits and table.kind.offloads_weights:
+        # Parts are updated in front of their first use, so that waiting does not hide all of it.
+        begins = run(slots, *([PASSING] if ahead else []))
+        begins.play(forward_waits=True, passes=entered if ahead else passes.turned_back)
+        waited = begins.mean("forward", range(1))
+        if not ahead:
+            counted = begins.mean("backward", range(1)) - turn
+            turn = turn + counted
+        updating.later += begins.later
+    # Not only the first backward passes are unlike the usual ones: gradients that have begun to leave hold up those behind them.
+    settling = passes.settling(len(filling) if ahead else entered)
+    # The passes up to the last chunk's first one are those of their chunks; what that leaves for the others counts behind them.
+    chunks_apart = sum((apart[step] for step in order[:entered]), start=nothing)
+    turn = turn + (beyond_of(busy, settling) - chunks_apart)[lanes]
     # The first stage always does all its updates. The passes that it makes before it has waited for a gradient are told apart.
     turned = len(filling) if ahead and not waits else len(order)
     return PlayedStage(
-        forward=forward,
-        backward=backward,
-        first=beyond(order[:1], updating),
-        enter=beyond(filling[1:entered], updating),
-        behind=slowed(order[entered:turned]),
-        waited=idle.mean("forward", range(1)) - forward if waits else nothing,
-        again=again,
-        turn=(busy if ahead else idle).mean("backward", range(1)) - backward + slowed(order[turned:]),
-        drain=ends.mean("backward", range(slots.last, slots.last + 1)) - backward,
-        rush=rush,
-        tail=ends.played.ended - ends.ends[order[-1]],
-        buffer_bytes=np.max([*updating.later, *busy.later, *idle.later], axis=0),
+        forward=forward[lanes],
+        backward=backward[lanes],
+        first=updated(order[:1]),
+        enter=updated(filling[1:entered]) + chunks_apart[lanes],
+        behind=slowed(order[entered:turned]) - counted,
+        waited=waited - forward[lanes] if waits else nothing_updated,
+        again=again[lanes],
+        turn=turn - backward[lanes] + slowed(order[turned:]),
+        drain=drain[lanes],
+        rush=rush[lanes],
+        tail=(ends.played.ended - ends.ends[order[-1]])[lanes],
+        buffer_bytes=np.maximum(np.max(updating.later, axis=0), np.max([*bare.later, *idle.later], axis=0)[lanes]),
         update_bytes=np.max(updating.early, axis=0),
     )
 
 
-UPDATING, PASSING = "updating", "passing"
-"""Peaks that a run notes: in the first micro-batch's forward passes, beside updates, and later."""
+def _apart(
+    order: Sequence[Step],
+    usual: Mapping[Step, Floats],
+    both: tuple[Floats, Floats],
+    parts: Sequence[Part],
+    table: SlotTable,
+) -> dict[Step, Floats]:
+    """Seconds of each usual pass beyond the mean over the chunks, without what its parts take by themselves beyond theirs.
+
+    Chunks of as many layers are unlike where one of them stands behind passes that leave more to copy. What parts take by
+    themselves is told by uneven_chunks.py.
+
+    Args:
+        both: seconds of a micro-batch, forward and backward.
+    """
+    seconds = dict(zip(("forward", "backward"), (table.seconds.forward, table.seconds.backward), strict=True))
+    whole, chunks = dict(zip(seconds, both, strict=True)), len({part.chunk for part in parts})
+    apart = {}
+    for direction, chunk in {(step.direction, step.chunk) for step in order}:
+        alone = [seconds[direction][part.row] * ((part.chunk == chunk) - 1.0 / chunks) for part in parts]
+        step = next(step for step in order if (step.direction, step.chunk) == (direction, chunk))
+        apart[direction, chunk] = usual[step] - whole[direction] / chunks - np.sum(alone, axis=0)
+    return {step: apart[step.direction, step.chunk] for step in order}
+
+
+def _read_off(bare: _Run, run: Callable[..., _Run], passes: _Passes) -> tuple[_Run, _Run]:
+    """A stage without updates at the slowdowns that are read off its own runs: busy all the time, and idle before some passes.
+
+    Args:
+        bare: the same at those of slots.
+        run: of what is to be played.
+    """
+    slots, ahead, waits = bare.played.slots, passes.ahead, passes.waits
+    noted = [PASSING] if ahead else []
+    busy = bare
+    for _ in range(ROUNDS - 1):
+        busy = run(slots, slowed=busy.read(), notes=True)
+        busy.play(forward_waits=False)
+    slowed = busy.read()
+    if ahead and not waits:
+        # The first stage is idle before its last backward pass alone: up to there it is played once.
+        idle = run(slots, *noted, slowed=slowed)
+        idle.play(forward_waits=False, until=passes.drained)
+        busy = idle.fork()
+        busy.play(forward_waits=False)
+        idle.play(forward_waits=False, drains=busy.taken)
+        return busy, idle
+    busy = run(slots, slowed=slowed)
+    busy.play(forward_waits=False)
+    # The only stage of a pipeline never waits for another.
+    if not waits and not ahead:
+        return busy, busy
+    idle = run(slots, *noted, slowed=slowed)
+    # Of the last stage only the first micro-batch is asked for.
+    idle.play(forward_waits=waits, drains=busy.taken if ahead else None, passes=None if ahead else passes.turned_back)
+    return busy, idle
+
+
+UPDATING, PASSING, FIRST_PASSING = "updating", "passing", "first passing"
+"""Peaks that a run notes: in the first micro-batch's forward passes, beside updates, later, or before the last micro-batch."""
+
+
+class _Passes:
+    """The passes that are played, and what is known of them before.
+
+    Attributes:
+        filling, emptying: the passes in front of the first backward pass, and those behind the one that follows the last
+            forward pass.
+        closing: the passes that `PlayedStage.drain` tells.
+        uses, steps: of every place the use, and the pass that it belongs to.
+        turned_back: passes up to the last one of the first micro-batch.
+        awaited, spaced: of `emptying` those that the stage has waited for until all that it could do was done, and those behind
+            them, whose gradients come as far apart as the stage behind makes them in a row.
+        drained: the place of the first use in `emptying`.
+    """
+
+    def __init__(self, parts: Sequence[Part], ahead: int, waits: bool, transfers_wait: bool) -> None:
+        self.parts, self.ahead, self.waits = parts, ahead, waits
+        self.chunks = [*dict.fromkeys(part.chunk for part in parts)]
+        self.blocks = len(self.chunks) == 1 or transfers_wait
+        self.order = _order(self.chunks, ahead)
+        directions = [step.direction for step in self.order]
+        self.filling = self.order[: directions.index("backward")]
+        self.emptying = self.order[len(self.order) - directions[::-1].index("forward") + 1 :]
+        self.uses: list[Use] = []
+        self.steps: list[Step] = []
+        for step in self.order:
+            of_step = _indices(parts, step.chunk, step.direction == "backward")
+            self.steps += [step] * len(of_step)
+            self.uses += [Use(index, step.direction == "backward", step.micro_batch) for index in of_step]
+        # On the last stage `rush` counts for all passes behind the last forward pass but the first of them.
+        self.closing = self.order[-1:] if ahead else self.order[len(self.order) - len(self.emptying) - 1 :]
+        self.last = max(step.micro_batch for step in self.order)
+        self.turned_back = max(number for number, step in enumerate(self.order) if step.micro_batch == 0) + 1
+        # The last stage's forward and backward passes in turn: gradients come that far apart up to the second of these.
+        apart = (GROUP if len(self.chunks) > 1 else 1) * ahead
+        self.awaited, self.spaced = self.emptying[:apart], self.emptying[apart:]
+        self.drained = self.steps.index(self.emptying[0]) if self.emptying else len(self.uses)
+
+    def settling(self, begun: int) -> list[Step]:
+        """The passes from a place on that `PlayedStage.turn` tells beside the first backward ones; of several chunks."""
+        between = self.order[begun : len(self.order) - len(self.emptying) - 1] if len(self.chunks) > 1 else ()
+        return [step for step in between if step.direction == "forward" or step.micro_batch > 0]
+
+    @cached_property
+    def crossings(self) -> list[int | None]:
+        """Transfers between stages in front of every place where a pass begins; None at places inside of one."""
+        pairs = zip([None, *self.steps], self.steps, strict=False)
+        return [
+            None if step is last else 0 if last is None else self._crosses(last, False) + self._crosses(step, True)
+            for last, step in pairs
+        ]
+
+    def _crosses(self, step: Step, is_input: bool) -> bool:
+        """Whether the input or the output of a pass comes from or goes to another stage."""
+        at_start, at_end = step.chunk == self.chunks[0], step.chunk == self.chunks[-1]
+        if is_input == (step.direction == "forward"):
+            return self.waits or self.ahead > 0 and not at_start
+        return self.ahead > 0 or self.waits and not at_end
+
+    def noted(self, kinds: Sequence[str]) -> list[bool]:
+        """Whether a peak beside the use at each place may be noted."""
+        return [
+            UPDATING in kinds
+            if _updates(use)
+            else PASSING in kinds or FIRST_PASSING in kinds and use.micro_batch != self.last
+            for use in self.uses
+        ]
+
+    @cached_property
+    def counts(self) -> list[bool]:
+        """Whether the peak beside the use at each place counts, where it is noted."""
+        group = 1 if len(self.chunks) == 1 else GROUP
+        counted = []
+        for place, use in enumerate(self.uses):
+            # Of a forward pass the last use counts: no more is held before it.
+            turns_back = use.backward or place + 1 < len(self.uses) and self.uses[place + 1].backward
+            first = 0 if use.backward else self.ahead * group
+            looked_at = use.micro_batch == first or use.micro_batch - first in range(STABLE, STABLE + group)
+            looked_at |= use.backward and (use.micro_batch == self.last or self.steps[place] in self.emptying)
+            counted.append(_updates(use) or turns_back and looked_at)
+        return counted
+
+
+def _updates(use: Use) -> bool:
+    """Whether updates are made in front of a use or beside it."""
+    return use.micro_batch == 0 and not use.backward
 
 
 class _Run:
@@ -164,25 +340,24 @@ class _Run:
         early, later: peaks beside the updates, and beside the first, a stable and the last micro-batches.
     """
 
-    def __init__(
-        self,
-        played: StageChannels,
-        parts: Sequence[Part],
-        sizes: UseBytes,
-        ahead: int,
-        waits: bool,
-        emptying: Sequence[Step],
-        noted: Sequence[str],
-    ) -> None:
-        self.played, self._parts, self._sizes, self._ahead = played, parts, sizes, ahead
-        self._emptying, self._noted = emptying, noted
-        self._chunks, self._waits = [*dict.fromkeys(part.chunk for part in parts)], waits
-        self._virtual = len(self._chunks)
-        nothing = np.zeros_like(played.computed)
-        self.taken: dict[Step, Floats] = defaultdict(lambda: nothing)
+    def __init__(self, played: StageChannels, passes: _Passes, noted: Sequence[str]) -> None:
+        self.played, self._passes, self._sizes = played, passes, played.slots.group.sizes
+        self._noted = [may and counts for may, counts in zip(passes.noted(noted), passes.counts, strict=True)]
+        # Buffers count beside uses whose peaks are noted alone, and those are looked at two uses late.
+        self._held_until = 2 + max((place for place, may in enumerate(passes.noted(noted)) if may), default=-3)
+        self._place = 0
+        self._given = nothing = np.zeros_like(played.computed)
+        self.taken: dict[Step, Floats] = dict.fromkeys(passes.order, nothing)
         self.ends: dict[Step, Floats] = {}
         self.early, self.later = [nothing], [nothing]
-        self._window: list[tuple[int, Use, Floats, Floats]] = []
+        self._window: list[tuple[int, Floats, Floats]] = []
+
+    def fork(self) -> _Run:
+        """The same run from here on, which notes no peaks."""
+        other = copy(self)
+        other.played, other.taken, other.ends = self.played.fork(), dict(self.taken), dict(self.ends)
+        other._noted, other._held_until, other._window = [False] * len(self._noted), -1, []
+        return other
 
     def mean(self, direction: str, micro_batches: range, chunk: int | None = None) -> Floats:
         """Seconds of some micro-batches in one direction, through one chunk or all of them, on average."""
@@ -193,77 +368,74 @@ class _Run:
         )
         return sum(taken, start=np.zeros_like(self.played.computed)) / len(micro_batches)
 
-    def play(self, forward_waits: bool, drains: bool) -> None:
-        """Play all uses.
+    def read(self) -> Slowed:
+        """The slowdowns of all jobs at the times at which they ran."""
+        slots = self.played.slots
+        return slowdowns_of(self.played.ran, slots.sent, slots.shared, slots.table)
+
+    def play(
+        self,
+        forward_waits: bool,
+        drains: Mapping[Step, Floats] | None = None,
+        passes: int | None = None,
+        until: int | None = None,
+    ) -> None:
+        """Play the uses from where the run stands.
 
         Args:
             forward_waits: whether the stage has waited for the input of every forward pass.
-            drains: the same of the last micro-batch's backward passes.
+            drains: seconds of passes on the stage behind, whose gradients the last backward passes wait for; None: not at all.
+            passes: so many passes alone.
+            until: up to this place alone, from where the run may be forked and goes on later; default all.
         """
-        played, slots = self.played, self.played.slots
-        # Buffers count beside uses whose peaks are noted alone, and those are looked at two uses late.
-        held_until = 2 + max((place for place, use in enumerate(slots.uses) if self._notes(use)), default=-3)
-        played.holds = held_until >= 0
-        played.begin(slots.uses[0])
-        for place, use in enumerate(slots.uses):
-            step, before = self._step(use), played.computed
-            last = self._step(slots.uses[place - 1]) if place else None
-            opens = step != last
-            waits = opens and (forward_waits if not use.backward else drains and use.micro_batch == slots.last)
-            if opens and last is not None and not waits:
-                crossing = self._crosses(last, is_input=False) + self._crosses(step, is_input=True)
-                before = played.transfer(crossing, blocks=self._virtual == 1 or played.kind.transfers_wait)
-            played.holds = place <= held_until
+        played, uses, steps, crossings = self.played, self._passes.uses, self._passes.steps, self._passes.crossings
+        closes, before = [*(crossing is not None for crossing in crossings[1:]), True], played.computed
+        if self._place == 0:
+            played.holds = self._held_until >= 0
+            played.begin(uses[0])
+        for place in range(self._place, len(uses) if until is None else until):
+            use, step, crossing, waits = uses[place], steps[place], crossings[place], False
+            if crossing is not None:
+                if len(self.ends) == passes:
+                    break
+                awaited = drains is not None and step in self._passes.awaited
+                waits = awaited if use.backward else forward_waits
+                before = played.computed
+                if place and not waits:
+                    before = played.transfer(crossing, blocks=self._passes.blocks)
+                if drains is not None and step in self._passes.spaced:
+                    # Those of the embedding take longer, which the stage behind does not have.
+                    self._given = self._given + np.min([drains[each] for each in self._passes.emptying], axis=0)
+                    before = np.maximum(before, self._given)
+                    played.wait(self._given)
+            played.holds = place <= self._held_until
             begin = played.advance(place, waits=waits)
-            self.ends[step] = played.computed
-            self.taken[step] = self.taken[step] + played.computed - (begin if waits else before)
-            self._note_peaks(place, use, begin)
+            if waits:
+                before = self._given = begin
+            if closes[place]:
+                self.ends[step], self.taken[step] = played.computed, played.computed - before
+            # Two uses late: the next one has loaded its gradients by then, and it is known when they leave.
+            if len(self._window) > 1:
+                self._note_peak(*self._window.pop(0))
+            if self._noted[place]:
+                self._window.append((place, begin, played.computed))
+        if until is not None:
+            self._place = until
+            return
         played.leave()
         while self._window:
             self._note_peak(*self._window.pop(0))
 
-    def _step(self, use: Use) -> Step:
-        return Step("backward" if use.backward else "forward", self._parts[use.index].chunk, use.micro_batch)
-
-    def _crosses(self, step: Step, is_input: bool) -> bool:
-        """Whether the input or the output of a pass comes from or goes to another stage."""
-        at_start, at_end = step.chunk == self._chunks[0], step.chunk == self._chunks[-1]
-        if is_input == (step.direction == "forward"):
-            return self._waits or self._ahead > 0 and not at_start
-        return self._ahead > 0 or self._waits and not at_end
-
-    @staticmethod
-    def _updates(use: Use) -> bool:
-        """Whether updates are made in front of a use or beside it."""
-        return use.micro_batch == 0 and not use.backward
-
-    def _notes(self, use: Use) -> bool:
-        """Whether the peak beside a use may be noted."""
-        return (UPDATING if self._updates(use) else PASSING) in self._noted
-
-    def _note_peaks(self, place: int, use: Use, begin: Floats) -> None:
-        uses, ahead = self.played.slots.uses, self._ahead
-        # Two uses late: the next one has loaded its gradients by then, and it is known when they leave.
-        if len(self._window) > 1:
-            self._note_peak(*self._window.pop(0))
-        # Of a forward pass the last use counts: no more is held before it.
-        turns_back = use.backward or place + 1 < len(uses) and uses[place + 1].backward
-        group = 1 if self._virtual == 1 else GROUP
-        first = 0 if use.backward else ahead * group
-        looked_at = use.micro_batch == first or use.micro_batch - first in range(STABLE, STABLE + group)
-        looked_at |= use.backward and (use.micro_batch == self.played.slots.last or self._step(use) in self._emptying)
-        if self._notes(use) and (self._updates(use) or (turns_back and looked_at)):
-            self._window.append((place, use, begin, self.played.computed))
-
-    def _note_peak(self, place: int, use: Use, begin: Floats, end: Floats) -> None:
-        peak, chunk = self.played.peak_bytes(place, begin, end), self._parts[use.index].chunk
-        if self._ahead and not use.backward and use.micro_batch == 0:
-            self.early.append(peak + _saved(self._parts, self._sizes, range(use.index + 1)))
+    def _note_peak(self, place: int, begin: Floats, end: Floats) -> None:
+        passes, parts, use = self._passes, self._passes.parts, self._passes.uses[place]
+        peak, chunk = self.played.peak_bytes(place, begin, end), parts[use.index].chunk
+        if passes.ahead and _updates(use):
+            self.early.append(peak + _saved(parts, self._sizes, range(use.index + 1)))
             return
-        ended = _saved(self._parts, self._sizes, range(use.index + 1, len(self._parts)), chunk)
-        if self._step(use) in self._emptying:
+        ended = _saved(parts, self._sizes, range(use.index + 1, len(parts)), chunk)
+        if passes.steps[place] in passes.emptying:
             # Backward passes in a row: more gradients wait to leave, and one pass fewer is in flight.
-            ended = ended + _saved(self._parts, self._sizes, range(len(self._parts)), chunk)
+            ended = ended + _saved(parts, self._sizes, range(len(parts)), chunk)
         self.later.append(peak - ended)
 
 

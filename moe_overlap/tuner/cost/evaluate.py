@@ -42,6 +42,8 @@ EDGES = ("enter", "behind", "waited", "again", "turn", "drain", "rush")
 """Extra seconds at the ends of a step, which only stages have whose parameter groups step by themselves."""
 PLAYED = ("forward", "backward", "first_extra", "tail", *(f"{name}_extra" for name in EDGES))
 """Seconds that are no sums over layers where parameter groups step by themselves."""
+COMPARED = ("forward", "backward", "first_extra", "turn_extra", "drain_extra", "tail")
+"""Seconds of PLAYED that `StageTotals` are made of."""
 SHORT = 4
 """Layers of a run that are played."""
 PlayKey = tuple[tuple[Part, ...], bool, bool]
@@ -174,7 +176,7 @@ class StageEvaluator:
         return StageEvaluator(*arguments)
 
     @cached_property
-    def _groups(self) -> list[tuple[NDArray[np.intp], SlotTable, UseBytes]]:
+    def _groups(self) -> list[tuple[NDArray[np.intp], SlotTable]]:
         """Strategies whose lists have one order, with the seconds of their uses."""
         moves, scatters = self._strategy.offload_weights > 0, self._strategy.zero_level >= 2
         groups = []
@@ -184,12 +186,17 @@ class StageEvaluator:
             if len(members):
                 strategy, rates = _part_of(self._strategy, members), _rates_of(self.rates, members)
                 seconds = use_seconds(self._kinds, strategy, rates)
-                table = SlotTable(seconds, kind, self._factors)
-                groups.append((members, table, use_bytes(self._kinds, strategy, rates)))
+                sizes = use_bytes(self._kinds, strategy, rates)
+                groups.append((members, SlotTable(seconds, sizes, kind, self._factors)))
         return groups
 
     def costs(self, shapes: StageShapes) -> StageCosts:
         """Costs of every strategy [N] at every shape [M]."""
+        seconds, peaks = self._priced(shapes, PLAYED)
+        return StageCosts(**seconds, peaks=peaks)
+
+    def _priced(self, shapes: StageShapes, played: Sequence[str]) -> tuple[dict[str, Floats], dict[str, Floats]]:
+        """Seconds of StageCosts, of PLAYED some alone, and its peaks."""
         terms = self.terms
         layers = np.zeros((terms.weights.shape[0], shapes.counts.shape[1]))
         once = np.zeros_like(layers)
@@ -197,12 +204,12 @@ class StageEvaluator:
             layers[run.row] += count
             once[run.row] += count * run.held_once
         flying = once + (layers - once) * shapes.in_flight
-        seconds = self._coupled(layers)
+        seconds = self._coupled(layers, played)
         activations = terms.saved.T @ flying
         working = _largest(terms.working, layers > 0)
         buffers = np.zeros_like(activations)
         if self._decoupled.any():
-            self._decouple(shapes, activations, seconds, buffers)
+            self._decouple(shapes, activations, seconds, buffers, played)
         peaks = {
             "parameters": terms.weights.T @ layers,
             "gradients": terms.gradients.T @ layers,
@@ -213,7 +220,7 @@ class StageEvaluator:
             # States are allocated once and leave no holes.
             "fragmentation": self._fragmentation * (activations + working),
         }
-        return StageCosts(**seconds, peaks=peaks)
+        return seconds, peaks
 
     def totals(self, shapes: StageShapes) -> StageTotals:
         """The same for millions of stages: nothing is kept by category."""
@@ -221,18 +228,19 @@ class StageEvaluator:
         size, strategies = shapes.counts.shape[1], self.terms.weights.shape[1]
         result = {name: np.empty((strategies, size)) for name in names}
         rows = max(1, BLOCK // strategies)
-        for first in range(0, size, rows):
-            block = slice(first, first + rows)
-            costs = self.costs(shapes.some(block))
-            stable = costs.stable_seconds
+        for start in range(0, size, rows):
+            block = slice(start, start + rows)
+            seconds, peaks = self._priced(shapes.some(block), COMPARED)
+            stable = seconds["forward_seconds"] + seconds["backward_seconds"]
             result["stable_seconds"][:, block] = stable
-            result["first_seconds"][:, block] = stable + costs.first_extra_seconds + costs.turn_extra_seconds
-            result["last_seconds"][:, block] = stable + costs.last_extra_seconds
-            result["optimizer_seconds"][:, block] = costs.optimizer_seconds
-            result["peak_bytes"][:, block] = costs.peak_bytes
+            first = stable + seconds["first_extra_seconds"] + seconds["turn_extra_seconds"]
+            result["first_seconds"][:, block] = first
+            result["last_seconds"][:, block] = stable + (seconds["drain_extra_seconds"] + seconds["tail_seconds"])
+            result["optimizer_seconds"][:, block] = seconds["optimizer_seconds"]
+            result["peak_bytes"][:, block] = np.sum([*peaks.values()], axis=0)
         return StageTotals(**result)
 
-    def _coupled(self, layers: Floats) -> dict[str, Floats]:
+    def _coupled(self, layers: Floats, played: Sequence[str]) -> dict[str, Floats]:
         """Seconds of stages whose parameter groups step together: sums over the layers."""
         terms = self.terms
         seconds = {
@@ -242,21 +250,31 @@ class StageEvaluator:
             "tail_seconds": terms.last_extra_seconds.T @ layers,
             "optimizer_seconds": terms.optimizer_seconds.T @ layers,
         }
-        for name in EDGES:
-            seconds[f"{name}_extra_seconds"] = np.zeros_like(seconds["forward_seconds"])
+        for name in played:
+            if f"{name}_seconds" not in seconds:
+                seconds[f"{name}_seconds"] = np.zeros_like(seconds["forward_seconds"])
         return seconds
 
-    def _decouple(self, shapes: StageShapes, activations: Floats, seconds: dict[str, Floats], buffers: Floats) -> None:
+    def _decouple(
+        self,
+        shapes: StageShapes,
+        activations: Floats,
+        seconds: dict[str, Floats],
+        buffers: Floats,
+        played: Sequence[str],
+    ) -> None:
         """Put what is played in the place of sums, for strategies whose parameter groups step by themselves."""
         for counts, shorter, places in _short(shapes):
             beyond = shapes.counts[:, places] - counts[:, None]
             longer = np.flatnonzero(beyond.any(axis=1))
             base = self._play(shapes, counts)
             less = [self._play(shapes, fewer) for fewer in shorter]
-            for number, (members, *_) in enumerate(self._groups):
+            for number, (members, _) in enumerate(self._groups):
                 grid = np.ix_(members, places)
-                values = _extended(base[number], [of_group[number] for of_group in less], beyond[longer])
-                for name in PLAYED:
+                names = [name.removesuffix("_extra") for name in (*played, "buffer_bytes", "update_bytes")]
+                fewer = [of_group[number] for of_group in less]
+                values = _extended(base[number], fewer, beyond[longer], names, bool((counts > SHORT).any()))
+                for name in played:
                     seconds[f"{name}_seconds"][grid] = values[name.removesuffix("_extra")]
                 seconds["optimizer_seconds"][grid] = 0.0
                 # Updates stand in front of the passes, when few activations are held.
@@ -267,7 +285,7 @@ class StageEvaluator:
         """A stage of so many parts in each run, for each group of strategies."""
         key = _play_key(shapes, counts)
         if key not in self._played:
-            self._played[key] = [_played(key, table, sizes) for _, table, sizes in self._groups]
+            self._played[key] = [_played(key, table) for _, table in self._groups]
         return self._played[key]
 
     def unplayed(self, shapes: StageShapes) -> list[PlayKey]:
@@ -281,7 +299,7 @@ class StageEvaluator:
     @property
     def _kinship(self) -> object:
         """Equal for evaluators whose strategies can be played in one go: kinds of list, of parts, and of interference."""
-        return [(table.kind, table.seconds.forward.shape[0], table.table.tobytes()) for _, table, _ in self._groups]
+        return [(table.kind, table.seconds.forward.shape[0], table.table.tobytes()) for _, table in self._groups]
 
 
 def play_together(wanted: Sequence[tuple[StageEvaluator, Sequence[PlayKey]]]) -> None:
@@ -296,13 +314,13 @@ def play_together(wanted: Sequence[tuple[StageEvaluator, Sequence[PlayKey]]]) ->
     for evaluator, keys in wanted:
         for key in keys:
             by_key.setdefault(key, []).append(evaluator)
-    tables: dict[tuple[int, ...], list[tuple[SlotTable, UseBytes]]] = {}
+    tables: dict[tuple[int, ...], list[SlotTable]] = {}
     for key, evaluators in by_key.items():
         for members in _alike(evaluators):
             own = tuple(id(member) for member in members)
             if own not in tables:
                 tables[own] = _side_by_side(members)
-            together = [_played(key, table, sizes) for table, sizes in tables[own]]
+            together = [_played(key, table) for table in tables[own]]
             ends = [np.cumsum([len(member._groups[n][0]) for member in members]) for n in range(len(together))]
             for number, member in enumerate(members):
                 member._played[key] = [
@@ -324,14 +342,14 @@ def _alike(evaluators: Sequence[StageEvaluator]) -> list[list[StageEvaluator]]:
     return [members for _, members in groups]
 
 
-def _side_by_side(evaluators: Sequence[StageEvaluator]) -> list[tuple[SlotTable, UseBytes]]:
+def _side_by_side(evaluators: Sequence[StageEvaluator]) -> list[SlotTable]:
     """Seconds and bytes of the uses of several evaluators, for each group of strategies."""
     joint = []
     for of_group in zip(*(evaluator._groups for evaluator in evaluators), strict=True):
         first = of_group[0][1]
-        seconds = UseSeconds(**_beside([table.seconds for _, table, _ in of_group]))
-        sizes = UseBytes(**_beside([sizes for _, _, sizes in of_group]))
-        joint.append((SlotTable(seconds, first.kind, first.factors), sizes))
+        seconds = UseSeconds(**_beside([table.seconds for _, table in of_group]))
+        sizes = UseBytes(**_beside([table.sizes for _, table in of_group]))
+        joint.append(SlotTable(seconds, sizes, first.kind, first.factors))
     return joint
 
 
@@ -347,9 +365,9 @@ def _lanes(played: PlayedStage, own: slice) -> PlayedStage:
     return PlayedStage(**{field.name: getattr(played, field.name)[own].copy() for field in fields(PlayedStage)})
 
 
-def _played(key: PlayKey, table: SlotTable, sizes: UseBytes) -> PlayedStage:
+def _played(key: PlayKey, table: SlotTable) -> PlayedStage:
     parts, is_first, is_last = key
-    return play_stage(parts, table, sizes, ahead=0 if is_last else 1, waits=not is_first)
+    return play_stage(parts, table, ahead=0 if is_last else 1, waits=not is_first)
 
 
 def _play_key(shapes: StageShapes, counts: Floats) -> PlayKey:
@@ -359,29 +377,49 @@ def _play_key(shapes: StageShapes, counts: Floats) -> PlayKey:
 
 def _short(shapes: StageShapes) -> Iterator[tuple[Floats, list[Floats], NDArray[np.intp]]]:
     """Parts of each run [R] that are played; the same with one part less in a run that is longer; the shapes they stand for."""
-    kept, which = np.unique(np.minimum(shapes.counts, SHORT), axis=1, return_inverse=True)
+    kept, which = np.unique(_kept(shapes), axis=1, return_inverse=True)
     for column, counts in enumerate(kept.T):
         places = np.flatnonzero(which == column)
         longer = np.flatnonzero((shapes.counts[:, places] > counts[:, None]).any(axis=1))
         yield counts, [counts - (np.arange(len(counts)) == run) for run in longer], places
 
 
-def _extended(base: PlayedStage, less: Sequence[PlayedStage], beyond: Floats) -> dict[str, Floats]:
+def _kept(shapes: StageShapes) -> Floats:
+    """[R, M] parts of each run that are played.
+
+    Buffers pass between the ends of a pass in the time of a few layers: a layer adds the same from the fifth on, and up to half
+    as much again before. A chunk that has one long run is therefore played at one layer more.
+    """
+    kept = np.minimum(shapes.counts, SHORT)
+    for chunk in {run.chunk for run in shapes.runs}:
+        own = [index for index, run in enumerate(shapes.runs) if run.chunk == chunk and run.is_layer]
+        is_only = (kept[own] == SHORT) & (kept[own].sum(axis=0) == SHORT)
+        kept[own] = np.where(is_only, np.minimum(shapes.counts[own], SHORT + 1), kept[own])
+    return kept
+
+
+def _extended(
+    base: PlayedStage, less: Sequence[PlayedStage], beyond: Floats, names: Sequence[str], is_longer: bool = False
+) -> dict[str, Floats]:
     """[N, M] values of stages with longer runs than were played: each further part adds what the last one has added.
 
     Args:
         less: the stage with one part less in each of the runs [R] that are longer.
         beyond: [R, M] parts that were not played.
+        names: of the values.
+        is_longer: whether a run is played at more than SHORT layers.
     """
     values = {}
-    for field in fields(PlayedStage):
-        start = getattr(base, field.name)
-        added = np.stack([start - getattr(shorter, field.name) for shorter in less], axis=1) if less else None
-        if added is not None and field.name == "buffer_bytes":
-            # Buffers of three uses are there at a time: a further layer adds none.
+    for name in names:
+        start = getattr(base, name)
+        added = np.stack([start - getattr(shorter, name) for shorter in less], axis=1) if less else None
+        if added is not None and name == "buffer_bytes":
+            # Buffers of three uses are there at a time: a further layer adds none. A longer pass shows fewer beside its end than
+            # the list has; so that what fits runs, the shorter one counts where both were played.
             added = np.zeros_like(added)
+            start = np.maximum(start, less[0].buffer_bytes) if is_longer else start
         more = added @ beyond if added is not None else np.zeros((len(start), beyond.shape[1]))
-        values[field.name] = start[:, None] + more
+        values[name] = start[:, None] + more
     return values
 
 

@@ -49,6 +49,8 @@ class Features:
     """Tensor-parallel collectives run in slices beside their products (--tp-comm-overlap)."""
     overlap_experts: bool = False
     """All-to-alls of one micro-batch under the computation of another (--overlap-moe-expert-parallel-comm)."""
+    delay_weight_gradients: bool = False
+    """Those compute weight gradients behind the rest of a backward pass (--delay-wgrad-compute)."""
     overlap_shared_expert: bool = False
     overlap_transfers: bool = True
     """Transfers between the stages of an interleaved pipeline run beside its passes."""

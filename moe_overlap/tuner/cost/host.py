@@ -19,13 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.plan.lowering.captured import captured_kinds
-from moe_overlap.plan.operators import ATTENTION, COMBINE, COUNT, DISPATCH, EXPERTS, GATE, MERGE, OperatorKind
+from moe_overlap.plan.operators import COMBINE, COUNT, DISPATCH, GATE, MERGE, OperatorKind
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.calls import CallCode
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features
 from moe_overlap.tuner.cost.operators import (
+    COLLECTIVE,
+    FUSED_ATTENTION,
+    GROUPED_GEMM,
     LOW_PRECISIONS,
-    CostClassCode,
     OpTable,
     fused_share,
 )
@@ -38,9 +40,6 @@ UNFUSED_CALLS = 5.0
 """Calls of torch in attention without a fused kernel: product with its mask, softmax, dropout, second product, a copy."""
 UNFUSED_KERNELS = 8.0
 """Kernels of its backward pass: each again, each product twice."""
-NODES = (ATTENTION, DISPATCH, EXPERTS, COMBINE)
-"""First operators of the nodes into which megatron-core cuts a layer whose all-to-alls run beside another micro-batch. It runs
-and differentiates nodes one by one on streams that wait for each other: a call as dear as a module's for each."""
 WAITING_CALLS = 4.0
 """Calls of torch to get the counts: a copy, an event, the wait, a list."""
 BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
@@ -121,7 +120,7 @@ def host_work(
     }
     work = np.array([prices[CallCode(code)] for code in range(len(prices))])[table.called]
     # A grouped product launches a kernel for every group, and quantizes every group's rows by itself, unless it is fused.
-    grouped = (table.classes == CostClassCode.GROUPED_GEMM) & features.fused_experts
+    grouped = (table.classes == GROUPED_GEMM) & features.fused_experts
     kernels = np.where(grouped, 1.0, np.maximum(table.launches, 1.0))
     work = work + common.further * (kernels - 1.0)
     if features.precision in LOW_PRECISIONS:
@@ -129,7 +128,7 @@ def host_work(
         work = work + np.where(quantized, common.low_precision * kernels, 0.0)
     if not features.flash:
         calls = np.where(table.backward, common.further * UNFUSED_KERNELS, UNFUSED_CALLS)
-        work = work + np.where(table.classes == CostClassCode.ATTENTION, calls, 0.0)
+        work = work + np.where(table.classes == FUSED_ATTENTION, calls, 0.0)
     work = work * np.minimum(1.0, fused_share(table, features))
     launched = table.launches > 0
     if features.graphs == "partial":
@@ -138,7 +137,8 @@ def host_work(
     waits = table.waits & replays.counts_rows
     work = work + np.where(waits, WAITING_CALLS, 0.0)
     if features.overlap_experts:
-        work = work + _node_calls(table) * common.transformer_engine
+        # Nodes are run and differentiated one by one: a call as dear as a module's for each.
+        work = work + np.where(table.nodes, common.transformer_engine, 0.0)
     return HostWork(work * seconds_of_launch, waits)
 
 
@@ -148,7 +148,7 @@ def _replayed(table: OpTable, work: Floats, replays: Replays) -> Floats:
         return work
     # All-to-alls stay instructions, and what the capture has around them belongs to the operators beside them.
     named = np.array([BESIDE.get(op.operator, op.operator) for op in table.ops], dtype=np.str_)
-    computes = table.classes != CostClassCode.COLLECTIVE
+    computes = table.classes != COLLECTIVE
     work = work.copy()
     for kind in sorted(replays.captured):
         for backward in (False, True):
@@ -157,19 +157,6 @@ def _replayed(table: OpTable, work: Floats, replays: Replays) -> Floats:
                 work[places] = 0.0
                 work[places[0]] = 1.0 + replays.beside.get((kind, backward), 0.0)
     return work
-
-
-def _node_calls(table: OpTable) -> Floats:
-    """[N] nodes that begin with an operator, in either pass."""
-    calls = np.zeros(len(table.ops))
-    for backward in (False, True):
-        in_pass = table.backward == backward
-        if not (in_pass & (table.operators == EXPERTS)).any():
-            continue
-        for operator in NODES:
-            places = np.flatnonzero(in_pass & (table.operators == operator))
-            calls[places[:1]] = 1.0
-    return calls
 
 
 def drained_seconds(work: HostWork, device: Floats, in_pass: Bools) -> float:

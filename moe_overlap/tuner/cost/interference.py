@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -78,10 +79,18 @@ class Interference:
         self.factors = {word: tuple(factors[word]) for word in SETS}
         self._table = np.ones((4, 16))
         for word, values in factors.items():
-            busy = [stream for stream in range(4) if word[stream] == "1"]
-            self._table[busy, int(word, 2)] = values
+            self._table[_busy(word), int(word, 2)] = values
         self._tables: dict[tuple[int, ...], Floats] = {}
         self._factors: list[list[float]] = self._table.tolist()
+
+    def with_set(self, word: str, values: Sequence[float]) -> Interference:
+        """The same but for the factors of one set. That they keep the contract is not looked at: a fit tries thousands."""
+        other = copy(self)
+        other.factors = {**self.factors, word: tuple(values)}
+        other._table = self._table.copy()
+        other._table[_busy(word), int(word, 2)] = values
+        other._tables, other._factors = {}, other._table.tolist()
+        return other
 
     def factor(self, stream: int, busy: Collection[int]) -> float:
         """Slowdown of one stream while the streams `busy`, itself among them, are."""
@@ -150,12 +159,24 @@ class Interference:
     def _table_of(self, used: tuple[int, ...]) -> Floats:
         """[streams, sets] factors of some of the streams; a set is the number whose bits they are, the first the highest."""
         if used not in self._tables:
-            places = [
-                sum(8 >> stream for stream, bit in zip(used, f"{number:0{len(used)}b}", strict=True) if bit == "1")
-                for number in range(1 << len(used))
-            ]
-            self._tables[used] = np.ascontiguousarray(self._table[np.ix_(used, places)])
+            self._tables[used] = np.ascontiguousarray(self._table[_places(used)])
         return self._tables[used]
+
+
+@cache
+def _busy(word: str) -> tuple[int, ...]:
+    """The streams of a set."""
+    return tuple(stream for stream in range(4) if word[stream] == "1")
+
+
+@cache
+def _places(used: tuple[int, ...]) -> tuple[NDArray[np.intp], ...]:
+    """Indices in the table of four streams of the factors that `_table_of` gives for some of them."""
+    places = [
+        sum(8 >> stream for stream, bit in zip(used, f"{number:0{len(used)}b}", strict=True) if bit == "1")
+        for number in range(1 << len(used))
+    ]
+    return np.ix_(used, places)
 
 
 def _check(factors: Factors, subject: str) -> None:

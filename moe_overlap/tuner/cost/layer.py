@@ -27,6 +27,7 @@ from moe_overlap.plan.operators import (
     COMBINE,
     DISPATCH,
     EXCHANGE_PARTS,
+    EXPERTS,
     GATE,
     RECOMPUTE,
     SHARED,
@@ -39,7 +40,8 @@ from moe_overlap.tuner.cost.host import BESIDE, UNLISTED, Replays, drained_secon
 from moe_overlap.tuner.cost.interference import Concurrent
 from moe_overlap.tuner.cost.links import Group, LinkUse, all_to_all_seconds, collective_seconds, link_use
 from moe_overlap.tuner.cost.operators import (
-    CostClassCode,
+    FUSED_ATTENTION,
+    GEMM,
     Lookup,
     OpTable,
     Provenance,
@@ -72,10 +74,28 @@ class Setting:
     lookup: Lookup | None = None
     replays: Replays = UNLISTED
     """Operators that the executor of lists replays as CUDA graphs, if it runs the part."""
+    two_at_work: bool = False
+    """The forward pass of a micro-batch runs beside the backward pass of another, layer by layer."""
+    alone: float = 0.0
+    """Share of the passes that have no pass of another micro-batch beside them, where others have."""
 
     def reached_places(self, places: int) -> float:
         """Expected number of so many ranks or nodes that a token's experts stand in."""
         return reached_places(self.experts, self.topk, self.features.router_groups, places)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSeconds:
+    """Seconds of what megatron-core tells apart of a pass when it runs two micro-batches at a time."""
+
+    dispatch: float = 0.0
+    """All-to-alls of tokens and counts on their way to the experts; those back are the rest of `exchange_seconds`."""
+    experts: float = 0.0
+    """Routed experts, their weight gradients included; attention, gate and shared experts are the rest of `device_seconds`."""
+    expert_gradients: float = 0.0
+    """Weight gradients of routed experts."""
+    other_gradients: float = 0.0
+    """All other weight gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +114,8 @@ class PassCost:
     """Communication under computation."""
     exchange_seconds: float = 0.0
     """All all-to-alls of tokens, exposed or not: another micro-batch may hide them."""
+    nodes: NodeSeconds = NodeSeconds()
+    """Zero where a part has no all-to-alls."""
     is_overlapped: bool = False
     """All-to-alls run beside another micro-batch, which the host launches meanwhile: it never waits for an empty queue."""
 
@@ -148,31 +170,95 @@ def kernel_seconds(table: OpTable, setting: Setting) -> tuple[Floats, list[Prove
     return seconds * np.where(table.loaded, setting.load, 1.0), origins
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicePart:
+    """A part on the device, whatever its host takes to launch it.
+
+    Attributes:
+        cost: of the part with a host that takes no time.
+        busy: [N] seconds of every operator, and of collectives those that are exposed.
+    """
+
+    cost: PartCost
+    busy: Floats
+
+
 def part_cost(table: OpTable, setting: Setting) -> PartCost:
     """Seconds of a part."""
+    return launched(device_part(table, setting), table, setting)
+
+
+def device_part(table: OpTable, setting: Setting) -> DevicePart:
+    """Seconds of a part on the device, which do not depend on whether two micro-batches run at a time or a list is replayed."""
     seconds, origins = kernel_seconds(table, setting)
     provenance = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
     for origin in provenance if setting.lookup is not None else ():
         provenance[origin] = float(seconds[np.array([o == origin for o in origins], dtype=np.bool_)].sum())
     if setting.lookup is None:
         provenance["roofline"] = float(seconds.sum())
-    forward, backward = (_pass_cost(table, setting, seconds, is_backward) for is_backward in (False, True))
-    return PartCost(forward=forward, backward=backward, provenance=provenance)
+    sent, busy = _sent(table, setting), seconds.copy()
+    forward, backward = (
+        _device_pass(table, setting, seconds, sent, busy, is_backward) for is_backward in (False, True)
+    )
+    return DevicePart(cost=PartCost(forward=forward, backward=backward, provenance=provenance), busy=busy)
 
 
-def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: bool) -> PassCost:
+def launched(part: DevicePart, table: OpTable, setting: Setting) -> PartCost:
+    """A part with what its host takes to launch it.
+
+    Args:
+        part: of the same table, in a setting that differs in the work of the host alone.
+    """
+    work = host_work(table, setting.features, setting.common, setting.constants.host_seconds, setting.replays)
+
+    def with_host(cost: PassCost, in_pass: NDArray[np.bool_]) -> PassCost:
+        return replace(
+            cost,
+            host_seconds=float(work.seconds[in_pass].sum()),
+            drained_seconds=drained_seconds(work, part.busy, in_pass),
+        )
+
+    forward, backward = with_host(part.cost.forward, ~table.backward), with_host(part.cost.backward, table.backward)
+    return replace(part.cost, forward=forward, backward=backward)
+
+
+Sent = list[tuple[int, str, float]]
+"""Collectives of a part: the place of each among the operators, one of KINDS, and its seconds alone."""
+
+
+def _sent(table: OpTable, setting: Setting) -> Sent:
+    """All collectives of a part; those of one kind and group that differ in their payloads are priced together."""
+    alike: dict[object, list[int]] = {}
+    for place, (index, collective, _) in enumerate(table.collectives):
+        key = collective.kind, collective.axis, table.ops[index].operator in (DISPATCH, COMBINE), table.loaded[index]
+        alike.setdefault(key, []).append(place)
+    seconds = np.zeros(len(table.collectives))
+    for places in alike.values():
+        index, collective, _ = table.collectives[places[0]]
+        payloads = np.array([table.collectives[place][2] for place in places])
+        seconds[places] = _alone(table, setting, index, collective, payloads)
+    return [
+        (index, kind_of(collective), alone)
+        for (index, collective, _), alone in zip(table.collectives, seconds.tolist(), strict=True)
+    ]
+
+
+def _device_pass(
+    table: OpTable, setting: Setting, seconds: Floats, of_both: Sent, busy: Floats, is_backward: bool
+) -> PassCost:
+    """A pass that is launched in no time.
+
+    Args:
+        of_both: collectives of both passes.
+        busy: [N] seconds of the operators, to which this adds what is exposed of the pass's collectives.
+    """
     in_pass = table.backward == is_backward
     concurrent, features = setting.concurrent, setting.features
     totals = dict.fromkeys(KINDS, 0.0)
     exposed = dict.fromkeys(KINDS, 0.0)
-    sent: list[tuple[int, str, float]] = []
-    for index, collective, payload in table.collectives:
-        if not in_pass[index]:
-            continue
-        alone = alone_seconds(table, setting, index, collective, payload)
-        kind = kind_of(collective)
+    sent = [each for each in of_both if in_pass[each[0]]]
+    for index, kind, alone in sent:
         totals[kind] += alone
-        sent.append((index, kind, alone))
         beside = 0.0
         if kind == "tensor":
             if is_backward:
@@ -183,31 +269,42 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
                 beside = max(beside, _products_beside(table, seconds, index))
         exposed[kind] += _exposed(alone, beside, concurrent)
     # A ring passes keys and values on while attention computes those it has; the other kinds precede attention.
-    if features.context_exchange == "p2p":
-        attention = float(
-            seconds[in_pass & (table.operators == ATTENTION) & (table.classes == CostClassCode.ATTENTION)].sum()
-        )
+    if features.context_exchange == "p2p" and totals["context"]:
+        attention = float(seconds[in_pass & (table.operators == ATTENTION) & (table.classes == FUSED_ATTENTION)].sum())
         exposed["context"] = _exposed(totals["context"], attention, concurrent)
     if features.overlap_shared_expert:
         exposed["expert"] = _exposed(
             exposed["expert"], float(seconds[in_pass & (table.operators == SHARED)].sum()), concurrent
         )
-    work = host_work(table, features, setting.common, setting.constants.host_seconds, setting.replays)
-    busy = seconds.copy()
     for index, kind, alone in sent:
         busy[index] += alone * exposed[kind] / totals[kind] if totals[kind] else 0.0
+    nodes = NodeSeconds()
+    if totals["expert"]:
+        experts = in_pass & (table.operators == EXPERTS)
+        gradients = in_pass & table.weight_gradient
+        nodes = NodeSeconds(
+            dispatch=sum(
+                alone for index, kind, alone in sent if kind == "expert" and table.operators[index] != COMBINE
+            ),
+            experts=float(seconds[experts].sum()),
+            expert_gradients=float(seconds[experts & gradients].sum()),
+            other_gradients=float(seconds[gradients & ~experts].sum()),
+        )
     return PassCost(
         device_seconds=float(seconds[in_pass].sum()),
-        host_seconds=float(work.seconds[in_pass].sum()),
-        drained_seconds=drained_seconds(work, busy, in_pass),
+        host_seconds=0.0,
         exposed=exposed,
         hidden_seconds=sum(totals.values()) - sum(exposed.values()),
         exchange_seconds=totals["expert"],
+        nodes=nodes,
     )
 
 
 def _exposed(alone: float, beside: float, concurrent: Concurrent) -> float:
     """Exposed seconds of communication beside computation: by how much both together take longer than computation."""
+    # Nothing slows down what runs by itself, and most collectives do.
+    if not beside or not alone:
+        return alone
     together = concurrent(np.array(beside), np.array(alone), np.zeros(()), np.zeros(()))
     return float(together) - beside
 
@@ -221,17 +318,22 @@ def kind_of(collective: Collective) -> str:
 
 def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Collective, payload: float) -> float:
     """Seconds of one of a part's collectives beside which nothing runs."""
+    return float(_alone(table, setting, index, collective, np.asarray(payload)))
+
+
+def _alone(table: OpTable, setting: Setting, index: int, collective: Collective, payload: Floats) -> Floats:
+    """The same for any payloads of a collective like that one."""
     group, rates = setting.groups[collective.axis], setting.constants.link_rates
     scale = setting.load if table.loaded[index] else 1.0
     if collective.kind != "all_to_all":
-        return scale * float(collective_seconds(collective.kind, payload, group, rates))
+        return scale * collective_seconds(collective.kind, payload, group, rates)
     share = 1.0
     if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in ("deepep", "hybridep"):
         # A token is sent once to every rank it goes to, but crosses the network once for every block of ranks.
         ranks, blocks = (setting.reached_places(places) for places in (group.size, group.blocks))
         # The capture counts the copies of a router that chooses among all experts.
         payload, share = payload * ranks / expected_places(setting.topk, group.size), blocks / ranks
-    return scale * float(all_to_all_seconds(payload, group, rates, share))
+    return scale * all_to_all_seconds(payload, group, rates, share)
 
 
 def token_use(setting: Setting) -> LinkUse:
@@ -258,25 +360,100 @@ def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
     """Seconds of the product that feeds a collective or reads it."""
     around = (index - 1, index + 1)
     return max(
-        (float(seconds[i]) for i in around if 0 <= i < len(table.ops) and table.classes[i] == CostClassCode.GEMM),
+        (float(seconds[i]) for i in around if 0 <= i < len(table.ops) and table.classes[i] == GEMM),
         default=0.0,
     )
 
 
-def hide_all_to_alls(cost: PartCost, concurrent: Concurrent) -> PartCost:
-    """The part with its all-to-alls under another micro-batch's computation and collectives, as far as they are shorter."""
+def hide_all_to_alls(cost: PartCost, concurrent: Concurrent, alone: float = 0.0) -> PartCost:
+    """The part with its all-to-alls under another micro-batch's computation and collectives, as far as they are shorter.
+
+    One micro-batch's forward pass runs with another's backward pass, so the all-to-alls of both directions hide under the
+    computation of both, in whatever order.
+
+    Args:
+        alone: share of the passes that have no other beside them.
+    """
     forward, backward = cost.forward, cost.backward
-    exchange = forward.exchange_seconds + backward.exchange_seconds
+    sent = forward.exchange_seconds + backward.exchange_seconds
     beside = sum(max(each.device_seconds + each.others_seconds, each.host_seconds) for each in (forward, backward))
-    if not exchange:
+    return _with_exposed(cost, _exposed(sent, beside, concurrent), alone) if sent else cost
+
+
+def hide_in_nodes(cost: PartCost, concurrent: Concurrent, delays: bool, alone: float = 0.0) -> PartCost:
+    """The part with its all-to-alls hidden in the order of megatron-core's --overlap-moe-expert-parallel-comm.
+
+    Each all-to-all has a computation of its own beside it.
+
+    Of a layer forward (f) and one backward (b), as `TransformerLayerSchedulePlan.run` of megatron-core 0.16.1 says:
+
+        communication: combine b | dispatch f, dispatch b | combine f
+        computation:   attention f | experts b, experts f | attention b
+
+    Args:
+        delays: weight gradients come behind the rest of their backward pass (--delay-wgrad-compute), beside the next all-to-all.
+        alone: share of the passes that have no other beside them.
+    """
+    forward, backward = cost.forward, cost.backward
+    if not forward.exchange_seconds + backward.exchange_seconds:
         return cost
-    # One micro-batch's forward pass runs with another's backward pass, so the all-to-alls of both directions hide under
-    # the computation of both; what is left is shared out by their seconds.
-    left = _exposed(exchange, beside, concurrent) / exchange
+    # The host launches all of a pass at its own pace.
+    f, b = (max(1.0, each.host_seconds / (each.device_seconds + each.others_seconds)) for each in (forward, backward))
+    rest = [
+        pace * (each.device_seconds + each.others_seconds - each.nodes.experts)
+        for pace, each in ((f, forward), (b, backward))
+    ]
+    late = delays * b * backward.nodes.expert_gradients, delays * b * backward.nodes.other_gradients
+    slots = (
+        (
+            forward.nodes.dispatch,
+            b * backward.nodes.experts,
+            backward.nodes.dispatch,
+            f * forward.nodes.experts,
+            late[0],
+        ),
+        (_combine(forward), rest[1], _combine(backward), rest[0], late[1]),
+    )
+    left = 0.0
+    for first, beside_first, second, beside_second, between in slots:
+        # What runs between both is beside the one or the other.
+        each = (_exposed(first, beside_first, concurrent), _exposed(second, between + beside_second, concurrent))
+        both = _exposed(first + second, beside_first + beside_second, concurrent)
+        left += max(*each, both) if between else sum(each)
+    return _with_exposed(cost, left, alone)
+
+
+def cost_of(table: OpTable, setting: Setting) -> PartCost:
+    """Seconds of a part, its all-to-alls under another micro-batch where the run does that."""
+    cost = part_cost(table, setting)
+    return overlapped(cost, setting) if setting.features.overlap_experts else cost
+
+
+def overlapped(cost: PartCost, setting: Setting) -> PartCost:
+    """A part of `part_cost` with its all-to-alls under another micro-batch, as the run does it."""
+    return hide_in_nodes(cost, setting.concurrent, setting.features.delay_weight_gradients, setting.alone)
+
+
+def _combine(cost: PassCost) -> float:
+    """Seconds of the all-to-alls back from the experts."""
+    return cost.exchange_seconds - cost.nodes.dispatch
+
+
+def _with_exposed(cost: PartCost, left: float, alone: float) -> PartCost:
+    """The part with so many seconds of its all-to-alls exposed, shared out by theirs; the others run beneath computation.
+
+    Args:
+        alone: share of the passes that take as long as they do without another beside them.
+    """
+    forward, backward = cost.forward, cost.backward
+    share = left / (forward.exchange_seconds + backward.exchange_seconds)
 
     def hidden(cost: PassCost) -> PassCost:
-        exposed = {**cost.exposed, "expert": cost.exchange_seconds * left}
-        beneath = cost.hidden_seconds + cost.exchange_seconds * (1 - left)
+        # Alone a pass waits for no more of its all-to-alls than a slow host leaves to wait for.
+        waited = cost.seconds - max(cost.device_seconds + cost.others_seconds, cost.host_seconds)
+        expert = (1.0 - alone) * cost.exchange_seconds * share + alone * waited
+        exposed = {**cost.exposed, "expert": expert}
+        beneath = cost.hidden_seconds + (1.0 - alone) * cost.exchange_seconds * (1 - share)
         return replace(cost, exposed=exposed, hidden_seconds=beneath, is_overlapped=True)
 
     return replace(cost, forward=hidden(forward), backward=hidden(backward))

@@ -265,8 +265,8 @@ def stage_sizes(sizes: Sequence[PartBytes], is_head: Sequence[bool], two_at_work
 
     Args:
         two_at_work: the forward pass of one micro-batch runs beside the backward pass of another, layer by layer
-            (--overlap-moe-expert-parallel-comm): both work, and the layer that is done forward keeps its activations while
-            the layer beside it has not given back its own.
+            (--overlap-moe-expert-parallel-comm, --moe-overlap-micro-batches 2): both work, and the layer that is done forward
+            keeps its activations while the layer beside it has not given back its own.
 
     The head works while every layer holds its activations, and what it keeps is gone when a layer works: all of it counts as work
     of the head, except its placeholder, which stays. Placeholders of the layers are there whatever works.

@@ -43,7 +43,10 @@ class CostClassCode(IntEnum):
 
 
 CODES = {code.name.lower(): code for code in CostClassCode}
-GEMM, GROUPED_GEMM, FUSED_ATTENTION = CostClassCode.GEMM, CostClassCode.GROUPED_GEMM, CostClassCode.ATTENTION
+# As plain numbers: numpy asks the class of an enum for its protocols, which takes longer than to compare all operators of a part.
+GEMM, GROUPED_GEMM = int(CostClassCode.GEMM), int(CostClassCode.GROUPED_GEMM)
+FUSED_ATTENTION, MEMORY = int(CostClassCode.ATTENTION), int(CostClassCode.MEMORY)
+COLLECTIVE, FREE = int(CostClassCode.COLLECTIVE), int(CostClassCode.FREE)
 LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
 SCORE_BYTES, DROPPED_BYTES = (7.0, 12.0), (5.0, 5.0)
 """Per score of attention without a fused kernel, forward and backward: product, softmax and product in turn, of which the causal
@@ -101,6 +104,8 @@ class OpTable:
     """CallCode"""
     waits: Bools
     """The host waits for counts ahead of it."""
+    nodes: Bools
+    """First operators of nodes, as `Calls` has them."""
     routing: Bools
     """Part of the router: scores, choice and map of tokens, not the norm ahead of it nor the permutation behind."""
     wave_flops: Floats
@@ -134,6 +139,7 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
         loaded=np.array([op.scales_with_load for op in ops], dtype=np.bool_),
         called=calls.codes,
         waits=calls.waits,
+        nodes=calls.nodes,
         routing=np.array([op.operator == GATE and ROUTER in op.module.split(".") for op in ops], dtype=np.bool_),
         quantizable=products & np.array([op.operator not in FULL_PRECISION_OPERATORS for op in ops], dtype=np.bool_),
         collectives=tuple((i, c, float(payload)) for (i, c), payload in zip(payloads, moved, strict=False)),
@@ -230,13 +236,13 @@ def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConsta
     # A fused attention kernel reads keys and values while it multiplies; other products load and store at their ends, too.
     together = np.where(attends & features.flash, np.maximum(product, streamed), product + streamed)
     seconds = together + constants.kernel_seconds * kernels
-    runs = (table.classes != CostClassCode.COLLECTIVE) & (table.classes != CostClassCode.FREE)
+    runs = (table.classes != COLLECTIVE) & (table.classes != FREE)
     return np.where(runs, seconds, 0.0)
 
 
 def fused_share(table: OpTable, features: Features) -> Floats:
     """[ops] What fused kernels leave of the captured operators' bytes and launches: the capture has torch's operators."""
-    share, moves = np.ones(len(table.ops)), table.classes == CostClassCode.MEMORY
+    share, moves = np.ones(len(table.ops)), table.classes == MEMORY
     if features.fused_loss and table.logits:
         loss = moves & np.isin(table.operators, (HEAD_LOSS, LOSS))
         total = float(table.bytes[loss].sum())

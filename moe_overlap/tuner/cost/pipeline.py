@@ -6,7 +6,8 @@ the chains are counted that pass there between its first and its last micro-batc
 passes of a chunk f = F / v and b = B / v, and what first and last passes take beyond them left out:
 
     in       the first micro-batch comes through the stages in front:          Σ_(j<=s) f_j
-    rounds   the first S micro-batches pass all chunks but the last:           max((v - 1) S f_s, (v - 1) Σ f_j)
+    rounds   the first S micro-batches pass all chunks but the last, here, once around all stages, or on a stage in front, from
+             which the last chunk's first pass comes:                          max((v - 1) S f_s, (v - 1) Σ f_j)
     warm-up  q_s more forward passes, or the first one's way there and back:   max(q_s f_s, Σ_(j>s) f_j + b_j)
     steady   backward and forward passes in turn:                              (G v - 1 - (v - 1) S - q_s) · (f_s + b_s)
     out      as many backward passes, or the last one's way there and back:    b_s + max(q_s b_s, Σ_(j>s) f_j + b_j)
@@ -20,7 +21,9 @@ stages and for equal stages, and within 1 % for most others (tests/unit/tuner/te
 First and last passes. The first forward pass ends late by D: `first` where its input is there from the start, and by `waited`
 where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1) + waited_i / v, first_i - Σ_(j<i) f_j). What
 updates leave behind slows down the passes after it, by `behind` in all, where the stage has not waited: stages behind see D_i,
-the passes of the stage itself max(D_i, first_i + behind_i - Σ_(j<i) f_j). The last backward pass takes longer by `drain`, and
+the passes of the stage itself max(D_i, first_i + behind_i - Σ_(j<i) f_j). With several chunks updates go on up to the last
+chunk's first pass, `enter` in all: a stage ends that pass no earlier than if it had begun with its updates at once, and no
+earlier than others let it; what it updates while it waits costs nothing. The last backward pass takes longer by `drain`, and
 `tail` seconds later all is reduced and copied: the end is that of the latest stage.
 
 Stages of unlike shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j where those
@@ -178,11 +181,10 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
     shares = [max(1.0, each / count) / virtual for each in micro_batches]
     forward = [stage.forward * share for stage, share in zip(stages, shares, strict=True)]
     backward = [stage.backward * share for stage, share in zip(stages, shares, strict=True)]
-    come, left, gone = _ends(stages, forward, backward, virtual)
-    round_there: Seconds = sum(forward)
+    entered = _entered(stages, forward, count, virtual)
+    left, gone = _ends(stages, backward, virtual)
     round_back: Seconds = sum(backward)
     if virtual > 1:
-        round_there = round_there + sum(stage.waited for stage in stages[1:]) / virtual
         round_back = round_back + sum(stage.drain for stage in stages) / virtual
     longest: Seconds = float("-inf")
     # Of the stages behind: forward passes of the last micro-batch, backward passes of the first.
@@ -193,14 +195,10 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
         if micro_batches[index] == count:
             rounds, warm, steady = warm_up(len(stages), index, count, virtual)
             f_again, b_again = f + stage.again / virtual, b + stage.rush / virtual
-            cycles: Seconds = 0.0
-            if rounds:
-                entered = rounds * f + stage.enter + max(0, rounds - 2 * (virtual - 1)) * stage.again / virtual
-                cycles = np.maximum(entered, (virtual - 1) * round_there)
-                cycles = cycles + np.maximum(rounds * b_again, (virtual - 1) * round_back)
-            own, last = come[index] + warm * f_again, there + gone[-1]
+            cycles = np.maximum(rounds * b_again, (virtual - 1) * round_back) if rounds else 0.0
+            own, last = entered[index] + warm * f_again, there + gone[-1]
             behind = b + warm * b_again + left[index] if index < len(stages) - 1 else gone[-1]
-            begun = np.maximum(own, come[-1] + back)
+            begun = np.maximum(own, entered[-1] + back)
             if steady:
                 chain = begun + stage.turn + steady * (f + b) + np.maximum(behind, last)
             else:
@@ -210,21 +208,39 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
     return longest
 
 
-def _ends(
-    stages: Sequence[StageTimes], forward: Sequence[Seconds], backward: Sequence[Seconds], virtual: int
-) -> tuple[list[Seconds], list[Seconds], list[Seconds]]:
-    """[S] when first forward passes end, with what slows down those behind them; what is left behind each last backward pass,
-    here and in front; and with that pass."""
-    passed, delay = forward[0], stages[0].first
-    come, left = [passed + np.maximum(delay, delay + stages[0].behind)], [stages[0].tail]
-    gone = [backward[0] + (stages[0].drain / virtual + left[0])]
-    for f, b, stage in zip(forward[1:], backward[1:], stages[1:], strict=True):
-        delay = np.maximum(delay + stage.waited / virtual, stage.first - passed)
+def _entered(stages: Sequence[StageTimes], forward: Sequence[Seconds], count: int, virtual: int) -> list[Seconds]:
+    """[S] when the first forward pass of the last chunk ends, with what slows down the stage's own passes behind it."""
+    rounds, _, _ = warm_up(len(stages), 0, count, virtual)
+    around = (virtual - 1) * (sum(forward) + sum(stage.waited for stage in stages[1:]) / virtual) if rounds else 0.0
+    passed: Seconds = 0.0
+    delay: Seconds = stages[0].first
+    found: list[Seconds] = []
+    given: Seconds = 0.0
+    for index, (f, stage) in enumerate(zip(forward, stages, strict=True)):
+        if index:
+            delay = np.maximum(delay + stage.waited / virtual, stage.first - passed)
         passed = passed + f
-        come.append(np.maximum(passed + delay, f + (stage.first + stage.behind)))
+        ended, busy = passed + delay, f + stage.first
+        if rounds:
+            more = max(0, rounds - 2 * (virtual - 1)) * stage.again / virtual
+            busy = busy + (rounds * f + stage.enter + more)
+            after = np.maximum(around, rounds * (f + stage.again / virtual)) if index else around
+            ended = np.maximum(ended + after, busy)
+            ended = np.maximum(ended, given + (f + stage.waited / virtual)) if index else ended
+            given = ended
+        found.append(np.maximum(ended, busy + stage.behind))
+    return found
+
+
+def _ends(
+    stages: Sequence[StageTimes], backward: Sequence[Seconds], virtual: int
+) -> tuple[list[Seconds], list[Seconds]]:
+    """[S] what is left behind each last backward pass, here and in front; and with that pass."""
+    left, gone = [stages[0].tail], [backward[0] + (stages[0].drain / virtual + stages[0].tail)]
+    for b, stage in zip(backward[1:], stages[1:], strict=True):
         left.append(np.maximum(stage.tail, gone[-1]))
         gone.append(b + (stage.drain / virtual + left[-1]))
-    return come, left, gone
+    return left, gone
 
 
 def spent_on(
@@ -267,6 +283,14 @@ def transfer_waits(one_way: Sequence[Seconds], virtual: int, beside: float | Non
     return [beside * slowest * (4 * virtual - 2)] * stages, slowest * (2 * virtual * stages - stages - 1)
 
 
+def averaged(times: StageTimes, micro_batches: int) -> StageTimes:
+    """The seconds of a stage whose micro-batches all take their mean."""
+    return StageTimes(
+        forward=times.forward + times.first / micro_batches,
+        backward=times.backward + (times.turn + times.drain + times.tail) / micro_batches,
+    )
+
+
 def in_flight(stages: int, stage: int, micro_batches: int, layers: tuple[int, ...]) -> float:
     """Micro-batches whose activations a stage holds at once, in whole passes of all its layers.
 
@@ -283,6 +307,17 @@ def in_flight(stages: int, stage: int, micro_batches: int, layers: tuple[int, ..
     if len(set(layers)) == 1 or not any(layers):
         return min(ahead + 1, micro_batches * virtual) / virtual
     return _most_layers(stages, ahead, min(micro_batches, 4 * stages), layers) / sum(layers)
+
+
+def lone_share(stages: int, chunks: int, micro_batches: int) -> float:
+    """Share of the passes of a pipeline, with those that its bubble stands for, that no pass of another micro-batch runs beside.
+
+    Where a forward pass runs beside a backward pass (plan/lowering/pipeline_order.py: `paired`), the step goes through the last
+    stage: S - 1 chunk passes until its first one begins and after its last one has ended, (v - 1) S + 1 of its own forward until
+    the first pair and as many backward behind the last, and pairs. As mean seconds of the closed form's v M + S - 1 passes these
+    are v S alone. On a single stage: the first forward and the last backward pass, one of M.
+    """
+    return min(1.0, chunks * stages / (chunks * micro_batches + stages - 1))
 
 
 @cache

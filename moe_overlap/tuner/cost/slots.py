@@ -21,13 +21,15 @@ Source: Mist, algorithm 1, with the order of tasks on a channel beside it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.stage import UseSeconds
+from moe_overlap.tuner.cost.stage import UseBytes, UseSeconds
 
 Floats = NDArray[np.float64]
 TASKS = ("compute", "weights", "rest", "scatter", "gather", "out")
@@ -143,17 +145,106 @@ def _rates(active: NDArray[np.bool_], sent: Floats, crowd: Floats, table: Floats
     return rates
 
 
-class SlotTable:
-    """How much slower the tasks of slots are than alone (slots.py), for one group of strategies; a slot is priced once."""
+OF_UPDATES = {
+    UseSeconds: ("states_in", "states_out", "sweep", "gather_updated"),
+    UseBytes: ("states",),
+}
+"""Seconds and bytes that only updates take."""
 
-    def __init__(self, seconds: UseSeconds, kind: ListKind, factors: Interference) -> None:
-        self.seconds, self.kind, self.factors = seconds, kind, factors
+
+class Job(NamedTuple):
+    """A job by itself.
+
+    Attributes:
+        seconds: [N]; 0 of strategies without it.
+        has: which strategies have it; None: all.
+        bar: 0 of those, and of the others minus infinity: added to a time it puts that before all; None: all have it.
+    """
+
+    seconds: Floats
+    has: NDArray[np.bool_] | None
+    bar: Floats | None
+
+    def choose(self, own: Floats, other: Floats | float) -> Floats:
+        """A value for strategies that have the job, another for the rest."""
+        return own if self.has is None else np.where(self.has, own, other)
+
+
+def _job(seconds: Floats) -> Job | None:
+    """A job; None where no strategy has it."""
+    has = seconds > 0
+    if not has.any():
+        return None
+    if has.all():
+        return Job(seconds, None, None)
+    return Job(seconds, has, np.where(has, 0.0, -np.inf))
+
+
+class SlotTable:
+    """How much slower the tasks of slots are than alone (slots.py), for one group of strategies; a slot is priced once.
+
+    Attributes:
+        updates: whether parts are updated.
+    """
+
+    def __init__(
+        self, seconds: UseSeconds, sizes: UseBytes, kind: ListKind, factors: Interference, updates: bool = True
+    ) -> None:
+        self.seconds, self.sizes, self.kind, self.factors, self.updates = seconds, sizes, kind, factors, updates
         self.table = factors.table
         self._known: dict[SlotKey, dict[str, Floats]] = {}
+        self._rows: dict[int, dict[str, Floats]] = {}
+        self._jobs: dict[int, dict[str, Job | None]] = {}
 
-    def add(self, slots: Mapping[SlotKey, Mapping[str, Floats]]) -> None:
-        """Price slots that are not known yet."""
-        new = {key: tasks for key, tasks in slots.items() if key not in self._known}
+    def row(self, row: int) -> dict[str, Floats]:
+        """All seconds of a kind of part."""
+        if row not in self._rows:
+            self._rows[row] = {field.name: getattr(self.seconds, field.name)[row] for field in fields(UseSeconds)}
+        return self._rows[row]
+
+    def jobs(self, row: int) -> dict[str, Job | None]:
+        """The jobs that they are."""
+        if row not in self._jobs:
+            seconds = self.row(row)
+            # Of the last micro-batch; of those before only what ZeRO 2 and 3 scatter.
+            self._jobs[row] = {name: _job(values) for name, values in seconds.items()}
+            self._jobs[row]["reduction"] = _job(seconds["scatter"] + seconds["reduce"])
+        return self._jobs[row]
+
+    @cached_property
+    def moved(self) -> dict[tuple[str, int], Floats]:
+        """Name and kind of part -> bytes that are on the device for a while; without those that are 0."""
+        sized = {field.name: getattr(self.sizes, field.name) for field in fields(UseBytes)}
+        rows = range(len(self.sizes.weights))
+        return {(name, row): values[row] for name, values in sized.items() for row in rows if values[row].any()}
+
+    @cached_property
+    def still(self) -> tuple[SlotTable, NDArray[np.intp]]:
+        """The same where nothing is updated, and the place there of each strategy [N]: many differ in their updates alone."""
+        rows = [
+            getattr(values, field.name)
+            for values in (self.seconds, self.sizes)
+            for field in fields(values)
+            if field.name not in OF_UPDATES[type(values)]
+        ]
+        # Sorting whole rows of numbers takes longer than sorting their bytes.
+        lanes = np.ascontiguousarray(np.concatenate(rows).T)
+        words = lanes.view(np.dtype((np.void, lanes.dtype.itemsize * lanes.shape[1])))[:, 0]
+        _, first, place = np.unique(words, return_index=True, return_inverse=True)
+        seconds, sizes = UseSeconds(**_still(self.seconds, first)), UseBytes(**_still(self.sizes, first))
+        return SlotTable(seconds, sizes, self.kind, self.factors, updates=False), place
+
+    def __contains__(self, key: SlotKey) -> bool:
+        return key in self._known
+
+    def add(self, new: Mapping[SlotKey, Mapping[str, Floats]]) -> None:
+        """Price slots that are not known yet; those without updates are known where nothing is updated."""
+        if self.updates:
+            still, lanes = self.still
+            for key in new:
+                if key in still:
+                    self._known[key] = {name: slow[lanes] for name, slow in still[key].items()}
+            new = {key: tasks for key, tasks in new.items() if key not in still}
         if not new:
             return
         nothing = np.zeros(self.seconds.forward.shape[1])
@@ -171,6 +262,12 @@ class SlotTable:
         return self._known[key]
 
 
+def _still(values: UseSeconds | UseBytes, lanes: NDArray[np.intp]) -> dict[str, Floats]:
+    """Seconds or bytes of some strategies without their updates."""
+    fewer = {field.name: getattr(values, field.name)[:, lanes] for field in fields(values)}
+    return fewer | {name: np.zeros_like(fewer[name]) for name in OF_UPDATES[type(values)]}
+
+
 SlotKey = tuple[object, ...]
 """The key of a slot: kinds and passes of its uses, and what they load and leave."""
 
@@ -179,7 +276,7 @@ class Slots:
     """The slots of the uses of one stage, and of its updates."""
 
     def __init__(self, parts: Sequence[Part], uses: Sequence[Use], table: SlotTable) -> None:
-        self._parts, self.uses, self._kind = parts, uses, table.kind
+        self._parts, self.uses, self.group, self._kind = parts, uses, table, table.kind
         self.last = max(use.micro_batch for use in uses)
         self.table = table.table
         seconds, new = table.seconds, {}
@@ -188,43 +285,70 @@ class Slots:
         for place, use in enumerate(uses):
             before = uses[place - 1] if place else None
             behind = uses[place + 1] if place + 1 < len(uses) else None
-            key, tasks = self._slot(seconds, before, use, behind, nothing)
-            new[key] = tasks
+            key = self._key(before, use, behind)
+            if key not in table and key not in new:
+                new[key] = self._tasks(seconds, before, use, behind, nothing)
             places.append(key)
         updates: list[SlotKey] = []
         for index in range(len(parts)):
             row, after = parts[index].row, parts[min(index + 1, len(parts) - 1)].row
+            if not table.updates:
+                break
             updates.append(("update", row, after))
-            new["update", row, after] = {
+            if updates[-1] in table or updates[-1] in new:
+                continue
+            new[updates[-1]] = {
                 "compute": seconds.sweep[row],
                 "rest": seconds.states_in[after],
                 "gather": seconds.gather_updated[row],
                 "out": seconds.states_out[row],
             }
         table.add(new)
+        self.sent, self.shared = np.empty((len(uses), len(nothing))), np.empty((len(uses), len(nothing)))
+        for place, use in enumerate(uses):
+            row = parts[use.index].row
+            self.sent[place] = (seconds.sent_backward if use.backward else seconds.sent_forward)[row]
+            self.shared[place] = seconds.shared[row]
         self._places, self._updates = [table[key] for key in places], [table[key] for key in updates]
 
-    def _slot(
+    def _key(self, before: Use | None, use: Use, behind: Use | None) -> SlotKey:
+        """The key that tells a slot from others."""
+        key: list[object] = [
+            self._parts[use.index].row,
+            use.backward,
+            self._is_first(use) and self._kind.offloads_weights,
+        ]
+        if behind is not None:
+            loads = loads_weights(self._parts, behind, use)
+            other = self._parts[behind.index].row
+            is_first = self._is_first(behind) and self._kind.offloads_weights
+            key += [other, is_first, loads, behind.backward, behind.micro_batch > 0]
+        if before is not None:
+            other, is_last = self._parts[before.index].row, before.micro_batch == self.last
+            key += ["leaves", other, before.backward, is_last]
+        return tuple(key)
+
+    def _is_first(self, use: Use) -> bool:
+        """Whether a part is updated in front of a use."""
+        return self.group.updates and use.micro_batch == 0 and not use.backward
+
+    def _tasks(
         self, seconds: UseSeconds, before: Use | None, use: Use, behind: Use | None, nothing: Floats
-    ) -> tuple[tuple[object, ...], dict[str, Floats]]:
-        """The key that tells a slot from others, and its tasks."""
+    ) -> dict[str, Floats]:
+        """The tasks of a slot."""
         row = self._parts[use.index].row
         slot = {
             "compute": (seconds.backward if use.backward else seconds.forward)[row],
             "sent": (seconds.sent_backward if use.backward else seconds.sent_forward)[row],
             **dict.fromkeys(("weights", "rest", "scatter", "gather", "out", "waits"), nothing),
         }
-        key: list[object] = [row, use.backward]
         updates = self._kind.offloads_weights
-        if not use.backward and use.micro_batch == 0 and updates:
+        if self._is_first(use) and updates:
             slot["out"] = seconds.states_out[row] + seconds.weights[row]
-            key.append("stores")
         if behind is not None:
             other = self._parts[behind.index].row
-            first = behind.micro_batch == 0 and not behind.backward
             loads = loads_weights(self._parts, behind, use)
-            key += [other, first, loads, behind.backward, behind.micro_batch > 0]
-            if first and updates:
+            if self._is_first(behind) and updates:
                 slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
             elif loads and updates:
                 slot["weights"] = seconds.weights[other]
@@ -236,15 +360,16 @@ class Slots:
                 if behind.micro_batch > 0:
                     slot["rest"] = slot["rest"] + seconds.gradients[other]
         if before is not None:
-            other, is_last = self._parts[before.index].row, before.micro_batch == self.last
-            key += ["leaves", other, before.backward, is_last]
+            other = self._parts[before.index].row
             if before.backward:
                 slot["scatter shared"] = seconds.shared[other]
-                slot["scatter"] = seconds.scatter[other] + (seconds.reduce[other] if is_last else 0.0)
+                slot["scatter"] = seconds.scatter[other]
+                if before.micro_batch == self.last:
+                    slot["scatter"] = slot["scatter"] + seconds.reduce[other]
                 slot["out"], slot["waits"] = slot["out"] + seconds.gradients[other], nothing + 1.0
             else:
                 slot["out"] = slot["out"] + seconds.activations[other]
-        return tuple(key), slot
+        return slot
 
     def of(self, place: int, task: str) -> Floats | float:
         """Slowdown of a task in the slot of the use at this place; 1 outside the step."""

@@ -11,37 +11,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import NamedTuple
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.slots import BETWEEN_RANKS, ListKind, Part, Slots, Use, loads_weights
-from moe_overlap.tuner.cost.stage import UseBytes, UseSeconds
+from moe_overlap.tuner.cost.overlaps import JobKey, Ran, Slowed
+from moe_overlap.tuner.cost.slots import BETWEEN_RANKS, Job, Part, Slots, Use, loads_weights
 
 Floats = NDArray[np.float64]
+SLOT_TASKS = {
+    "compute": "compute",
+    "weights": "weights",
+    "gather": "gather",
+    "scatter": "scatter",
+    "left": "out",
+} | dict.fromkeys(("activations", "gradients"), "rest")
+"""Jobs of uses -> tasks of slots (slots.py)."""
 RECENT = 5
 """Uses whose buffers may still be on the device."""
-
-
-class Job(NamedTuple):
-    """Seconds of a job by itself, and which strategies have it; None: all."""
-
-    seconds: Floats
-    has: NDArray[np.bool_] | None
-
-    def choose(self, own: Floats, other: Floats) -> Floats:
-        """A value for strategies that have the job, another for the rest."""
-        return own if self.has is None else np.where(self.has, own, other)
-
-
-def _job(seconds: Floats) -> Job | None:
-    """A job; None where no strategy has it."""
-    has = seconds > 0
-    if not has.any():
-        return None
-    return Job(seconds, None if has.all() else has)
 
 
 class StageChannels:
@@ -50,33 +38,33 @@ class StageChannels:
     Attributes:
         computed: when the last use has ended.
         holds: whether buffers are noted for `peak_bytes`.
+        notes: whether it is noted when jobs run.
+        ran: when the jobs of uses ran; of strategies without one the begin is the end.
+        slowed: how many times as long they take as alone; None where slots say it.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots, sizes: UseBytes, updates: bool
-    ) -> None:
-        self._parts, self.kind, self.slots = parts, kind, slots
-        rows = {part.row for part in parts}
-        # Buffers in the order in which they were noted: the places; their begins, ends and bytes.
+    def __init__(self, parts: Sequence[Part], slots: Slots, slowed: Slowed | None = None, notes: bool = False) -> None:
+        """Channels on which nothing has run.
+
+        Args:
+            slowed: how many times as long jobs take as alone, where that was read off a play (overlaps.py); None: as `slots` say.
+        """
+        seconds, self.kind = slots.group.seconds, slots.group.kind
+        self._parts, self.slots, self.slowed = parts, slots, slowed
+        self.notes = notes
+        self.ran: Ran = {}
+        # Buffers in the order in which they were noted: the places; their begins, ends, bytes and latest ends.
         self._held_at: list[int] = []
-        self._held: list[tuple[Floats, Floats, Floats]] = []
-        sized = {field.name: getattr(sizes, field.name) for field in fields(UseBytes)}
-        self._sizes = {(name, row): values[row] for name, values in sized.items() for row in rows if values[row].any()}
+        self._held: list[tuple[Floats, Floats, Floats, float]] = []
+        self._sizes = slots.group.moved
+        self._of = [slots.group.row(part.row) for part in parts]
+        self._jobs_of = [slots.group.jobs(part.row) for part in parts]
         # Updates in front of all uses may last as long as a forward pass.
         self._place = len(parts)
         self.holds = True
         self._loaded: dict[Use, list[tuple[str, Floats]]] = {}
         self._fetching: dict[int, Floats] = {}
         self._begun: dict[int, Floats] = {}
-        self._rows = {
-            row: {field.name: getattr(seconds, field.name)[row] for field in fields(UseSeconds)} for row in rows
-        }
-        self._jobs = {
-            row: {name: _job(values) for name, values in of_row.items()} for row, of_row in self._rows.items()
-        }
-        for row, of_row in self._rows.items():
-            # Of the last micro-batch; of those before only what ZeRO 2 and 3 scatter.
-            self._jobs[row]["reduction"] = _job(of_row["scatter"] + of_row["reduce"])
         nothing = np.zeros(seconds.forward.shape[1])
         self._free = dict.fromkeys(("compute", "optimizer", "in", "out", "ranks"), nothing)
         self._nothing, self.computed, self._last_use = nothing, nothing, nothing
@@ -92,13 +80,23 @@ class StageChannels:
         self._used: set[int] = set()
         self._on_host: dict[tuple[str, int, int], Floats] = {}
         self._fetched: dict[int, Floats] = {}
-        self._updates = updates
-        if not updates:
+        self._updates = slots.group.updates
+        if not self._updates:
             self._stepped = dict.fromkeys(range(len(parts)), nothing)
             self._on_host = {("weights", index, 0): nothing for index in range(len(parts))}
             self._used = set(range(len(parts)))
+        self._joined: list[JobKey] = []
         self._pending: list[tuple[Use, Floats, int]] = []
         self._leaves: tuple[Use, Floats, int] | None = None
+
+    def fork(self) -> StageChannels:
+        """The same channels from here on, for which another future is played."""
+        other = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (dict, list, set)):
+                setattr(other, name, copy(value))
+        other._gone = {name: list(left) for name, left in self._gone.items()}
+        return other
 
     @property
     def ended(self) -> Floats:
@@ -115,7 +113,7 @@ class StageChannels:
             crossing: transfers, one each way at most.
             blocks: whether the next pass waits for them.
         """
-        row, end = self._of(self.slots.uses[0].index), self.computed
+        row, end = self._of[self.slots.uses[0].index], self.computed
         if not crossing or not self._transfers:
             return end
         self._left = dict(self._free)
@@ -123,7 +121,7 @@ class StageChannels:
         alone = row["transfer"] if blocks else crossing * row["transfer"]
         grown, crowd = 1.0 + self._transfer_shared, 1.0 + self._transfer_shared * (crossing if blocks else 1)
         common = np.minimum(alone * grown, np.maximum(0.0, self._free["ranks"] - end) * crowd)
-        self._free["ranks"] = self._free["ranks"] + common * (1.0 - 1.0 / crowd)
+        self._join_later(common * (1.0 - 1.0 / crowd))
         if not blocks:
             return end
         copies = 2 * (self._free["in"] > end) + (self._free["out"] > end)
@@ -131,54 +129,89 @@ class StageChannels:
         self._free["compute"] = end + taken
         return end + alone
 
+    def _join_later(self, later: Floats) -> None:
+        """Let the collective that goes on among ranks end later."""
+        before = self._free["ranks"]
+        self._free["ranks"] = before + later
+        longer = later > 0
+        # Which one it is depends on the strategy.
+        for key in reversed(self._joined):
+            if not longer.any():
+                break
+            begun, ended = self.ran[key]
+            last = longer & (ended >= before) & (ended > begun)
+            self.ran[key] = begun, np.where(last, ended + later, ended)
+            longer &= ~last
+
+    def wait(self, until: Floats) -> None:
+        """Let no use begin before a time; what has been loaded for it, or is on its way out, goes on meanwhile."""
+        self._free["compute"] = np.maximum(self._free["compute"], until)
+
     def begin(self, use: Use) -> None:
         """Write what stands in front of the first use."""
         if self._updates and not self.kind.offloads_weights:
             self._update_all()
         self.load(use, None)
 
-    def _of(self, index: int) -> dict[str, Floats]:
-        return self._rows[self._parts[index].row]
+    def _slow(self, task: str, place: int, slot: int) -> Floats | float:
+        """How many times as long a job of the use at a place takes as alone.
 
-    def _jobs_of(self, index: int) -> dict[str, Job | None]:
-        return self._jobs[self._parts[index].row]
+        Args:
+            slot: the place of the use in whose slot it runs.
+        """
+        if self.slowed is None:
+            return self.slots.of(slot, SLOT_TASKS[task])
+        return self.slowed.get((task, place), 1.0)
 
-    def _run(self, channel: str, after: Floats, job: Job | None, slow: Floats | float) -> Floats:
-        """The end of a job on a channel; `after` where there is none.
+    def _run(
+        self, channel: str, after: Floats, job: Job | None, slow: Floats | float, key: JobKey | None = None
+    ) -> tuple[Floats, Floats]:
+        """The begin and the end of a job on a channel; `after` where there is none.
 
         Args:
             slow: how many times as long it takes as alone.
+            key: what it is, where it is noted when it runs; None: a job of an update.
         """
         if job is None:
-            return after
-        free = self._free[channel]
-        end = np.maximum(free, after) + job.seconds * slow
-        self._free[channel] = job.choose(end, free)
-        return job.choose(end, after)
+            return after, after
+        free, taken = self._free[channel], job.seconds * slow
+        if job.bar is None:
+            begin = np.maximum(free, after)
+            self._free[channel] = end = begin + taken
+        else:
+            # Of strategies without the job the channel stays as free as it was, and `after` is when it begins and ends.
+            begin = np.maximum(free + job.bar, after)
+            end = begin + taken
+            self._free[channel] = np.maximum(free, end + job.bar)
+        if self.notes and key is not None:
+            self.ran[key] = begin, end
+        # When it begins counts for buffers alone.
+        return end - taken if self.holds else end, end
 
-    def _fetch(self, after: Floats, job: Job | None, slow: Floats | float) -> tuple[Floats, Floats]:
-        """The begin and the end of a copy from the host."""
-        end = self._run("in", after, job, slow)
-        return (end if job is None else end - job.seconds * slow), end
-
-    def _join_ranks(self, index: int, after: Floats, name: str, slow: Floats | float) -> Floats:
-        """The end of a collective of a part's states; what it shares with tokens counts as long as it is the last."""
-        here, job = self._of(index), self._jobs[self._parts[index].row][name]
+    def _join_ranks(
+        self, index: int, after: Floats, name: str, slow: Floats | float, key: JobKey | None = None
+    ) -> tuple[Floats, Floats]:
+        """Begin and end of a collective of a part's states; what it shares with tokens counts as long as it is the last."""
+        here, job = self._of[index], self._jobs_of[index][name]
         if job is not None:
-            self._shared_links = job.choose(here["shared"], self._shared_links)
-            self._transfer_shared = job.choose(here["transfer_shared"], self._transfer_shared)
-        return self._run("ranks", after, job, slow)
+            # The one is asked for where slots say what is slowed down, the other where transfers are.
+            if self.slowed is None:
+                self._shared_links = job.choose(here["shared"], self._shared_links)
+            if self._transfers:
+                self._transfer_shared = job.choose(here["transfer_shared"], self._transfer_shared)
+            self._joined += [key] if key is not None and self.notes else []
+        return self._run("ranks", after, job, slow, key)
 
     def _update_all(self) -> None:
         """Step 1."""
         first, sweeps, slots = None, self._nothing, self.slots
         for index in range(len(self._parts)):
-            jobs, after = self._jobs_of(index), max(index - 1, 0)
+            jobs, after = self._jobs_of[index], max(index - 1, 0)
             slow = slots.of_update(after, "rest") if index else 1.0
-            self._fetching[index], fetched = self._fetch(self._gone["states"][-2], jobs["states_in"], slow)
+            self._fetching[index], fetched = self._run("in", self._gone["states"][-2], jobs["states_in"], slow)
             first = fetched if first is None else first
-            sweeps = sweeps + self._of(index)["sweep"]
-            stepped = self._run("optimizer", fetched, jobs["sweep"], 1.0)
+            sweeps = sweeps + self._of[index]["sweep"]
+            _, stepped = self._run("optimizer", fetched, jobs["sweep"], 1.0)
             self._stepped[index] = self._store(
                 index, stepped, slots.of_update(index, "out"), slots.of_update(index, "gather")
             )
@@ -192,15 +225,15 @@ class StageChannels:
         Args:
             out, ranks: slowdowns.
         """
-        jobs = self._jobs_of(index)
-        left = self._run("out", stepped, jobs["states_out"], out)
+        jobs = self._jobs_of[index]
+        _, left = self._run("out", stepped, jobs["states_out"], out)
         self._gone["states"].append(left)
         self._hold("states", index, self._fetching[index], left)
         self._hold("gradients", index, self._fetching[index], stepped)
-        whole = self._join_ranks(index, stepped, "gather_updated", ranks)
-        self._on_host["weights", index, 0] = self._run("out", whole, jobs["weights"], out)
+        _, whole = self._join_ranks(index, stepped, "gather_updated", ranks)
+        _, self._on_host["weights", index, 0] = self._run("out", whole, jobs["weights"], out)
         if self.kind.offloads_weights:
-            self._hold("weights", index, stepped - self._of(index)["sweep"], self._on_host["weights", index, 0])
+            self._hold("weights", index, stepped - self._of[index]["sweep"], self._on_host["weights", index, 0])
         return whole
 
     def _step_beside(self, begin: Floats, end: Floats) -> Floats:
@@ -208,7 +241,7 @@ class StageChannels:
         for use, start, place in self._pending:
             index, gather = use.index, self.slots.of(place, "gather")
             # Two kernels at a time halve each other until the first of them ends.
-            sweep = self._of(index)["sweep"]
+            sweep = self._of[index]["sweep"]
             both = np.maximum(begin, start)
             common = np.maximum(0.0, np.minimum(end - both, sweep - (both - start)))
             end = end + common
@@ -216,21 +249,21 @@ class StageChannels:
             # Updated states leave while the next use runs.
             out = self.slots.of(place + 1, "out")
             self._stepped[index] = self._store(index, self._free["optimizer"], out, gather)
-            self._ready[use] = self._join_ranks(index, self._stepped[index], "gather", gather)
+            _, self._ready[use] = self._join_ranks(index, self._stepped[index], "gather", gather)
         self._pending = []
         return end
 
     def load(self, use: Use, place: int | None) -> None:
         """Step 2: what a use needs, written when the use before it, at this place, begins; None: in front of all uses."""
-        index, jobs, limit = use.index, self._jobs_of(use.index), self._last_use
+        index, jobs, limit = use.index, self._jobs_of[use.index], self._last_use
         before = self.slots.uses[place] if place is not None else None
         at = -1 if place is None else place
-        gather, rest = self.slots.of(at, "gather"), self.slots.of(at, "rest")
         ready = self._stepped.get(index, self._nothing)
         loaded: list[tuple[str, Floats]] = []
         if loads_weights(self._parts, use, before):
             if index not in self._stepped:
-                self._fetching[index], fetched = self._fetch(self._gone["states"][-2], jobs["states_in"], rest)
+                rest = self.slots.of(at, "rest")
+                self._fetching[index], fetched = self._run("in", self._gone["states"][-2], jobs["states_in"], rest)
                 self._pending.append((use, np.maximum(fetched, limit), at))
                 if place is None:
                     self._step_beside(self._nothing, self._nothing)
@@ -238,24 +271,28 @@ class StageChannels:
             else:
                 if self.kind.offloads_weights and index in self._used:
                     there = np.maximum(limit, self._on_host["weights", index, 0])
-                    began, ready = self._fetch(there, jobs["weights"], self.slots.of(at, "weights"))
+                    began, ready = self._come("weights", there, index, at)
                     loaded.append(("weights", began))
-                ready = self._join_ranks(index, np.maximum(ready, limit), "gather", gather)
-                gathers = jobs["gather"]
-                loaded.append(("gathered", ready if gathers is None else ready - gathers.seconds * gather))
+                slow, key = self._slow("gather", at + 1, at), ("gather", at + 1)
+                began, ready = self._join_ranks(index, np.maximum(ready, limit), "gather", slow, key)
+                loaded.append(("gathered", began))
             self._used.add(index)
         if use.backward:
             saved = self._on_host.get(("activations", index, use.micro_batch), self._nothing)
-            began, fetched = self._fetch(np.maximum(limit, saved), jobs["activations"], rest)
+            began, fetched = self._come("activations", np.maximum(limit, saved), index, at)
             loaded.append(("activations", began))
             ready = np.maximum(ready, fetched)
             if use.micro_batch > 0:
                 away, room = self._on_host["gradients", index, 0], self._gone["gradients"][-2]
                 free = np.maximum(np.maximum(limit, away), room)
-                self._fetching[index], self._fetched[index] = self._fetch(free, jobs["gradients"], rest)
+                self._fetching[index], self._fetched[index] = self._come("gradients", free, index, at)
                 if not self.kind.scatters:
                     ready = np.maximum(ready, self._fetched[index])
         self._ready[use], self._loaded[use] = ready, loaded
+
+    def _come(self, what: str, after: Floats, index: int, at: int) -> tuple[Floats, Floats]:
+        """The begin and the end of a copy from the host for the use behind the one at a place."""
+        return self._run("in", after, self._jobs_of[index][what], self._slow(what, at + 1, at), (what, at + 1))
 
     def advance(self, place: int, waits: bool = False) -> Floats:
         """The use at a place, the loads of the next one, and what the one before leaves; when it begins.
@@ -276,10 +313,13 @@ class StageChannels:
         # Step 4.
         leaving = self._gone["gradients" if use.backward else "activations"]
         gone = leaving[-1 if self._leaves is not None and self._leaves[0].backward == use.backward else -2]
-        ready, here = self._ready.pop(use), self._of(use.index)
+        ready, here = self._ready.pop(use), self._of[use.index]
         begin = np.maximum(np.maximum(self._free["compute"], ready), gone)
-        end = begin + here["backward" if use.backward else "forward"] * self.slots.of(place, "compute")
-        end = self._beside_older(begin, end, here["sent_backward" if use.backward else "sent_forward"])
+        end = begin + here["backward" if use.backward else "forward"] * self._slow("compute", place, place)
+        if self.slowed is None:
+            end = self._beside_older(begin, end, here["sent_backward" if use.backward else "sent_forward"])
+        if self.notes:
+            self.ran["compute", place] = begin, end
         self.leave()
         if behind is not None and not waits:
             self.load(behind, place)
@@ -289,9 +329,9 @@ class StageChannels:
         end = self._step_beside(begin, end)
         self._free["compute"] = self.computed = self._last_use = end
         self._leaves = (use, end, place + 1)
-        for what, start in self._loaded.pop(use):
+        for what, start in self._loaded.pop(use) if self.holds else []:
             # Shards that came from the host are there until they have been gathered.
-            gathers = self._jobs_of(use.index)["gather"] if what == "weights" else None
+            gathers = self._jobs_of[use.index]["gather"] if what == "weights" else None
             until = end if gathers is None else gathers.choose(ready, end)
             self._hold(what, use.index, start, until)
         if use.backward:
@@ -310,13 +350,13 @@ class StageChannels:
                 continue
             common = np.maximum(0.0, common)
             both = 8 | 8 >> stream
-            share = sent if stream == 1 else 0.0
-            own, other = (table[which, both] - 1.0 for which in (0, stream))
-            # While tokens travel, both slow each other down on links that both use.
-            crowded = share * self._shared_links / (1.0 + self._shared_links)
-            end = end + common * ((1.0 - share) * own / (1.0 + own) + crowded)
-            later = self._free[channel] + common * ((1.0 - share) * other / (1.0 + other) + crowded)
-            self._free[channel] = np.where(common > 0, later, self._free[channel])
+            own, other = (1.0 - 1.0 / table[which, both] for which in (0, stream))
+            if stream == 1:
+                # While tokens travel, both slow each other down on links that both use.
+                crowded, computes = sent * self._shared_links / (1.0 + self._shared_links), 1.0 - sent
+                own, other = computes * own + crowded, computes * other + crowded
+            end = end + common * own
+            self._free[channel] = self._free[channel] + common * other
         return end
 
     def leave(self) -> None:
@@ -325,11 +365,11 @@ class StageChannels:
             return
         use, end, place = self._leaves
         self._leaves = None
-        jobs, index = self._jobs_of(use.index), use.index
-        out, scatter = self.slots.of(place, "out"), self.slots.of(place, "scatter")
+        jobs, index, own = self._jobs_of[use.index], use.index, place - 1
+        out, left_key = self._slow("left", own, place), ("left", own)
         if not use.backward:
             if self._parts[index].is_layer:
-                left = self._run("out", end, jobs["activations"], out)
+                _, left = self._run("out", end, jobs["activations"], out, left_key)
                 self._on_host["activations", index, use.micro_batch] = left
                 self._gone["activations"].append(left)
                 self._hold("activations", index, self._begun_forward, left)
@@ -338,10 +378,11 @@ class StageChannels:
         if use.micro_batch == self.slots.last or self.kind.scatters:
             sum_there = self._fetched.get(index, self._nothing)
             name = "reduction" if use.micro_batch == self.slots.last else "scatter"
-            reduced = self._join_ranks(index, np.maximum(end, sum_there), name, scatter)
+            scatter, key = self._slow("scatter", own, place), ("scatter", own)
+            _, reduced = self._join_ranks(index, np.maximum(end, sum_there), name, scatter, key)
             self._hold("own_gradients", index, self._begun[index], reduced)
         moves = jobs["gradients"]
-        left = self._run("out", reduced, moves, out)
+        _, left = self._run("out", reduced, moves, out, left_key)
         self._on_host["gradients", index, 0] = left
         self._hold("gradients", index, self._fetching[index] if use.micro_batch else self._begun[index], left)
         # Where nothing leaves nothing is waited for.
@@ -352,17 +393,17 @@ class StageChannels:
         size = self._sizes.get((what, self._parts[index].row)) if self.holds else None
         if size is not None:
             self._held_at.append(self._place)
-            self._held.append((start, end, size))
+            self._held.append((start, end, size, float(end.max())))
 
     def peak_bytes(self, place: int, begin: Floats, end: Floats) -> Floats:
         """Peak bytes of buffers that come and go at the beginning and the end of a use, once two more have been advanced."""
-        recent = self._held[bisect_left(self._held_at, place - RECENT) :]
-        arrives = begin
-        for start, _, _ in recent:
-            arrives = np.maximum(arrives, np.where(start < end, start, begin))
-        at_begin = at_arrival = self._nothing
-        # One buffer at a time: arrays of [N] stay in the cache, those of all buffers do not.
-        for start, until, size in recent:
-            at_begin = at_begin + size * ((start <= begin) & (begin < until))
-            at_arrival = at_arrival + size * ((start <= arrives) & (arrives < until))
+        recent, earliest = self._held[bisect_left(self._held_at, place - RECENT) :], begin.min()
+        # What was gone in all of them before counts for none.
+        recent = [held for held in recent if held[-1] > earliest]
+        if not recent:
+            return self._nothing
+        starts, ends, sizes = (np.array(values) for values in list(zip(*recent, strict=True))[:3])
+        arrives = np.where(starts < end, starts, begin).max(axis=0)
+        arrives = np.maximum(arrives, begin)
+        at_begin, at_arrival = ((sizes * ((starts <= time) & (time < ends))).sum(axis=0) for time in (begin, arrives))
         return np.maximum(at_begin, at_arrival)

@@ -106,11 +106,17 @@ def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = F
         }
 
 
-def marked_parts(asked: Request, point: tuple[int, int]) -> dict[str, Part]:
-    """The layers of a request at a batch, with the marks of their passes without gradients."""
+def marked_parts(asked: Request, point: tuple[int, int], has_ends: bool = False) -> dict[str, Part]:
+    """The layers of a request at a batch, with the marks of their passes without gradients.
+
+    Args:
+        has_ends: embedding and head, too, which have no such marks.
+    """
     with running(asked) as (runner, _):
-        layers = {kind: layer for kind, layer in runner.runnable_parts.items() if layer.is_layer}
         return {
-            kind: marked(runner.record(layer, *point), *runner.record_without_gradients(layer, *point))
-            for kind, layer in layers.items()
+            kind: marked(runner.record(piece, *point), *runner.record_without_gradients(piece, *point))
+            if piece.is_layer
+            else runner.record(piece, *point)
+            for kind, piece in runner.runnable_parts.items()
+            if piece.is_layer or has_ends
         }

@@ -18,35 +18,30 @@ from tests.unit.tuner.capture_cases import marked_parts, recorded, request
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FAMILIES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-mtp", "gpt-oss-120b")
-LAYOUTS = 20
-MODULES = {
-    "mixtral-8x7b": "layernorm+moe_act",
-    "qwen3-30b-a3b": "core_attn+layernorm",
-    "deepseek-v3-mtp": "layernorm+mla_up_proj+mlp+moe_act+shared_experts",
-    "gpt-oss-120b": "layernorm+moe_act",
-}
-"""Modules that each family recomputes, but not `moe`: its graphs are captured, as they depend on more than a block's class."""
-FEWER_LAYOUTS = 12
+GRAPHS = (
+    *((family, "", NO_RECOMPUTATION) for family in FAMILIES),
+    *((family, library, NO_RECOMPUTATION) for family in FAMILIES[1:] for library in ("deepep", "hybridep")),
+    # Modules, but not `moe`: its graphs depend on more than a block's class, and are captured.
+    ("mixtral-8x7b", "", "layernorm+moe_act"),
+    ("deepseek-v3-mtp", "", "layernorm+mla_up_proj+mlp+moe_act+shared_experts"),
+)
+"""Family, library that dispatches its tokens (none for plain all-to-alls), and variant."""
+ENDS = ("embedding", "head")
+"""Parts that recompute nothing: captures of a variant have none of them."""
+COMPARED = 6
+"""Layouts that no capture shows, recorded for every one of GRAPHS."""
 REWRITTEN_LAYOUTS = 5
 """Under each of them a family is recorded once for every variant."""
-LIBRARIES = ("deepep", "hybridep")
 MOST = 10
 """Captures of a model over all layouts."""
 
 
-def requests_of(family: str, library: str = "", layouts: int = LAYOUTS) -> list[Request]:
-    """Layouts of a family, drawn from all that its sizes allow.
+def all_requests(family: str, library: str) -> list[Request]:
+    """All layouts of a family that its sizes allow.
 
     Args:
         library: that dispatches tokens; empty for plain all-to-alls.
-        layouts: number of them; 0 for all.
     """
-    asked = all_requests(family, library)
-    return random.Random(0).sample(asked, layouts) if layouts else asked
-
-
-def all_requests(family: str, library: str) -> list[Request]:
-    """All layouts of a family."""
     lines = (EXAMPLES / f"tiny-{family}.args").read_text().splitlines()
     flags = " ".join(
         line.replace("'", "").replace("query-groups 2", "query-groups 4") for line in lines if not line.startswith("#")
@@ -74,44 +69,41 @@ def captured_in_process(asked: Request) -> CapturedModel:
     return capture(asked)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_graphs_from_blocks_are_those_of_captures(family: str) -> None:
-    compare_with_captures(requests_of(family))
+def prepared(family: str, library: str, variant: str = NO_RECOMPUTATION) -> tuple[BlockLibrary, list[Request]]:
+    """The library of a model with what it captures over all layouts, and the layouts that it puts together, in any order.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("family", FAMILIES[1:])
-def test_graphs_under_a_dispatch_library_are_those_of_captures(family: str, library: str) -> None:
-    compare_with_captures(requests_of(family, library, FEWER_LAYOUTS))
-
-
-CASES = (
-    ("mixtral-8x7b", ""),
-    pytest.param("deepseek-v3-mtp", "hybridep", marks=pytest.mark.slow),
-    pytest.param("gpt-oss-120b", "deepep", marks=pytest.mark.slow),
-)
-
-
-@pytest.mark.parametrize(("family", "library"), CASES)
-def test_few_captures_tell_of_all_layouts(family: str, library: str) -> None:
-    """The number of captures, and a layout that was not captured, as it is captured; slow tests compare more of them."""
-    asked = all_requests(family, library)
+    Graphs of a variant that no rewrite answers are put together from captures of their own.
+    """
+    asked = [replace(of_layout, variant=variant) for of_layout in all_requests(family, library)]
     known = BlockLibrary(captured_in_process)
     known.prepare(asked)
     assert known.unlike == () and len(known.captured_layouts) <= MOST < len(asked)
-    left = [one for one in asked if one.layout not in known.captured_layouts]
-    of_layout = random.Random(1).choice(left)
+    left = [of_layout for of_layout in asked if of_layout.layout not in known.captured_layouts]
+    return known, random.Random(1).sample(left, len(left))
+
+
+def test_few_captures_tell_of_all_layouts() -> None:
+    """The number of captures, and a layout that was not captured, as it is captured; slow tests compare more of them."""
+    known, (of_layout, *_) = prepared("mixtral-8x7b", "")
     assert set(known.composed(of_layout)) == set(captured_in_process(of_layout).parts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral-8x7b", "deepseek-v3-mtp"])
-def test_graphs_that_recompute_modules_are_those_of_captures(family: str) -> None:
-    """Graphs of variants that no rewrite answers are put together from captures of their own."""
-    asked = requests_of(family)[:FEWER_LAYOUTS]
-    compare_with_captures([replace(of_layout, variant=MODULES[family]) for of_layout in asked])
+@pytest.mark.parametrize(("family", "library", "variant"), GRAPHS)
+def test_graphs_from_blocks_are_those_of_captures(family: str, library: str, variant: str) -> None:
+    """The parts of one layout as they are captured; of others, each number of each operator and storage at a batch."""
+    known, (first, *others) = prepared(family, library, variant)
+    assert set(known.composed(first)) == set(captured_in_process(first).parts)
+    for of_layout in others[:COMPARED]:
+        point = (3, sequence_unit(of_layout.config, of_layout.model, of_layout.layout))
+        model = known.model(of_layout)
+        assert {part.kind for part in model.parts} >= {*model.layer_kinds, *model.mtp_kinds}
+        if variant == NO_RECOMPUTATION:
+            expected = marked_parts(of_layout, point, has_ends=True)
+        else:
+            expected = {kind: part for kind, (part,) in recorded(of_layout, [point]).items() if kind not in ENDS}
+        for kind, part in expected.items():
+            assert gives(model.part(kind, variant, samples=point[0]), part, point), (of_layout.layout, kind)
 
 
 VARIANTS = {
@@ -132,34 +124,10 @@ VARIANTS = {
 )
 def test_rewritten_graphs_are_those_of_captures(family: str, library: str) -> None:
     """Each number of each operator and storage of the layers, at a batch."""
-    for asked in requests_of(family, library, REWRITTEN_LAYOUTS):
+    for asked in random.Random(0).sample(all_requests(family, library), REWRITTEN_LAYOUTS):
         point = (3, sequence_unit(asked.config, asked.model, asked.layout))
         plain = marked_parts(asked, point)
         for variant in VARIANTS[family]:
             captured = recorded(replace(asked, variant=variant), [point])
             for kind, part in plain.items():
                 assert recomputed(part, variant) == captured[kind][0], (asked.layout, variant, kind)
-
-
-def compare_with_captures(asked: list[Request]) -> None:
-    """Each number of each operator and storage, at a batch at which the layout itself is recorded."""
-    library = BlockLibrary(captured_in_process)
-    library.prepare(asked)
-    # Models as small as these have few numbers of ranks on an axis, so more of their layouts must be captured.
-    assert library.unlike == () and len(library.captured_layouts) < len(asked)
-    for request_of_layout in asked:
-        if request_of_layout.layout in library.captured_layouts:
-            continue
-        point = (3, sequence_unit(request_of_layout.config, request_of_layout.model, request_of_layout.layout))
-        model = library.model(request_of_layout)
-        assert {part.kind for part in model.parts} >= {*model.layer_kinds, *model.mtp_kinds}
-        expected = {kind: part for kind, (part,) in recorded(request_of_layout, [point]).items()}
-        if request_of_layout.variant == NO_RECOMPUTATION:
-            expected |= marked_parts(request_of_layout, point)
-        for kind, part in expected.items():
-            if part.variant != "none" and kind in ("embedding", "head"):
-                continue  # They recompute nothing, and are part of the plain capture alone.
-            assert gives(model.part(kind, part.variant, samples=point[0]), part, point), (
-                request_of_layout.layout,
-                kind,
-            )

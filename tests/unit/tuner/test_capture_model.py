@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -20,6 +21,7 @@ from moe_overlap.tuner.capture.capture import capture
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Part
 from moe_overlap.tuner.capture.kernels import UnregisteredKernelError
+from moe_overlap.tuner.capture.record import Recording
 from moe_overlap.tuner.cost.memory import kept_bytes
 from tests.unit.tuner.capture_cases import (
     AHEAD,
@@ -257,3 +259,14 @@ def test_a_kernel_that_is_not_registered_is_named(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(attention, "forward", lambda q, *a, **k: stock(torch.ops.some_library.flash(q), *a, **k))
         with pytest.raises(UnregisteredKernelError, match="some_library::flash in self_attention.*kernels.py"):
             runner.record(piece, 2, 64)
+
+
+def test_a_recording_goes_with_its_model() -> None:
+    """Storages that outlive the model keep none: a process captures dozens of layouts."""
+    with running(request(MOE, "te")) as (runner, _):
+        for _ in range(2):
+            runner.record(runner.runnable_parts["moe"], 2, 128)
+    del runner
+    gc.unfreeze()
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is Recording and thing.ops]

@@ -123,9 +123,9 @@ def corners() -> Iterator[Corner]:
 
 NEAR, FAR = 0.01, 0.06
 REPAIRED = {
-    "states of ZeRO-0 are whole on every rank": (Corner(zero_level=0, offload=(0, 0, 1, 0)), NEAR, 0.04),
-    # Copies of gradients that go on from earlier uses and those of the next one slow each other down in the list alone.
-    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.02, 0.03),
+    # Updates of the second stage go on beside its first passes, here and below (`interleaved`, `updates beside a few passes`).
+    "states of ZeRO-0 are whole on every rank": (Corner(zero_level=0, offload=(0, 0, 1, 0)), 0.015, 0.04),
+    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), NEAR, 0.03),
     "weights stay between passes": (Corner(zero_level=1, offload=(1, 0, 0, 0)), NEAR, 0.05),
     "head and embedding keep their activations": (Corner(zero_level=1, offload=(0, 0, 0, 1)), NEAR, FAR),
     "gathers share links with tokens": (Corner(zero_level=3, offload=(0, 0, 0, 0)), NEAR, 0.04),
@@ -137,9 +137,9 @@ REPAIRED = {
     "reductions go on under forward passes": (Corner(zero_level=2, offload=(0, 0, 0, 0)), NEAR, 0.05),
     "everything by halves": (Corner(zero_level=1, offload=(0.5, 0.5, 0.5, 0.5)), NEAR, 0.05),
     "recomputed": (Corner(zero_level=3, offload=(0, 0, 0, 1), recompute="full"), NEAR, 0.03),
-    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), 0.002, 0.013),
-    # Updates of the second stage go on beside its first passes, which wait for neither the one nor the other alone.
-    "interleaved": (Corner(zero_level=1, offload=(0, 0, 0.5, 0), interleaved=True), 0.015, FAR),
+    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), 0.003, 0.013),
+    # Those passes wait for neither the one nor the other alone: copies of updates go on while the stage waits, and after.
+    "interleaved": (Corner(zero_level=1, offload=(0, 0, 0.5, 0), interleaved=True), 0.023, FAR),
     "each chunk is entered with updates": (
         Corner(zero_level=0, offload=(0.5, 0, 0.5, 0), recompute="half", interleaved=True),
         NEAR,
@@ -152,7 +152,7 @@ REPAIRED = {
     ),
     "the first backward pass fetches no gradients": (
         Corner(zero_level=1, offload=(1, 1, 0, 1), recompute="half", interleaved=True, unequal=True),
-        NEAR,
+        0.011,
         0.1,
     ),
     "backward passes at the end move gradients alone": (
@@ -163,9 +163,30 @@ REPAIRED = {
     # Copies that updates leave behind last for several of many passes, here and on the first of unequal stages.
     "updates beside a few passes of many": (Corner(zero_level=1, offload=(0, 0, 1, 0), slow_host=True), 0.02, 0.1),
     "updates of shards": (Corner(zero_level=2, offload=(0, 0, 1, 0), slow_host=True, unequal=True), 0.02, 0.03),
+    "a layer beyond the fourth": (Corner(zero_level=1, offload=(0.5, 1, 0, 0.5), unequal=True), 0.006, NEAR),
+    "the last passes come close upon each other": (
+        Corner(zero_level=2, offload=(0.5, 0.5, 0, 0.5), recompute="full", interleaved=True),
+        0.005,
+        NEAR,
+    ),
+    "gradients on their way hold up the next ones": (
+        Corner(zero_level=1, offload=(0.5, 1, 0.5, 0.5), interleaved=True),
+        0.005,
+        0.07,
+    ),
+    "passes in a row are counted once": (
+        Corner(zero_level=3, offload=(0.5, 1, 1, 0.5), recompute="half", interleaved=True),
+        0.006,
+        NEAR,
+    ),
+    "updated while others are waited for": (
+        Corner(zero_level=0, offload=(1, 0.5, 1, 0.5), interleaved=True),
+        0.008,
+        0.07,
+    ),
     "nothing": (Corner(zero_level=1, offload=(0, 0, 0, 0)), NEAR, NEAR),
 }
-"""Corner, and how far closed form and list may be apart: seconds, bytes. Each was 4 to 84 % off in seconds, but the last."""
+"""Corner, and how far closed form and list may be apart: seconds, bytes. Each was 1.6 to 84 % off in seconds, but the last."""
 
 
 @pytest.mark.parametrize("name", REPAIRED)
@@ -272,18 +293,17 @@ def test_all_corners() -> None:
 
     Equal stages under 1F1B are told apart. Causes of what is left, found by putting the list in the place of one part of the
     closed form at a time (seconds of passes; the longest chain of them; transfers that take nothing):
-    - Interleaved equal stages whose gradients or activations are offloaded by halves (ZeRO-0 and ZeRO-1, 3 to 5 % below): the
-      last backward pass of the first stage takes far longer than the closed form says, as it has waited less than its gradients
-      need to leave and come back; and `pipeline.py` takes all chunks of a stage for their mean, which the head makes uneven.
-    - Gradients offloaded in full (1 to 3 % below): a stable pass by itself. Copies that go on from earlier uses and those that
-      later ones begin in the other direction slow each other down in the list alone (`slots.py`).
-    - ZeRO-3 (up to 3 % above): a stable pass by itself, also where transfers take nothing.
+    - Interleaved stages with half of gradients and activations offloaded (up to 2.3 % above): the first stage's last backward
+      pass waits for as long as its shortest ones in a row take, which is too short where both stages are held up alike.
+    - Updates (up to 2.2 % below): copies that the second stage's leave behind still slow down its first passes where these have
+      waited for a short time; `pipeline.py` knows stages that have waited for all of them, and such that have not waited.
     """
     shapes = 12
     chosen = [corner for place, corner in enumerate(corners()) if place % shapes == place // shapes * 5 % shapes][::5]
     assert len({(corner.recompute, corner.interleaved, corner.unequal) for corner in chosen}) == shapes
     found = {corner: errors(corner) for corner in chosen}
-    for is_plain, middle, most in ((True, 0.0065, 0.025), (False, 0.01, 0.051)):
+    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 55
+    for is_plain, middle, most in ((True, 0.004, 0.011), (False, 0.006, 0.024)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.abs([error for _, error in found.values()])

@@ -14,8 +14,9 @@ from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Offload, Plan, Recompute
 from moe_overlap.tuner.cost.analytic import prepare, price, stage_evaluator
 from moe_overlap.tuner.cost.evaluate import StageEvaluator, StageShapes, StageTotals, runs_of
+from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
-from moe_overlap.tuner.cost.layer import Setting, kernel_seconds, part_cost
+from moe_overlap.tuner.cost.layer import Setting, alone_seconds, kernel_seconds, part_cost
 from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds, point_to_point_seconds
 from moe_overlap.tuner.cost.operators import CostClassCode, tabulate
 from moe_overlap.tuner.cost.slots import Part
@@ -189,6 +190,40 @@ def test_slower_links_and_copies_never_save_time(slower: str) -> None:
     # The last shape is extrapolated from two shorter ones, whose queues may be full to different degrees.
     assert (slow > 0.96 * fast).all() and (slow < 0.995 * fast).mean() < 0.01
     assert (slow > fast).any()
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "deepep"])
+def test_collectives_of_a_part_take_what_each_takes_alone(dispatcher: Dispatcher) -> None:
+    """They are priced together, though their payloads, kinds, groups and loads are unlike."""
+    here = problem(1)
+    (family,) = prepare(here.plan, here.model, here.graphs, here.features)
+    table = next(table for table in family.tables if table.part.kind == "moe")
+    links, axes = here.cluster.groups[0], ("tp", "cp", "ep", "etp", "tp_ep", "dp", "dp_cp", "edp")
+    setting = Setting(
+        gpu=links.gpu, groups={axis: axis_group(4 * (2 + place), 1, 64, links) for place, axis in enumerate(axes)},
+        features=dataclasses.replace(here.features, dispatcher=dispatcher), constants=CONSTANTS.gpus["H100"],
+        common=CONSTANTS.common, concurrent=partly_concurrent(0.15), topk=2, experts=8, load=1.5,
+    )  # fmt: skip
+    (first, sent, size), (second, *_), (third, *_), (fourth, *_) = table.collectives
+    # The second differs from the first in its load, the third from that in its kind, the fourth from the first in its axis, and
+    # the last from the first where that one sends no tokens.
+    collectives = (
+        (first, sent, size),
+        (second, sent, 2 * size),
+        (second, replace(sent, kind="all_gather"), 3 * size),
+        (third, replace(sent, axis="tp_ep"), 4 * size),
+        (fourth, sent, 5 * size),
+    )
+    loaded = table.loaded & (np.arange(len(table.ops)) != second)
+    counts = tuple(replace(op, operator="moe.gate") if op.id == first else op for op in table.ops)
+    for ops in (table.ops, counts):
+        changed = replace(table, ops=ops, collectives=collectives, loaded=loaded)
+        cost = part_cost(changed, setting)
+        for one, is_backward in ((cost.forward, False), (cost.backward, True)):
+            alone = [
+                alone_seconds(changed, setting, *each) for each in collectives if table.backward[each[0]] == is_backward
+            ]
+            assert len(alone) > 1 and one.exchange_seconds == pytest.approx(sum(alone), rel=1e-12)
 
 
 def test_products_links_and_loads_keep_to_their_rates() -> None:

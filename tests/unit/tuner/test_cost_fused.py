@@ -326,7 +326,7 @@ def test_predict_answers_for_mixtral(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(api, "cached_graphs", by_hand)
-    # Without gathers under passes, which a run of lists goes without: the difference is that of the kernels.
+    # Without gathers under passes, of which this plan has none: the difference is that of the kernels.
     text = (Path(__file__).resolve().parents[3] / "examples" / "mixtral-8x7b.args").read_text()
     assert "--overlap-param-gather\n" in text
     flags = str(tmp_path / "mixtral-8x7b.args")

@@ -7,15 +7,26 @@ import dataclasses
 import numpy as np
 import pytest
 
+from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import Layout, Op
 from moe_overlap.tuner.cost.calls import CallCode, calls_of
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features
 from moe_overlap.tuner.cost.host import WAITING_CALLS, HostWork, drained_seconds, host_work
 from moe_overlap.tuner.cost.interference import partly_concurrent
-from moe_overlap.tuner.cost.layer import PartCost, PassCost, hide_all_to_alls
+from moe_overlap.tuner.cost.layer import (
+    PartCost,
+    PassCost,
+    Setting,
+    alone_seconds,
+    hide_all_to_alls,
+    kernel_seconds,
+    part_cost,
+)
+from moe_overlap.tuner.cost.links import axis_group
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from tests.unit.tuner.hand_made import Pass
+from tests.unit.tuner.test_cost_predict import CONSTANTS
 
 COMMON = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, further=0.5)
 TORCH, FUNCTION, MODULE, FURTHER = CallCode
@@ -65,6 +76,26 @@ def test_products_outside_of_transformer_engine_are_calls_of_torch() -> None:
     assert set(calls_of(ops).codes[:2]) == {TORCH}
 
 
+def test_a_part_has_the_host_of_each_pass_and_waits_behind_what_it_sends() -> None:
+    table, links = table_of(layer_ops()), shipped_cluster("H100", 16).groups[0]
+    constants = CONSTANTS.gpus["H100"]
+    group = axis_group(16, 1, 16, links)
+    setting = Setting(
+        gpu=links.gpu, groups=dict.fromkeys(("ep", "etp"), group), features=Features(), constants=constants, common=COMMON,
+        concurrent=partly_concurrent(0.15),
+    )  # fmt: skip
+    cost, work = part_cost(table, setting), host_work(table, Features(), COMMON, constants.host_seconds)
+    kernels, _ = kernel_seconds(table, setting)
+    busy = kernels.copy()
+    for index, collective, size in table.collectives:
+        busy[index] = alone_seconds(table, setting, index, collective, size)
+    hosts = [float(work.seconds[table.backward == is_backward].sum()) for is_backward in (False, True)]
+    assert [cost.forward.host_seconds, cost.backward.host_seconds] == pytest.approx(hosts) and hosts[0] > 1.1 * hosts[1]
+    drained = drained_seconds(work, busy, ~table.backward)
+    assert cost.forward.drained_seconds == pytest.approx(drained, rel=1e-12) and cost.backward.drained_seconds == 0.0
+    assert drained > drained_seconds(work, kernels, ~table.backward)
+
+
 def test_every_group_is_launched_and_quantized_unless_the_experts_are_one_kernel() -> None:
     table = table_of(layer_ops())
 
@@ -77,6 +108,9 @@ def test_every_group_is_launched_and_quantized_unless_the_experts_are_one_kernel
     assert work(precision="mxfp8", fused_experts=True)[5] == 10.0
     assert work(graphs="partial")[:4].sum() == 0 < work(graphs="partial")[5]
     assert work(graphs="full").sum() == 0
+    # Where two micro-batches run at a time: a call for each node, attention, dispatch and experts, in either pass.
+    nodes = work(overlap_experts=True) - work()
+    assert [*np.flatnonzero(nodes)] == [0, 4, 5, 6, 10, 11] and {*nodes[nodes > 0]} == {10.0}
 
 
 def test_the_host_waits_for_counts_once_in_every_forward_pass() -> None:

@@ -104,6 +104,21 @@ def test_by_hand() -> None:
     assert (model.factor(0, {0, 2}), model.factor(0, {0, 1}), model.factor(2, {2})) == (2.0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize("word", ["1010", "1101", "1111"])
+def test_other_factors_of_one_set_are_those_of_a_model_of_its_own(word: str) -> None:
+    before, after, rows = draw_factors(), draw_factors(), draw_rows(200)
+    model = Interference(before)
+    seconds = model.seconds(*rows)  # What is looked up once belongs to these factors alone.
+    changed, expected = model.with_set(word, after[word]), Interference({**before, word: after[word]})
+    assert changed.factors == expected.factors and (changed.table == expected.table).all()
+    assert changed.factor_of(0, int(word, 2)) == expected.factor_of(0, int(word, 2)) == after[word][0]
+    for idle in ((), (1,), (2,)):
+        rows[list(idle)] = 0.0
+        np.testing.assert_array_equal(changed.seconds(*rows), expected.seconds(*rows))
+        np.testing.assert_array_equal(model.seconds(*rows), Interference(before).seconds(*rows))
+    assert seconds.shape == (200,) and model.factors == Interference(before).factors
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

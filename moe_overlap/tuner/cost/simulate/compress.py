@@ -13,21 +13,26 @@ Steps.
 2. Every kind of block is cut at its contacts (`compress`).
 3. Of equivalent stages one is simulated; the others are its renamed copies (`renamed`, `renames`).
 4. A step of any number of micro-batches is written from the slices (`compressed_list`) and simulated with all stages together.
+   Gathers of weights in front of the passes stay instructions of their own, that the first micro-batch's slices wait for: how
+   long they are hidden depends on when it arrives.
 
 Error. A block computes in the order of its list and behind the block before, so that little is lost: all-to-alls that share their
-link with a transfer between stages, and gradient buckets that travel under more than the last two backward passes of a chunk.
+link with a transfer between stages or a gather of weights, and gradient buckets that travel under more than the last two backward
+passes of a chunk.
 Stages whose parameter groups step by themselves move states across blocks; their lists are not compressed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from types import MappingProxyType
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import COMPUTE, PIPELINE, Instruction, boundary_channel
 from moe_overlap.plan.lowering.gradient_buckets import DATA_CHANNEL
-from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.lowering.pipeline_order import Step, paired, pipeline_blocks
 from moe_overlap.plan.operators import NORM, OperatorKind, parse_operator
 from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan
@@ -78,6 +83,20 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """A gather of a parameter group's weights in front of the passes (plan/lowering/weight_gathers.py).
+
+    Attributes:
+        chunk: whose first forward pass needs it.
+        at: seconds after the beginning of that pass.
+    """
+
+    seconds: float
+    chunk: int | None
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Compressed:
     """The blocks of one rank of a stage, and the end of its step.
 
@@ -85,6 +104,7 @@ class Compressed:
         before_norm: seconds from the last computation until the norm of all gradients begins.
         after_norm: seconds from there to the end of the step.
         optimizer: seconds of them in which the optimizer computes.
+        gathers: of weights, in order.
     """
 
     rank: int
@@ -94,23 +114,43 @@ class Compressed:
     norm: float
     after_norm: float
     optimizer: float
+    gathers: tuple[Gather, ...] = ()
 
 
 def sample_blocks(plan: Plan, stage: int) -> Blocks:
     """A few passes in which every kind of block of a stage stands, those that complete its gradients at the end."""
     chunks = range(len(plan.stages[stage].chunks))
     if plan.stages[stage].overlap.micro_batches_in_flight > 1:
-        # Also where this stage runs no pair, as it has too few micro-batches: a stage behind it that is priced alike may.
-        # The fewest micro-batches with every kind of block: a lone forward pass, a pair, a lone backward pass, and the
-        # one behind which gradients are complete.
-        first, second, third = (Step("forward", 0, m) for m in range(3))
-        back = [Step("backward", 0, m) for m in range(3)]
-        return ((first,), (second,), (back[0], third), (back[1],), (back[2],))
+        return _sample_pairs(len(plan.stages), len(chunks))
     # Two of each: gradients are complete behind the last backward pass only, which is another kind of block.
     numbers = range(min(2, plan.stages[stage].gradient_accumulation_steps))
     forward = [Step("forward", chunk, m) for chunk in chunks for m in numbers]
     backward = [Step("backward", chunk, m) for chunk in reversed(chunks) for m in numbers]
     return tuple((step,) for step in (*forward, *backward))
+
+
+@cache
+def _sample_pairs(stages: int, chunks: int) -> Blocks:
+    """Every pair of chunks that meets at any stage, lone passes of every chunk, and one behind which gradients are complete.
+
+    Also where a stage runs no pair, as it has too few micro-batches: a stage behind it that is priced alike may.
+    """
+    # Pairs repeat themselves with every round of the stages; three rounds show all of them.
+    blocks = [block for stage in range(stages) for block in paired(stages, stage, 3 * stages, chunks)]
+    kinds = sorted({(block[0].chunk, block[1].chunk) for block in blocks if len(block) > 1})
+    given = [sum(backward == chunk for backward, _ in kinds) for chunk in range(chunks)]
+    taken = [sum(forward == chunk for _, forward in kinds) for chunk in range(chunks)]
+    # As few as let every backward pass of a pair follow its forward pass, and leave two lone ones behind; all chunks alike.
+    count = max(back + 1 + max(1, fore) for back, fore in zip(given, taken, strict=True))
+    begun = [count - fore for fore in taken]
+    lone = [(Step("forward", chunk, m),) for chunk in range(chunks) for m in range(begun[chunk])]
+    ended, pairs = [0] * chunks, []
+    for backward, forward in kinds:
+        pairs.append((Step("backward", backward, ended[backward]), Step("forward", forward, begun[forward])))
+        ended[backward] += 1
+        begun[forward] += 1
+    rest = [(Step("backward", chunk, m),) for chunk in reversed(range(chunks)) for m in range(ended[chunk], count)]
+    return (*lone, *pairs, *rest)
 
 
 def run_alone(
@@ -133,13 +173,20 @@ def run_alone(
     )
 
 
-def compress(stage: int, blocks: Blocks, instructions: Sequence[Instruction], alone: Simulation) -> Compressed:
+def compress(
+    stage: int,
+    blocks: Blocks,
+    instructions: Sequence[Instruction],
+    alone: Simulation,
+    ahead: Mapping[int, float] = MappingProxyType({}),
+) -> Compressed:
     """Cut the blocks of a list at their contacts.
 
     Args:
         blocks: the passes of the list, as `sample_blocks` gives them.
         instructions: the list.
         alone: its simulation (`run_alone`).
+        ahead: seconds, by id, of the gathers of weights in front of the passes, which took nothing in the simulation.
     """
     ran = {event.instruction.id: event for event in alone.ran}
     of_pass: dict[Step, list[Instruction]] = {step: [] for block in blocks for step in block}
@@ -153,6 +200,7 @@ def compress(stage: int, blocks: Blocks, instructions: Sequence[Instruction], al
             needs[number] = min(needs.get(number, ran[i.id].start), ran[i.id].start)
     last = max(step.micro_batch for step in of_pass)
     kinds: dict[Key, Block] = {}
+    gathers: dict[int, Gather] = {}
     end = 0.0
     for block in blocks:
         start = end
@@ -171,6 +219,10 @@ def compress(stage: int, blocks: Blocks, instructions: Sequence[Instruction], al
             for i in of_pass[step]
             if i.kind == "point-to-point"
         ]
+        for step in block:
+            for i in of_pass[step]:
+                for number in ahead.keys() & set(i.after) - gathers.keys():
+                    gathers[number] = Gather(ahead[number], step.chunk, ran[i.id].start - start)
         # `busy` leaves out the idle time inside the block: on a rank alone that is exposed communication.
         busy = sum(map(_seconds, computed))
         in_bubble_slot = _in_bubble_slot([i for step in block for i in of_pass[step]])
@@ -185,6 +237,7 @@ def compress(stage: int, blocks: Blocks, instructions: Sequence[Instruction], al
         norm=norm.end - norm.start,
         after_norm=alone.step_seconds - norm.end,
         optimizer=sum(_seconds(event) for event in alone.ran if event.instruction.kind == "optimizer"),
+        gathers=tuple(gathers[number] for number in ahead),
     )
 
 
@@ -204,7 +257,7 @@ def blocks_of(compressed: Compressed, plan: Plan) -> list[Block]:
 
 def compressed_list(compressed: Compressed, plan: Plan) -> tuple[list[Instruction], dict[int, float]]:
     """The list of a step of a plan, which may have another number of micro-batches, and seconds by id, transfers apart."""
-    writer = _Writer(compressed.stage)
+    writer = _Writer(compressed.stage, compressed.gathers)
     for steps, block in zip(pipeline_blocks(plan, compressed.stage), blocks_of(compressed, plan), strict=True):
         writer.block(steps, block)
     writer.end(compressed)
@@ -214,12 +267,14 @@ def compressed_list(compressed: Compressed, plan: Plan) -> tuple[list[Instructio
 class _Writer:
     """Appends the slices and transfers of blocks to a list."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, gathers: Sequence[Gather]) -> None:
         self.instructions: list[Instruction] = []
         self.seconds: dict[int, float] = {}
         self._stage = stage
         self._computed = -1
         self._open, self._tail = -1, 0.0
+        # None waits for another by its name: their channel runs in order.
+        self._gathers = [(gather, self._collect(OperatorKind.PARAMETERS, gather.seconds, ())) for gather in gathers]
 
     def block(self, steps: Sequence[Step], block: Block) -> None:
         """Append receives, then the slices between contacts, each followed by the transfers that it lets go."""
@@ -227,9 +282,11 @@ class _Writer:
         incoming = [(c.at, self._transfer(c, steps, self._before(c))) for c in received if c.posted <= 0.0]
         later = sorted((c for c in received if c.posted > 0.0), key=lambda c: c.posted)
         outgoing = sorted((c for c in block.contacts if c.transfer.sends), key=lambda c: c.at)
+        gathered = list(self._gathered_for(steps))
+        incoming += gathered
         opens = block.seconds - block.tail
-        # These are the only places at which other stages, or the next block, see this one: a finer cut changes no time.
-        cuts = {c.at for c in block.contacts} | {c.posted for c in later} | {opens}
+        # These are the only places at which other stages, gathers, or the next block, see this one: a finer cut changes no time.
+        cuts = {c.at for c in block.contacts} | {c.posted for c in later} | {at for at, _ in gathered} | {opens}
         ends = sorted({at for at in cuts if 0.0 < at < block.seconds} | {block.seconds})
         begin = 0.0
         for end in ends:
@@ -257,6 +314,14 @@ class _Writer:
             begin = end
         self._tail = block.tail
 
+    def _gathered_for(self, steps: Sequence[Step]) -> Iterator[tuple[float, int]]:
+        """When a block needs the gathers of weights that its chunks use for the first time, and their ids."""
+        begun = {step.chunk for step in steps if step.direction == "forward" and step.micro_batch == 0}
+        for gather, number in self._gathers:
+            if gather.chunk in begun:
+                # The place was seen in a pass by itself; in a pair it is another one, at the beginning at the earliest.
+                yield gather.at if len(steps) == 1 else 0.0, number
+
     def _before(self, contact: Contact) -> tuple[int, ...]:
         """Dependencies of a receive at the beginning of a block: the block before but its tail, unless it is posted earlier."""
         # The tolerance is for rounding: both sides are sums of the same seconds in different orders.
@@ -271,15 +336,19 @@ class _Writer:
             (str(NORM), compressed.norm),
             (str(OperatorKind.PARAMETERS), compressed.after_norm),
         ):
-            instruction = Instruction(
-                id=len(self.instructions),
-                kind="collective",
-                name=name,
-                stage=self._stage,
-                channel=DATA_CHANNEL,
-                after=after,
-            )
-            after = (self._append(instruction, seconds),)
+            after = (self._collect(name, seconds, after),)
+
+    def _collect(self, name: str, seconds: float, after: tuple[int, ...]) -> int:
+        """Append a collective of the replicas."""
+        instruction = Instruction(
+            id=len(self.instructions),
+            kind="collective",
+            name=str(name),
+            stage=self._stage,
+            channel=DATA_CHANNEL,
+            after=after,
+        )
+        return self._append(instruction, seconds)
 
     def _transfer(self, contact: Contact, steps: Sequence[Step], after: tuple[int, ...] = ()) -> int:
         micro_batch = steps[contact.number].micro_batch

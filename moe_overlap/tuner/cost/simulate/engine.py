@@ -258,18 +258,21 @@ class _Engine:
     def _finish(self, task: _Task, now: float) -> None:
         """End a task, and start everything that may start now."""
         # A dict and not a set: what can start at the same time must start in the same order in every run.
-        channels: dict[tuple[int, str], None] = {}
+        channels: dict[tuple[int, str], bool] = {}
         for number, i in task.ends:
             rank = self._ranks[number]
             rank.end(i.channel)
             self._ran.append(Ran(number, i, task.start, now))
-            channels[number, i.channel] = None
+            channels[number, i.channel] = True
             for later in rank.wakes.get(i.id, ()):
                 rank.waits[later.id] -= 1
-                channels[number, later.channel] = None
+                # What still waits for others starts nothing, but a channel keeps the place at which it was met first.
+                place = number, later.channel
+                channels[place] = channels.get(place, False) or not rank.waits[later.id]
         self._rates(task, now)
-        for number, channel in channels:
-            self._try(number, channel, now)
+        for (number, channel), may_start in channels.items():
+            if may_start:
+                self._try(number, channel, now)
 
     def _rates(self, changed: _Task, now: float) -> None:
         """Set the rates of everything that runs on the ranks of a task, which has started or ended, by rule 2."""

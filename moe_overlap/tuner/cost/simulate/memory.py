@@ -15,6 +15,7 @@ Overlap (`listed_bytes`) adds the operands of deferred weight gradients, and row
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,6 +133,9 @@ def listed_bytes(
     baseline = run_alone(without, prices.stage.devices.ranks[0], lambda _: 1.0, slowed).ran
     rows, saved = RowBytes(prices, model, prices.made), SavedBytes(prices, prices.made)
     before = surplus(baseline, prices, RowBytes(prices, model, without).of)
+    if prices.stage.overlap.micro_batches_in_flight > 1:
+        # The analytic cost of a pair has one layer more (`stage_sizes`).
+        before += max((float(prices.saved_bytes(f"L{layer}")) for layer in prices.stage.layers), default=0.0)
     undeferred = surplus(alone.ran, prices, rows.of) - before
     whole = surplus(alone.ran, prices, lambda name: rows.of(name) + saved.of(name)) - before
     deferred = highest((name, start, end, saved.of(name)) for name, start, end in intervals(alone.ran))
@@ -149,7 +153,7 @@ def surplus(ran: Sequence[Ran], prices: StagePrices, size_of: Size) -> float:
     # The analytic cost already counts the activations of every micro-batch in flight: subtracted here, they are not
     # counted twice, while those that live longer than their flight remain.
     live = [(name, start, end, size_of(name) + saved(name)) for name, start, end in intervals(ran)]
-    flying = [(name, start, end, -saved(name)) for name, start, end in _flights(ran)]
+    flying = [(name, start, end, -saved(name)) for name, start, end in flights(ran)]
     return highest([*live, *flying])
 
 
@@ -167,9 +171,13 @@ def highest(sized: Sequence[tuple[str, float, float, float]] | Iterator[tuple[st
     return most
 
 
-def _flights(ran: Sequence[Ran]) -> Iterator[Interval]:
-    """`activations.L3.m0` from the beginning of a forward pass of its chunk to the end of the backward pass."""
+def flights(ran: Sequence[Ran]) -> Iterator[Interval]:
+    """`activations.L3.m0` from the beginning of a forward pass of its chunk to the end of the backward pass.
+
+    A forward pass beside a backward pass, of whatever chunk, takes what that gives back: it is counted from the end of that one.
+    """
     spans: dict[tuple[int, int], tuple[float, float]] = {}
+    backward: dict[tuple[int, int], tuple[float, float]] = {}
     parts: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
     for event in ran:
         i = event.instruction
@@ -179,9 +187,16 @@ def _flights(ran: Sequence[Ran]) -> Iterator[Interval]:
         key = step.chunk, step.micro_batch
         start, end = spans.get(key, (event.start, event.end))
         spans[key] = (min(start, event.start), max(end, event.end))
+        if step.direction == "backward" and i.kind != "weight-gradient":
+            begun, ended = backward.get(key, (event.start, event.end))
+            backward[key] = (min(begun, event.start), max(ended, event.end))
         if part := part_of(Draft.of(i)):
             parts[key][part] = None
+    # One after the other on the stream of computation, so that the last one begun before a forward pass is the one beside it.
+    begins, ends = zip(*sorted(backward.values()), strict=True) if backward else ((), ())
     for key, (start, end) in spans.items():
+        last = bisect_left(begins, start)
+        start = max(start, ends[last - 1]) if last else start
         yield from ((f"activations.{part}.m{key[1]}", start, end) for part in parts[key])
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from moe_overlap.plan.instructions import Instruction, Span
 from moe_overlap.plan.lowering.deferral import early_gradients
@@ -160,11 +160,18 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     listed = _Lists(plan, problem)
     ones = listed.alone()
     if plan.transfers:  # micro-batches of unlike stages do not correspond: nothing is told from fewer of them
-        played = still = simulate_step(plan, problem).simulation.step_seconds
+        played = still = complete = simulate_step(plan, problem).simulation.step_seconds
     else:
-        played = step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
-        # Both steps are extrapolated alike, so their difference is what the transfers expose.
-        still = step_of_many(lambda count: listed.seconds(ones, count, 0.0), listed.micro_batches, len(ones))
+        written = cache(partial(listed.written, ones))
+
+        def step(transfers: float, gathers: float = 1.0) -> float:
+            return step_of_many(
+                lambda count: listed.seconds(ones, count, transfers, written, gathers), listed.micro_batches, len(ones)
+            )
+
+        # All steps are extrapolated alike, so their differences are what the transfers, and the gathers, expose.
+        played, still = step(1.0), step(0.0)
+        complete = step(1.0, 0.0) if any(one.compressed.gathers for one in ones) else played
     # Unlike stages cut the step into different numbers of micro-batches: whole steps are compared.
     slowest = max(ones, key=lambda one: one.stable * plan.stages[one.compressed.stage].gradient_accumulation_steps)
     stages = tuple(_stage(one, before) for one, before in zip(ones, closed.predicted.stages, strict=True))
@@ -187,7 +194,7 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     return replace(
         closed,
         predicted=predicted,
-        breakdown=_breakdown(slowest, plan, played, still),
+        breakdown=_breakdown(slowest, plan, played, still, complete),
         mfu=closed.mfu * scale,
         extrapolating=(*closed.extrapolating, *([UNMEASURED] if fused else [])),
         computed_early=early,
@@ -250,18 +257,42 @@ class _Lists:
         stages = (replace(stage, gradient_accumulation_steps=micro_batches) for stage in self.plan.stages)
         return replace(self.plan, stages=tuple(stages))
 
-    def seconds(self, ones: Sequence[_Alone], micro_batches: int, transfers: float = 1.0) -> float:
-        """Seconds of a step; of each transfer between stages this share."""
+    def written(
+        self, ones: Sequence[_Alone], micro_batches: int
+    ) -> dict[int, tuple[list[Instruction], dict[int, float]]]:
+        """Rank of each stage -> its list of so many micro-batches, folded to contacts, and their seconds."""
+        return {one.compressed.rank: compressed_list(one.compressed, self.of(micro_batches)) for one in ones}
+
+    def seconds(
+        self,
+        ones: Sequence[_Alone],
+        micro_batches: int,
+        transfers: float = 1.0,
+        written_of: Callable[[int], dict[int, tuple[list[Instruction], dict[int, float]]]] | None = None,
+        gathers: float = 1.0,
+    ) -> float:
+        """Seconds of a step; of each transfer between stages, and each gather of weights in front of the passes, this share.
+
+        Args:
+            written_of: `written` of these stages, where it is asked for more than once.
+        """
         plan = self.of(micro_batches)
         # Parameter groups that step by themselves move states across the blocks, so these lists are not compressed.
         if any(stage.is_decoupled for stage in plan.stages):
             return simulate_step(plan, self.problem).simulation.step_seconds
-        written = {one.compressed.rank: compressed_list(one.compressed, plan) for one in ones}
+        written = self.written(ones, micro_batches) if written_of is None else written_of(micro_batches)
         sent = {one.compressed.rank: one.transfer * transfers for one in ones}
         slowed = {one.compressed.rank: one.slowed for one in ones}
-        # Slices have seconds of their own below; what has none is a transfer.
+        # A list begins with its gathers.
+        gathered = {one.compressed.rank: len(one.compressed.gathers) for one in ones}
+
+        def seconds(rank: int, i: Instruction) -> float:
+            # Slices have seconds of their own; what has none is a transfer.
+            whole = written[rank][1].get(i.id, sent[rank])
+            return whole * gathers if i.id < gathered[rank] else whole
+
         lists = {rank: made for rank, (made, _) in written.items()}
-        return simulate(lists, lambda rank, i: written[rank][1].get(i.id, sent[rank]), slowed).step_seconds
+        return simulate(lists, seconds, slowed).step_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +334,15 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     rank, slowed = stage.devices.ranks[0], here.slowed
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
     here.read(lower_rank(plan, model, rank, saved, blocks=blocks))
-    alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds, here.link_use)
-    compressed = compress(index, blocks, here.made, alone)
+    ahead = {}
+    if stage.overlap.overlap_param_gather:
+        ahead = {i.id: here.seconds(i) for i in here.made if i.operator.is_part_gather}
+
+    def seconds_alone(i: Instruction) -> float:
+        return 0.0 if i.id in ahead else here.seconds(i)
+
+    alone = run_alone(here.made, rank, seconds_alone, slowed, here.machine.queue_seconds, here.link_use)
+    compressed = compress(index, blocks, here.made, alone, ahead)
     # The sample has few micro-batches, the plan all of them; the blocks are of the same kinds.
     whole = blocks_of(compressed, plan)
     stable = _micro_batch(compressed, plan, is_last=False)
@@ -315,6 +353,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     bare = replace(stage, overlap=NO_OVERLAP)
     without = replace(plan, stages=(*plan.stages[:index], bare, *plan.stages[index + 1 :]))
 
+    @cache  # of all stages that are alike
     def added_bytes() -> ListedBytes:
         plain = lower_rank(without, model, rank, saved, blocks=sample_blocks(without, index))
         return listed_bytes(here, model, alone, plain, slowed)
@@ -363,10 +402,18 @@ def _as_stage(one: _Alone, plan: Plan, index: int) -> _Alone:
 
 
 def _micro_batch(compressed: Compressed, plan: Plan, is_last: bool) -> list[Block]:
-    """The blocks that one micro-batch passes; a pair counts for both of its passes, as there is one for every micro-batch."""
-    pairs = [block for key, block in compressed.blocks.items() if len(key) > 1]
-    if pairs and not is_last and any(len(steps) > 1 for steps in pipeline_blocks(plan, compressed.stage)):
-        return pairs
+    """The blocks that one micro-batch passes.
+
+    A pair counts for both of its passes, as there is one for every micro-batch and chunk: that with the partner that the chunk's
+    backward pass has first.
+    """
+    pairs: dict[int, Block] = {}
+    for steps in pipeline_blocks(plan, compressed.stage) if not is_last else ():
+        if len(steps) > 1 and steps[0].chunk not in pairs:
+            given, taken = (step.chunk for step in steps)
+            pairs[given] = compressed.blocks[("backward", given, False), ("forward", taken, False)]
+    if len(pairs) == len(plan.stages[compressed.stage].chunks):
+        return list(pairs.values())
     found = []
     for chunk in range(len(plan.stages[compressed.stage].chunks)):
         found.append(compressed.blocks[(("forward", chunk, False),)])
@@ -392,11 +439,12 @@ def _stage(one: _Alone, closed: PredictedStage) -> PredictedStage:
     )
 
 
-def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict[str, float]:
+def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float, complete: float) -> dict[str, float]:
     """Seconds of the slowest stage by what they are spent on.
 
     Args:
         played, still: the step with transfers between stages, and where they take nothing.
+        complete: where the gathers of weights in front of the passes take nothing.
     """
     count = plan.stages[slowest.compressed.stage].gradient_accumulation_steps
     inside = {kind: count * seconds for kind, seconds in slowest.inside.items()}
@@ -405,7 +453,7 @@ def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict
     expert = sum(block.seconds for block in slowest.whole) - busy
     compressed = slowest.compressed
     update = compressed.optimizer + compressed.norm
-    data = compressed.before_norm + compressed.after_norm - compressed.optimizer
+    data = compressed.before_norm + compressed.after_norm - compressed.optimizer + played - complete
     found = {
         "compute_seconds": busy - sum(inside.values()),
         "bubble_seconds": 0.0,

@@ -1,0 +1,89 @@
+"""The steps of the last fit, as tests/golden/fit.json has them: they tie the shipped constants to the rows and to the prices.
+
+A file of constants alone does not say whether a fit wrote it. With the steps, a test can make the constants anew without a
+price (test_fit.py), and see with prices that the loss is what it was and that no move of the fit lowers it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, scope
+from tests.validation.fit import COMMON, START, START_COMMON, Grid, Steps
+from tests.validation.recorded_runs import measured_links
+from tests.validation.rows import Row
+
+FILE = Path(__file__).resolve().parents[1] / "golden" / "fit.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The end of a search: for GPU types of the table, and for L4, of which recorded runs alone tell.
+
+    Attributes:
+        loss: of the calibration rows of the table, with pulls.
+    """
+
+    loss: float
+    table: Steps
+    l4: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A run that nobody prices, by what constants are told apart."""
+
+    gpu_type: str
+    release: str = ""
+    scope: str = ""
+
+
+def fit_json(fit: Fit) -> str:
+    """The file, the same bytes for the same steps."""
+    content = {"loss": float(f"{fit.loss:.8g}"), "table": _nested(fit.table), "L4": _nested(fit.l4)}
+    return json.dumps(content, indent=1) + "\n"
+
+
+def last_fit(path: Path = FILE) -> Fit:
+    """The fit that the file is of."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return Fit(loss=content["loss"], table=_flat(content["table"]), l4=_flat(content["L4"]))
+
+
+def constants_of(fit: Fit, rows: Sequence[Row]) -> Constants:
+    """Constants of GPU types, of releases and common ones: START moved by the steps.
+
+    Args:
+        rows: the calibration rows, whose GPU types and releases there are constants of.
+    """
+    runs = [Named(row.gpu_type, row["release"], scope(row["precision_class"], row.is_moe)) for row in rows]
+    table = Grid.of(runs, START, START_COMMON).constants(fit.table)
+    l4 = Grid.of([Named("L4")], l4_start(table), table.common).constants(fit.l4)
+    return dataclasses.replace(table, gpus=table.gpus | l4.gpus)
+
+
+def l4_start(table: Constants) -> GpuConstants:
+    """The start of the constants of L4: its links are measured, and two steps do not tell apart what no architecture explains."""
+    any_gpu = next(iter(table.gpus.values()))
+    return dataclasses.replace(START, **measured_links() | {name: getattr(any_gpu, name) for name in COMMON})
+
+
+def _nested(steps: Steps) -> dict[str, dict[str, dict[str, int]]]:
+    """Level -> name -> constant -> steps."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for (level, name, constant), count in sorted(steps.items()):
+        found.setdefault(level, {}).setdefault(name, {})[constant] = count
+    return found
+
+
+def _flat(nested: dict[str, dict[str, dict[str, int]]]) -> Steps:
+    return {
+        (level, name, constant): count
+        for level, names in nested.items()
+        for name, constants in names.items()
+        for constant, count in constants.items()
+    }
