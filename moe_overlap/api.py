@@ -234,7 +234,7 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         features=features,
         machine=dataclasses.replace(machine, refined=refined, exchanges=all_to_all_costs(cluster)),
         extrapolating=extrapolating,
-        listed=listed_run_of(job.config, cluster.gpus, job.flags, cluster.queues),
+        listed=listed_run_of(job.config, cluster.gpus, job.flags, cluster.queues, cluster.domain_gpus),
     )
 
 

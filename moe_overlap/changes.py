@@ -11,7 +11,7 @@ Nothing here changes what is trained: a plan has no such decision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Unpack
 
 from moe_overlap.api import Options, problem_of
@@ -31,6 +31,7 @@ DECISIONS: Final = (
     ("micro-batch", ("--micro-batch-size",)),
     ("recomputation", ("--recompute-", "--moe-layer-recompute")),
     ("offloading", ("--optimizer-cpu-offload", "--optimizer-offload", "--cpu-offloading")),
+    ("overlap", ("--overlap-", "--delay-wgrad-compute")),
     ("optimizer states", ("--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy")),
 )
 """Names of decisions, and prefixes of their flags; every other flag of a layout is of the pipeline."""
@@ -46,7 +47,12 @@ DEFAULTS: Final[Flags] = {
 
 
 def changes_of(
-    flags: Flags, planned: Flags, baseline: Prediction, cluster: Cluster, **options: Unpack[Options]
+    flags: Flags,
+    planned: Flags,
+    baseline: Prediction,
+    cluster: Cluster,
+    added: Sequence[str] = (),
+    **options: Unpack[Options],
 ) -> tuple[Change, ...]:
     """The decisions in which a plan differs from a user's flags.
 
@@ -54,8 +60,9 @@ def changes_of(
         flags: the user's, with their values.
         planned: the flags of the run under its plan.
         baseline: prediction of the user's flags as they are.
+        added: flags that decide no layout, and were decided, too.
     """
-    gone = layout_flags()
+    gone = {*layout_flags(), *added}
     before = by_decision({name: values for name, values in flags.items() if name in gone})
     after = by_decision({name: values for name, values in planned.items() if name in gone})
     changes = []

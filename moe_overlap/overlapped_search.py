@@ -3,7 +3,7 @@
 1. The overlap of the first few plans without overlap is decided, as --overlap-only decides it.
 2. Layouts that plain steps rule out may be faster with their all-to-alls hidden (tuner/search/hidden.py). Each is read as flags,
    and the simplest plan of its way to overlap is simulated: that takes a second, deciding its overlap several.
-3. The overlap of the fastest of those is decided too, if they are faster than the best so far.
+3. The overlap of the fastest of those of each way is decided too, if what a decision gains may make them the best so far.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from moe_overlap.tuner.search.uniform import RankedLayout
 
 DECIDED = 3
 """The overlap of so many of the fastest plans is decided."""
-FURTHER = 2
-"""The same of the layouts that are fast with overlap only."""
+GAINED = 1.1
+"""How many times as fast a decided overlap may be as the simplest plan of its way, which defers nothing. GPT-OSS 120B on 64
+H100 with TP2 and EP64 takes 4.64 s, and 4.23 s decided."""
 SCREENED = 8
 """Layouts of each way to overlap whose simplest plan is simulated."""
 Reading = Callable[[RankedLayout], Finalist]
@@ -147,8 +148,9 @@ def _decisions(
         best = replace(best, screened=tuple(outcome for outcome, _ in screened))
         yield best
     # Step 3.
-    for outcome, further in screened[:FURTHER]:
-        if further is not None and outcome.seconds is not None and outcome.seconds < best.seconds:
+    for way in dict.fromkeys(outcome.way for outcome, _ in screened):
+        outcome, further = next(pair for pair in screened if pair[0].way == way)
+        if further is not None and outcome.seconds is not None and outcome.seconds < GAINED * best.seconds:
             best = _faster(best, further, search, options)
             yield best
     yield replace(best, is_late=False)

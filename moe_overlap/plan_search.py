@@ -40,6 +40,7 @@ from moe_overlap.search_task import (
     captured_ahead,
     commonest_refusal,
     layouts_of,
+    paired_task,
     refusals,
     run_of,
     task_of,
@@ -55,6 +56,7 @@ from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import FIRST, DispatcherOutcome, Side, runs, search_dispatchers
 from moe_overlap.tuner.search.hidden import search_hidden
+from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.shared_bar import SharedBar
@@ -68,6 +70,7 @@ from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
+from moe_overlap.tuner.write.upstream_rules import PAIRED
 from moe_overlap.upstream_states import UPSTREAM, search_states
 
 SPACES = ("megatron", "recompute")
@@ -196,6 +199,7 @@ class _Search:
         dropped: flags that the run goes without, with the reason.
         given: the options of the user; `options` are those of plans that are read from flags of their own.
         task, bounds: of the narrow space; `listed` is the task for plans with instruction lists.
+        paired: the task with Megatron-LM's overlap of all-to-alls, where that is searched, too.
         replays: whether the flags ask for lists that are replayed as CUDA graphs.
         said: reads plans as flags.
     """
@@ -224,8 +228,9 @@ class _Search:
         self.layouts = layouts_of(self.job, self.run, self.space)
         task, self.bounds = self._task_of(self.job, narrow_space(self.space))
         if self.graphs == libraries.graphs:
-            task = captured_ahead(task, self.job, self.layouts, libraries)
+            task = captured_ahead(task, self.job, self.layouts, libraries, settings.processes.shares)
         self.task = task
+        self.paired = paired_task(task, self.bare) if settings.target == "megatron-lm" else None
         self.replays = without_graphs(words)[1]
         self.listed = dataclasses.replace(task, features=dataclasses.replace(task.features, listed_graphs=self.replays))
         self.refusal = refusals(task, settings.target, self.bare)
@@ -246,10 +251,14 @@ class _Search:
 
         def search(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
             is_said = shard.index == 1 or settings.processes.shard is not None
+            layouts, costs, bounds = share_of(self.layouts, shard), UniformCosts(self.task), self.bounds
+            if self.paired is not None:
+                layouts, costs = [*with_paired(layouts)], CostsOfBoth(self.task, self.paired)
+                bounds = costs.bounds(self.bounds)
             found = search_uniform(
-                share_of(self.layouts, shard),
-                UniformCosts(self.task),
-                self.bounds,
+                layouts,
+                costs,
+                bounds,
                 self.accepts,
                 self.admits,
                 KEPT,
@@ -372,7 +381,9 @@ def _with_changes(answer: PlanSearch, words: Sequence[str], given: Options, opti
         return answer
     precise = Options(**{**options, "precision": given.get("precision")})
     own = grouped(tuple(expand_files(words)))
-    changes = changes_of(own, answer.written.flags, answer.baseline, answer.cluster, **precise)
+    # For this fork flags of Megatron-LM's overlap make way, as `dropped` says.
+    decided = PAIRED if answer.target == "megatron-lm" else ()
+    changes = changes_of(own, answer.written.flags, answer.baseline, answer.cluster, decided, **precise)
     return dataclasses.replace(answer, changes=changes)
 
 

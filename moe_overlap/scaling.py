@@ -9,16 +9,13 @@ from typing import Unpack
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.finalists import TIE
 from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.scaling import ScalingRow
-from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.targets import BothTargets
 from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder
 from moe_overlap.tuner.capture.library import Libraries
 
-OVERLAP = "--overlap-moe-expert-parallel-comm"
 INTERRUPTED = "not searched: interrupted"
 
 
@@ -32,30 +29,10 @@ def search_both(
     """
     libraries = Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     of_upstream = dataclasses.replace(settings, target="megatron-lm", has_baseline=False)
-    upstream = _for_upstream(words, cluster, of_upstream, libraries, options)
+    upstream = search_plan(words, cluster, of_upstream, libraries, **options)
     of_this_runtime = dataclasses.replace(settings, target="moe-overlap")
     here = search_plan(words, cluster, of_this_runtime, libraries, **options)
     return BothTargets(upstream=upstream, here=here, tie=TIE)
-
-
-def _for_upstream(
-    words: Sequence[str], cluster: Cluster, settings: SearchSettings, libraries: Libraries, options: Options
-) -> PlanSearch:
-    """The faster of two plans for Megatron-LM: with the flags' own overlap, and with the one that it has for two micro-batches.
-
-    A search keeps that flag or its absence. A gain over plans without it would be a gain over a flag that was not set.
-    """
-    plain = search_plan(words, cluster, settings, libraries, **options)
-    flags = grouped(plain.words)
-    if OVERLAP in flags or "--num-experts" not in flags or plain.ended_early:
-        return plain
-    try:
-        overlapped = search_plan([*words, OVERLAP], cluster, settings, libraries, **options)
-    except KeyboardInterrupt:
-        return dataclasses.replace(plain, is_interrupted=True)
-    except ConfigError:
-        return plain  # The flags do not go with it, or no layout with it fits.
-    return min((plain, overlapped), key=lambda search: search.prediction.predicted.step_seconds)
 
 
 def search_numbers(

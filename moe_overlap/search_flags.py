@@ -29,6 +29,7 @@ from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import argument_file, is_format_of_fsdp, layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
+from moe_overlap.tuner.write.upstream_rules import PAIRED
 
 GROUPED_PRODUCTS = "--moe-grouped-gemm"
 Target = Literal["moe-overlap", "megatron-lm", "any"]
@@ -105,9 +106,11 @@ class PlansAsFlags:
         """
         template, model = self._task.templates(ranked.layout.tensor)
         plan = uniform_plan(template, model.num_layers, ranked.layout, ranked.memory)
-        return self.of_plan(ranked.layout.dispatcher, plan, model)
+        return self.of_plan(ranked.layout.dispatcher, plan, model, ranked.layout.paired)
 
-    def of_plan(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
+    def of_plan(
+        self, dispatcher: str, plan: Plan, model: ModelDescription, paired: bool = False
+    ) -> tuple[list[str], tuple[str, ...]]:
         """The same of any plan whose stages have one shape.
 
         Raises:
@@ -119,6 +122,7 @@ class PlansAsFlags:
         precise = [(name, each) for name, each in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
         said = [*arguments_of(values), *(word for name, each in precise for word in (name, *each))]
         said += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
+        said += PAIRED if paired else ()
         return argument_file(self._bare, plan, said, self._target).arguments, tuple(said)
 
     def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:

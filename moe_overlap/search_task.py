@@ -45,7 +45,7 @@ from moe_overlap.tuner.search.space import (
 from moe_overlap.tuner.search.uniform import Accepts
 from moe_overlap.tuner.search.uniform_cost import UniformTask, variant_plans
 from moe_overlap.tuner.write.dispatcher_flags import by_dispatcher
-from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
+from moe_overlap.tuner.write.upstream_rules import PAIRED, upstream_plan_errors
 from moe_overlap.tuner.write.upstream_values import values_of
 
 MODULE_SETS = 1
@@ -153,8 +153,14 @@ def task_of(
     return task, bounds
 
 
-def captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> UniformTask:
-    """The task, for which one process has captured what nearly all layouts are put together from."""
+def captured_ahead(
+    task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries, shares: int = 1
+) -> UniformTask:
+    """The task, for which one process has captured what nearly all layouts are put together from.
+
+    Args:
+        shares: of the layouts, each of which a process searches.
+    """
     config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
     first = {layout.ranks: layout for layout in layouts}
     requests: list[Request] = []
@@ -168,8 +174,20 @@ def captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout]
         (plain[layout.ranks], *_) = requests[before:]
     libraries.prepare(requests, all_layouts=False)
     library = libraries.of(requests[0])
-    tables = PartTables(library, plain, layouts, job.plan.sequence_length)
+    tables = PartTables(library, plain, layouts, job.plan.sequence_length, shares)
     return dataclasses.replace(task, operators=tables.of)
+
+
+def paired_task(task: UniformTask, bare: Sequence[str]) -> UniformTask | None:
+    """The task of the same run with Megatron-LM's overlap of all-to-alls; None where the flags say already whether it has it.
+
+    Args:
+        bare: the user's flags without their layout.
+    """
+    if PAIRED[0] in grouped(bare) or task.features.overlap_shared_expert or not task.templates(1)[1].num_experts:
+        return None
+    features = dataclasses.replace(task.features, overlap_experts=True, delay_weight_gradients=True)
+    return dataclasses.replace(task, features=features)
 
 
 Refusals = Callable[[UniformLayout, MemoryChoice], ConfigError | None]
@@ -182,8 +200,8 @@ def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals
     recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
 
     @cache
-    def settings_by(dispatcher: str) -> Mapping[str, Any]:
-        return values_of(grouped(by_dispatcher(bare, dispatcher)))
+    def settings_by(dispatcher: str, paired: bool) -> Mapping[str, Any]:
+        return values_of(grouped([*by_dispatcher(bare, dispatcher), *(PAIRED if paired else ())]))
 
     def refusal(layout: UniformLayout, memory: MemoryChoice) -> ConfigError | None:
         if target == "any":
@@ -191,7 +209,7 @@ def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals
         template, model = task.templates(layout.tensor)
         plan = uniform_plan(template, model.num_layers, layout, memory)
         if target == "megatron-lm":
-            return next(iter(upstream_plan_errors(plan, settings_by(layout.dispatcher))), None)
+            return next(iter(upstream_plan_errors(plan, settings_by(layout.dispatcher, layout.paired))), None)
         try:
             refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
         except ConfigError as error:

@@ -34,6 +34,11 @@ class Processes:
     shard: Shard | None = None
     folder: Path = Path()
 
+    @property
+    def shares(self) -> int:
+        """Shares of the layouts, each of which a process searches."""
+        return self.jobs if self.shard is None else self.shard.count
+
 
 def search_shards(
     search: Callable[[Shard, SharedBar | None], tuple[UniformSearch, Refused]],

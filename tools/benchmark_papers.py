@@ -51,7 +51,7 @@ SEARCHED = {**mist_figures.FIGURES, **alpa_figures.FIGURES}
 # Lancet
 
 HOOKED = "--overlap-param-gather"
-"""A flag of the examples that runs with deferred weight gradients go without."""
+"""A flag of the examples that Lancet's runs are predicted without."""
 V100 = "V100-32GB (p3dn.24xlarge)"
 
 

@@ -303,10 +303,7 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
     name = max(terms, key=lambda term: terms[term])
     if terms[name] < WORTH_A_LOOK * seconds:
         return again
-    # Upstream's plan may have its own overlap already.
-    ours = (
-        "this fork's, or Megatron-LM's where --overlap-moe-expert-parallel-comm is not set; --target both compares them"
-    )
+    ours = "this fork's; --target both compares it with Megatron-LM's"
     advice = {
         "bubble": "more micro-batches or fewer stages"
         if len(stage.chunks) > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_overlap.plan.overlap import LayerOverlap, SearchLimits
+from moe_overlap.plan.overlap import LayerOverlap, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Plan, StagePlan
 
 Row = tuple[str, list[str]]
@@ -68,8 +68,16 @@ def _stage_column(stage: StagePlan) -> dict[str, str]:
         "overlap": layers or "-",
         "fewer parts": _shown_limits(overlap.search_limits),
         "deferred": f"{overlap.max_deferred_bytes / 2**20:g} MiB" if overlap.max_deferred_bytes else "-",
-        "gradient chunk": f"{overlap.gradient_chunk_bytes / 2**20:g} MiB" if overlap.gradient_chunk_bytes else "-",
+        "gradient chunk": _shown_chunk(overlap),
+        "weights gathered": "under passes" if overlap.overlap_param_gather else "-",
     }
+
+
+def _shown_chunk(overlap: StageOverlap) -> str:
+    """`128 MiB`, with `at once` where a reduction waits for no gap between all-to-alls."""
+    if not overlap.gradient_chunk_bytes:
+        return "-"
+    return f"{overlap.gradient_chunk_bytes / 2**20:g} MiB{' at once' if overlap.reduce_at_once else ''}"
 
 
 def _shown_limits(limits: SearchLimits | None) -> str:

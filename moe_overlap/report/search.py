@@ -30,6 +30,7 @@ from moe_overlap.tuner.search.uniform import UniformSearch
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
 from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script, words_to_add
+from moe_overlap.tuner.write.upstream_rules import PAIRED
 
 EXECUTED = "--target moe-overlap: the best plan that runs today"
 EARLY = "stopped early: better plans may be left"
@@ -158,6 +159,15 @@ class PlanSearch:
     def ended_early(self) -> bool:
         """Whether time or Ctrl-C ended the search."""
         return self.is_interrupted or self.is_late or _solution(self).status is Status.TIME_LIMIT
+
+    @property
+    def sentence(self) -> str:
+        """The chosen plan in words; of unlike meshes no stage stands for the others."""
+        words = self.chosen.name if self.plan.transfers else plan_sentence(self.plan)
+        if self.target != "megatron-lm":
+            return words
+        overlap = ", overlap: two micro-batches at a time" if PAIRED[0] in (*self.words, *self.chosen.said) else ""
+        return f"{words}{overlap}, for unmodified Megatron-LM"
 
     @property
     def refusal(self) -> str | None:
@@ -335,8 +345,6 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
 
 def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
     """The answer about the chosen plan; runners-up stand in their order, with simulated steps where they were simulated."""
-    # Of unlike meshes no stage stands for the others.
-    sentence = search.chosen.name if search.plan.transfers else plan_sentence(search.plan)
     others = [
         dataclasses.replace(runner_up(other.name, other.prediction, search.prediction), seconds=other.simulated_seconds)
         for other in search.others
@@ -345,7 +353,7 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
         plan=search.plan,
         prediction=search.prediction,
         cluster=search.cluster,
-        chosen=f"{sentence}, for unmodified Megatron-LM" if search.target == "megatron-lm" else sentence,
+        chosen=search.sentence,
         train_tokens=train_tokens,
         runners_up=others,
         compared_seconds=None if search.tuned is not None else search.chosen.simulated_seconds,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.report.answer import Answer, beware_lines, figure_lines, plan_sentence
+from moe_overlap.report.answer import Answer, beware_lines, figure_lines
 from moe_overlap.report.search import EARLY, PlanSearch, closing_lines, search_json
 
 UPSTREAM_FOLDER = "megatron-lm"
@@ -48,8 +48,7 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
     """
     lines = []
     for name, search in ((UPSTREAM_FOLDER, both.upstream), (both.here.target, both.here)):
-        for_whom = "for unmodified Megatron-LM" if search is both.upstream else "for this runtime"
-        chosen = f"{plan_sentence(search.plan)}, {for_whom}"
+        chosen = search.sentence if search is both.upstream else f"{search.sentence}, for this runtime"
         answer = Answer(
             plan=search.plan,
             prediction=search.prediction,

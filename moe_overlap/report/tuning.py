@@ -25,7 +25,6 @@ from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate
 from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
 from moe_overlap.tuner.search.layer.overlap import WORTH, GraphsChoice
 
-PLACED = "an instruction list places that communication itself"
 SENT = "layers that overlap send their rows by this fork's irregular dispatcher"
 OVERLAPPED = "this fork overlaps all-to-alls by its own instruction lists"
 REPLACED: Mapping[str, str] = MappingProxyType(
@@ -38,7 +37,6 @@ REPLACED: Mapping[str, str] = MappingProxyType(
 """Flags of Megatron-LM that this runtime does otherwise, and how."""
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
-        "--overlap-param-gather": PLACED,
         **REPLACED,
         "--moe-enable-deepep": SENT,
         "--moe-flex-dispatcher-backend": SENT,

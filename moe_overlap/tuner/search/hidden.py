@@ -7,8 +7,8 @@ the overlap of every layout takes seconds each, so they are found by a closed fo
    all-to-alls, under the interference of this host. Recomputation and everything else stay what they are. The host launches what
    stands between the all-to-alls once for each of the fewest partitions; a layer for which that is longer stays whole. Where the
    run replays captured graphs (`Features.listed_graphs`), each is one launch.
-2. What a way needs counts: partitions divide the samples of a micro-batch; two micro-batches at a time need two of them, no model
-   chunks, and hold the activations of `paired_1f1b`.
+2. What a way needs counts: partitions divide the samples of a micro-batch; two micro-batches at a time need two of them, and hold
+   the activations of `paired`. Partitions recompute no layer norms (plan/capabilities.py), so sets of modules go without.
 3. `search_hidden` ranks the layouts whose step may then be below the best plain one. What partitions cost the device, and wider
    ranges the host, is not in the form, so the caller simulates what is ranked. The form is no strict bound: it was up to a tenth
    above simulated steps of tensor ranks (tests/unit/tuner/test_overlapped_search.py).
@@ -26,7 +26,8 @@ from enum import StrEnum
 import numpy as np
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.lowering.pipeline_order import most_in_flight, paired_1f1b
+from moe_overlap.plan.capabilities import cuttable
+from moe_overlap.plan.lowering.pipeline_order import held_in_pairs
 from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, MERGE
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.analytic import replays_of
@@ -37,7 +38,7 @@ from moe_overlap.tuner.cost.operators import OpTable
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import Accepts, Progress, RankedLayout, UniformSearch, search_uniform
-from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, pipeline_sizes
 
 BETWEEN = (DISPATCH, EXPERTS, COMBINE, MERGE)
 """Operators of the narrowest range in partitions; a gate may decide over the whole micro-batch."""
@@ -68,32 +69,39 @@ class HiddenCosts(UniformCosts):
     """Prices layouts that hide their all-to-alls as far as a way to overlap may."""
 
     def __init__(self, task: UniformTask, way: Way) -> None:
-        # A run with instruction lists gathers its weights between steps.
-        super().__init__(replace(task, features=replace(task.features, overlap_param_gather=False)))
+        super().__init__(task)
         self._way = way
-        self._hidden: dict[int, tuple[PartCost, PartCost]] = {}
+        self._hidden: dict[tuple[int, float], tuple[PartCost, PartCost]] = {}
 
     def held(self, plan: Plan, index: int) -> float:
         """Micro-batches whose activations a stage holds at once."""
         if self._way is not Way.PAIRS:
             return super().held(plan, index)
-        count = plan.stages[index].gradient_accumulation_steps
-        return float(most_in_flight(paired_1f1b(len(plan.stages), index, count)))
+        stage = plan.stages[index]
+        layers = tuple(end - first for first, end in stage.chunks)
+        return held_in_pairs(len(plan.stages), index, stage.gradient_accumulation_steps, layers)
+
+    def paired_passes(self, layout: UniformLayout) -> tuple[int, int, int] | None:
+        """Stages, chunks and micro-batches, by which passes run in pairs or alone."""
+        return pipeline_sizes(layout, self.task) if self._way is Way.PAIRS else super().paired_passes(layout)
 
     def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> tuple[Setting, Interference]:
         setting, factors = super()._setting(layout, plan, model)
-        return replace(setting, replays=replays_of(plan, self.task.features)), factors
+        replays = replays_of(plan, self.task.features)
+        return replace(setting, replays=replays, two_at_work=self._way is Way.PAIRS), factors
 
     def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
         cost, concurrent = super()._cost(table, layout, setting), setting[0].concurrent
-        if id(cost) not in self._hidden:
+        alone = setting[0].alone if self._way is Way.PAIRS else 0.0
+        key = id(cost), alone
+        if key not in self._hidden:
             if self._way is Way.PAIRS:
-                hidden = hide_all_to_alls(cost, concurrent)
+                hidden = hide_all_to_alls(cost, concurrent, alone)
             else:
                 cut = hide_all_to_alls(launched_again(cost, table, setting[0], layout.micro_batch), concurrent)
                 hidden = min(cost, cut, key=lambda each: each.seconds)
-            self._hidden[id(cost)] = cost, hidden
-        return self._hidden[id(cost)][1]
+            self._hidden[key] = cost, hidden
+        return self._hidden[key][1]
 
 
 def launched_again(cost: PartCost, table: OpTable, setting: Setting, samples: int) -> PartCost:
@@ -113,6 +121,12 @@ def launched_again(cost: PartCost, table: OpTable, setting: Setting, samples: in
     return replace(cost, forward=again(cost.forward, False), backward=again(cost.backward, True))
 
 
+def with_cuttable_modules(task: UniformTask) -> UniformTask:
+    """The run whose plans recompute only modules that partitions may: a rule would refuse others after they were ranked."""
+    kept = dict.fromkeys(cuttable(modules) for modules in task.modules)
+    return replace(task, modules=tuple(modules for modules in kept if modules))
+
+
 def goes_with(way: Way, layout: UniformLayout, global_batch_size: int, gpus: int) -> bool:
     """Whether a layout exchanges tokens, and a way to overlap is executed with it."""
     if layout.expert * layout.expert_tensor == 1:
@@ -120,7 +134,7 @@ def goes_with(way: Way, layout: UniformLayout, global_batch_size: int, gpus: int
     if way is Way.PARTITIONS:
         return layout.micro_batch > 1
     data = gpus // (layout.tensor * layout.context * layout.pipeline)
-    return layout.virtual == 1 and global_batch_size // (data * layout.micro_batch) > 1
+    return global_batch_size // (data * layout.micro_batch) > 1
 
 
 def search_hidden(
@@ -153,9 +167,10 @@ def search_hidden(
         return replace(own, features=replace(own.features, overlap_experts=True))
 
     for way in Way:
+        priced = with_cuttable_modules(task) if way is Way.PARTITIONS else task
         hidden = search_uniform(
             [layout for layout in layouts if goes_with(way, layout, template.global_batch_size, template.world_size)],
-            HiddenCosts(task, way),
+            HiddenCosts(priced, way),
             unsent,
             accepts,
             admits,

@@ -7,7 +7,7 @@ whose blocks run the same operators in one product of matrices; a graph of each 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from moe_overlap.tuner.capture.library import BlockLibrary
 from moe_overlap.tuner.capture.request import Request, layer_kinds, prediction_kinds
@@ -27,6 +27,8 @@ class PartTables:
         requests: ranks -> the request for graphs without recomputation.
         layouts: those that may be asked for; layouts of equal ranks have equal graphs.
         sequence_length: of a sample.
+        shares: in which processes deal the layouts (`shards.share_of`); tables of a share are made once one of it is asked for,
+            so that a process makes those of its own share alone.
     """
 
     def __init__(
@@ -35,23 +37,31 @@ class PartTables:
         requests: Mapping[Ranks, Request],
         layouts: Sequence[UniformLayout],
         sequence_length: int,
+        shares: int = 1,
     ) -> None:
         self._requests, self._length = requests, sequence_length
         self._tables = LayoutTables(library)
-        self._ranks: dict[int, dict[Ranks, None]] = {}
+        every = dict.fromkeys(layout.ranks for layout in layouts)
+        self._share = {ranks: number % shares for number, ranks in enumerate(every)}
+        self._ranks: dict[tuple[int, int], dict[Ranks, None]] = {}
         for layout in layouts:
-            self._ranks.setdefault(layout.micro_batch, {}).setdefault(layout.ranks)
-        self._known: dict[int, Mapping[Ranks, list[tuple[OpTable, int]]]] = {}
+            self._ranks.setdefault(self._lot(layout), {}).setdefault(layout.ranks)
+        self._known: dict[tuple[int, int], Mapping[Ranks, list[tuple[OpTable, int]]]] = {}
 
     def of(self, layout: UniformLayout) -> list[tuple[OpTable, int]] | None:
         """The parts of the whole model, each with how often it is there; None where a graph must be captured for it."""
-        if layout.micro_batch not in self._known:
-            self._known[layout.micro_batch] = self._of_batch(layout.micro_batch)
-        return self._known[layout.micro_batch].get(layout.ranks)
+        lot = self._lot(layout)
+        if lot not in self._known:
+            self._known[lot] = self._together(self._ranks[lot], layout.micro_batch)
+        return self._known[lot].get(layout.ranks)
 
-    def _of_batch(self, samples: int) -> Mapping[Ranks, list[tuple[OpTable, int]]]:
-        """The parts under all ranks at a micro-batch."""
-        requests = {ranks: self._requests[ranks] for ranks in self._ranks[samples]}
+    def _lot(self, layout: UniformLayout) -> tuple[int, int]:
+        """Micro-batch and share, of which all tables are made together."""
+        return layout.micro_batch, self._share[layout.ranks]
+
+    def _together(self, every: Iterable[Ranks], samples: int) -> Mapping[Ranks, list[tuple[OpTable, int]]]:
+        """The parts under some ranks at a micro-batch."""
+        requests = {ranks: self._requests[ranks] for ranks in every}
         parts: dict[Ranks, list[tuple[OpTable, int]]] = {ranks: [] for ranks in requests}
         model = next(iter(requests.values())).model
         kinds = Counter(("embedding", "head", *layer_kinds(model), *prediction_kinds(model)))

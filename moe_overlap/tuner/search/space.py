@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
 from math import gcd, lcm
 
 from moe_overlap.describe.model import ModelDescription
@@ -115,6 +116,7 @@ class UniformLayout:
 
     Attributes:
         dispatcher: of the tokens, where it is another than that of the flags.
+        paired: whether two micro-batches run at a time, as Megatron-LM overlaps their all-to-alls.
     """
 
     tensor: int
@@ -125,6 +127,7 @@ class UniformLayout:
     virtual: int
     micro_batch: int
     dispatcher: str = ""
+    paired: bool = False
 
     @property
     def ranks(self) -> tuple[int, int, int, int]:
@@ -140,7 +143,8 @@ class UniformLayout:
         if self.expert_tensor != self.tensor:
             shown.append(f"ETP{self.expert_tensor}")
         shown += [f"by {self.dispatcher}"] if self.dispatcher else []
-        return f"{' '.join(shown)}, micro-batch {self.micro_batch}"
+        samples = f"micro-batch {self.micro_batch}"
+        return f"{' '.join(shown)}, {f'two at a time of {samples}' if self.paired else samples}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,13 +256,14 @@ def layers_of_chunks(num_layers: int, pipeline: int, virtual: int) -> list[int]:
     ]
 
 
-def chunks_of(num_layers: int, pipeline: int, virtual: int) -> list[tuple[tuple[int, int], ...]]:
+@cache
+def chunks_of(num_layers: int, pipeline: int, virtual: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The layer ranges of every stage's chunks."""
     one_each = virtual == 1
     sizes = layers_of_parts(num_layers, pipeline) if one_each else layers_of_chunks(num_layers, pipeline, virtual)
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    return [tuple(ranges[stage::pipeline]) for stage in range(pipeline)]
+    return tuple(tuple(ranges[stage::pipeline]) for stage in range(pipeline))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

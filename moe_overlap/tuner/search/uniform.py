@@ -59,8 +59,8 @@ class RankedLayout:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The ranks, stages and dispatcher of which one plan is ranked."""
-        return self.layout.ranks, self.layout.pipeline, self.layout.dispatcher
+        """The ranks, stages, dispatcher and overlap of which one plan is ranked."""
+        return self.layout.ranks, self.layout.pipeline, self.layout.dispatcher, self.layout.paired
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class UniformSearch:
     """The answer of a search over uniform plans.
 
     Attributes:
-        ranked: the fastest that fit, one for each choice of ranks, stages and dispatcher.
+        ranked: the fastest that fit, one for each choice of ranks, stages, dispatcher and overlap.
         smallest: of the evaluated layouts what needs the least memory; the answer where nothing fits.
         frontier: of seconds and bytes over all evaluated plans.
         is_interrupted: whether Ctrl-C ended the search.

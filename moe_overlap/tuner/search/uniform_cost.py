@@ -1,10 +1,10 @@
 """Seconds and bytes of a uniform layout under many decisions about memory at once.
 
-1. The parts of the model are priced for the ranks and the micro-batch of a layout (`_Prices`); layouts that differ in their
+1. The parts of the model are priced for the ranks and the micro-batch of a layout (`PricedParts`); layouts that differ in their
    pipelines only share them.
-2. `UniformCosts.evaluate` counts the parts of every stage under every choice of recomputation, prices all stages under all
-   strategies by one `StageEvaluator`, and makes steps of them by `pipeline_seconds`: the numbers are those of `analytic.price`
-   for each plan alone.
+2. `UniformCosts.evaluate` counts the parts of every stage under every choice of recomputation (stage_shapes.py), prices all
+   stages under all strategies by one `StageEvaluator`, and makes steps of them by `pipeline_seconds`: the numbers are those of
+   `analytic.price` for each plan alone.
 
 Legend: S stages, N strategies about states, R choices of recomputation.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,28 +25,25 @@ from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.analytic import (
     CAPTURED_BYTES,
-    WORDS,
     Family,
-    cost_of,
     evaluator_of,
-    holding_words,
     one_way_seconds,
     setting_of,
 )
 from moe_overlap.tuner.cost.evaluate import PlayKey, StageCosts, StageEvaluator, StageShapes, play_together
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.layer import PartCost, Setting
-from moe_overlap.tuner.cost.links import axis_group
+from moe_overlap.tuner.cost.layer import DevicePart, PartCost, Setting, device_part, launched, overlapped
+from moe_overlap.tuner.cost.links import Group, axis_group
 from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
-from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
-from moe_overlap.tuner.cost.slots import Part as StagePart
+from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, averaged, in_flight, lone_share, pipeline_seconds
 from moe_overlap.tuner.cost.stage import Strategy, is_decoupled
 from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
 from moe_overlap.tuner.search.bounds import pipelined
 from moe_overlap.tuner.search.space import ON_HOST, MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
+from moe_overlap.tuner.search.stage_shapes import PricedParts, StageLot, parts_of
 
 Floats = NDArray[np.float64]
 ROUNDED = 1.0 - 1e-9
@@ -104,49 +101,52 @@ class Evaluated:
 class UniformCosts:
     """Prices layouts of a task, and remembers what they share."""
 
-    def __init__(self, task: UniformTask) -> None:
+    def __init__(self, task: UniformTask, like: UniformCosts | None = None) -> None:
+        """Costs of a task.
+
+        Args:
+            like: costs of a task that differs in the work of the host and in how micro-batches overlap alone: graphs, sizes and
+                seconds on the device are shared with it.
+        """
         self.task = task
         self.stages_priced = 0
         """Complete stages that were priced: stages by strategies by choices of recomputation."""
         self.strategies: list[tuple[int, Offload]] = list(_strategies(task.space))
         """[N] ZeRO levels with shares on the host."""
-        self._graphs: dict[tuple[tuple[int, ...], tuple[MemoryChoice, ...]], CapturedModel] = {}
-        self._tables: dict[tuple[int, int], OpTable] = {}
-        self._sizes: dict[tuple[int, int, int], PartBytes] = {}
+        self._graphs: dict[tuple[tuple[int, ...], tuple[MemoryChoice, ...]], CapturedModel] = (
+            like._graphs if like else {}
+        )
+        self._tables: dict[tuple[int, int], OpTable] = like._tables if like else {}
+        self._sizes: dict[tuple[int, int, float], PartBytes] = like._sizes if like else {}
+        self._devices: dict[tuple[object, ...], DevicePart] = like._devices if like else {}
         self._costs: dict[tuple[object, ...], PartCost] = {}
-        self._through: dict[tuple[object, ...], float] = {}
-        self._prices: dict[tuple[object, ...], _Prices] = {}
+        self._through: dict[tuple[object, ...], list[float]] = {}
+        self._prices: dict[tuple[object, ...], PricedParts] = {}
 
     def step_bound(self, layout: UniformLayout) -> float:
-        """Seconds that no plan of the layout stays below: all stages compute what is least of every part.
-
-        Tighter than `Bounds.step_seconds`, and dearer: the parts are priced, but no stage is.
-        """
-        template, _ = self.task.templates(layout.tensor)
-        data = template.world_size // (layout.tensor * layout.context * layout.pipeline)
-        count = template.global_batch_size // (data * layout.micro_batch)
-        return pipelined(self.through_seconds(layout), layout, count)
+        """Seconds that no plan of the layout stays below; tighter than `Bounds.step_seconds`, and dearer, as parts are priced."""
+        return pipelined(self.through_seconds(layout), layout, pipeline_sizes(layout, self.task)[-1])
 
     def through_seconds(self, layout: UniformLayout) -> float:
         """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
         template, model = self.task.templates(layout.tensor)
         ranks, links = template.world_size // layout.pipeline, self.task.machine.cluster.group_of(0)
-        key = (
-            layout.ranks,
-            layout.micro_batch,
-            axis_group(ranks // layout.tensor, layout.tensor, template.world_size, links),
-        )
+        axis = axis_group(ranks // layout.tensor, layout.tensor, template.world_size, links)
+        key, pairs = (layout.ranks, layout.micro_batch, _ranks_of(axis)), self.paired_passes(layout)
         if key not in self._through:
-            self._through[key] = self._through_seconds(layout, template, model)
-        return self._through[key]
+            shares = (0.0, 1.0) if pairs else (0.0,)
+            self._through[key] = [self._through_seconds(layout, template, model, alone) for alone in shares]
+        # In pairs or alone a pass takes what it takes whatever the pipeline, which decides how many do.
+        return float(np.interp(lone_share(*pairs), (0.0, 1.0), self._through[key])) if pairs else self._through[key][0]
 
     def part_table(self, table: OpTable) -> OpTable:
         """The operators of a part that count in `through_seconds`: all of them."""
         return table
 
-    def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription) -> float:
+    def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription, alone: float) -> float:
         plan = uniform_plan(template, model.num_layers, layout)
-        setting, tables = self._setting(layout, plan, model), self.task.operators(layout)
+        (hardware, factors), tables = self._setting(layout, plan, model), self.task.operators(layout)
+        setting = replace(hardware, alone=alone), factors
         if tables is None:
             graph = self._graph(layout, plan, model, [MemoryChoice()])
             kinds = Counter(("embedding", "head", *graph.layer_kinds, *graph.mtp_kinds))
@@ -164,15 +164,24 @@ class UniformCosts:
         task, (template, model) = self.task, self.task.templates(layout.tensor)
         plan = uniform_plan(template, model.num_layers, layout)
         recomputes = module_choices(task) if of_modules else recompute_choices(task, plan)
-        costs = self._all_stages(layout, plan, recomputes)
-        self.stages_priced += len(plan.stages) * costs[0].forward_seconds.size
-        counts = [stage.gradient_accumulation_steps for stage in plan.stages]
+        prices, count = self._priced(layout, plan, model, recomputes), plan.stages[0].gradient_accumulation_steps
+        lots = prices.lots(plan, recomputes, [self.held(plan, index) for index in range(len(plan.stages))])
+        needed: list[Floats] = []
+        seconds: dict[int, tuple[StageTimes, Floats]] = {}
+        for lot in lots:
+            costs, choices = prices.evaluator.costs(lot.all), len(recomputes)
+            # What stages hold does not change their seconds: those of the first are those of all.
+            first = costs.some(slice(0, choices))
+            seconds |= dict.fromkeys(lot.stages, (self.times(first, count), first.optimizer_seconds))
+            needed.append(needed_bytes(costs).reshape(len(self.strategies), len(lot.stages), choices).max(axis=1))
+        self.stages_priced += len(plan.stages) * needed[0].size
+        times, optimizer = zip(*(seconds[index] for index in range(len(plan.stages))), strict=True)
         step = pipeline_seconds(
-            [self.times(cost, count) for cost, count in zip(costs, counts, strict=True)],
-            [cost.optimizer_seconds for cost in costs],
+            times,
+            optimizer,
             [self.sent_seconds(layout, plan)] * (len(plan.stages) - 1),
-            counts,
-            replace(self.rules(layout), uneven=self._unevenness(layout, plan, recomputes)),
+            [count] * len(plan.stages),
+            replace(self.rules(layout), uneven=_unevenness(prices, lots, layout.virtual, count)),
         )
         return Evaluated(
             layout=layout,
@@ -181,7 +190,7 @@ class UniformCosts:
                 for level, offload in self.strategies
             ),
             seconds=np.asarray(step.total),
-            needed_bytes=np.max([needed_bytes(cost) for cost in costs], axis=0),
+            needed_bytes=np.max(needed, axis=0),
         )
 
     @property
@@ -204,7 +213,7 @@ class UniformCosts:
         wanted: dict[StageEvaluator, dict[PlayKey, None]] = {}
         for layout, plan, index, recomputes in places:
             prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-            keys = prices.evaluator.unplayed(_shapes(prices, plan, index, recomputes, self.held(plan, index)))
+            keys = prices.evaluator.unplayed(prices.shapes(plan, index, recomputes, self.held(plan, index)))
             wanted.setdefault(prices.evaluator, {}).update(dict.fromkeys(keys))
         play_together([(evaluator, [*keys]) for evaluator, keys in wanted.items()])
 
@@ -217,7 +226,7 @@ class UniformCosts:
             plan: what it says of recomputation and of states is not looked at.
         """
         prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-        return prices.evaluator.costs(_shapes(prices, plan, index, recomputes, self.held(plan, index)))
+        return prices.evaluator.costs(prices.shapes(plan, index, recomputes, self.held(plan, index)))
 
     def many_stage_costs(
         self,
@@ -241,7 +250,7 @@ class UniformCosts:
         prices = self._priced(layout, places[0][0], self.task.templates(layout.tensor)[1], [MemoryChoice(layers=1)])
         lots: dict[object, list[tuple[int, StageShapes]]] = {}
         for place, ((plan, index), choices) in enumerate(zip(places, recomputes, strict=True)):
-            shapes = _shapes(prices, plan, index, choices, self.held(plan, index))
+            shapes = prices.shapes(plan, index, choices, self.held(plan, index))
             key = (shapes.runs, shapes.is_first, shapes.is_last, shapes.boundary_bytes)
             lots.setdefault(key, []).append((place, shapes))
         result: list[StageCosts | None] = [None] * len(places)
@@ -263,6 +272,10 @@ class UniformCosts:
         stage = plan.stages[index]
         sizes = tuple(end - first for first, end in stage.chunks)
         return in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, sizes)
+
+    def paired_passes(self, layout: UniformLayout) -> tuple[int, int, int] | None:
+        """Stages, chunks and micro-batches, by which passes run in pairs or alone; None where all run alone."""
+        return pipeline_sizes(layout, self.task) if self.task.features.overlap_experts else None
 
     def layer_kinds(self, layout: UniformLayout, plan: Plan) -> tuple[str, ...]:
         """The kind of every layer of the model."""
@@ -286,38 +299,23 @@ class UniformCosts:
         beside = constants.overlap_slowdown if self.task.features.overlap_transfers else None
         return PipelineRules(virtual=layout.virtual, beside=beside, fixed=constants.step_seconds)
 
-    def _unevenness(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> Floats:
-        """[R] How many times as long a step takes because chunks are unlike."""
-        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-        if layout.virtual == 1:
-            return np.ones(len(recomputes))
-        shapes = (_shapes(prices, plan, index, recomputes, 1.0) for index in range(len(plan.stages)))
-        seconds, virtual = prices.evaluator.pass_seconds, layout.virtual
-        chunks = [chunk_seconds(each.runs, each.counts, seconds, virtual) for each in shapes]
-        return unevenness(chunks, plan.stages[0].gradient_accumulation_steps)
-
     def times(self, costs: StageCosts, micro_batches: int) -> StageTimes:
         """Seconds of a stage in the objective."""
         times = StageTimes(**costs.times)
         return averaged(times, micro_batches) if self.task.averages else times
 
-    def _all_stages(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> list[StageCosts]:
-        """[S] costs of every stage, [N, R] each."""
-        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-        return _stage_costs(prices, plan, recomputes, [self.held(plan, index) for index in range(len(plan.stages))])
-
     def _priced(
         self, layout: UniformLayout, plan: Plan, model: ModelDescription, recomputes: Sequence[MemoryChoice]
-    ) -> _Prices:
+    ) -> PricedParts:
         """The parts of the model at the ranks and the micro-batch of a layout, in the variants of some choices."""
         # One recomputed layer stands for any number of them.
         choices = _variants([MemoryChoice(), *recomputes])
         # Stages of as many ranks have the same groups; a single stage reduces over all of them and sends nothing.
-        key = (layout.ranks, layout.pipeline, layout.micro_batch, *choices)
+        key = (layout.ranks, layout.pipeline, layout.micro_batch, self.paired_passes(layout), *choices)
         if key not in self._prices:
             graph = self._graph(layout, plan, model, choices)
             setting = self._setting(layout, plan, model)
-            named = list(_parts_of(graph, plan, self.task, layout.micro_batch))
+            named = list(parts_of(graph, plan, layout.micro_batch))
             parts = [part for _, part in named]
             tables = [self._table(part, layout, plan) for part in parts]
             sizes = [self._bytes(part, layout, plan) for part in parts]
@@ -329,7 +327,7 @@ class UniformCosts:
                 self.task.machine_of(layout),
                 _strategy(plan.stages[0], self.strategies),
             )
-            self._prices[key] = _Prices(
+            self._prices[key] = PricedParts(
                 evaluator=evaluator,
                 rows={name: row for row, (name, _) in enumerate(named)},
                 kinds=graph.layer_kinds,
@@ -355,15 +353,21 @@ class UniformCosts:
 
     def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
         """Seconds of a part; ranks that share states count by the links they use, as these run beside computation."""
-        groups = setting[0].groups
-        axes = {collective.axis for _, collective, _ in table.collectives}
+        groups, axes = setting[0].groups, {collective.axis for _, collective, _ in table.collectives}
         # What sends to nobody costs the same whatever ranks the other parts have.
-        sent = tuple((axis, groups[axis]) for axis in sorted(axes))
-        replicas = groups["dp_cp"]
-        key = (id(table), layout.expert, replicas.nodes, min(replicas.per_node, replicas.size), sent)
+        sent, replicas = tuple((axis, _ranks_of(groups[axis])) for axis in sorted(axes)), groups["dp_cp"]
+        key = (id(table), setting[0].load, replicas.nodes, min(replicas.per_node, replicas.size), sent)
         if key not in self._costs:
-            self._costs[key] = cost_of(table, setting[0])
-        return self._costs[key]
+            if key not in self._devices:
+                self._devices[key] = device_part(table, setting[0])
+            self._costs[key] = launched(self._devices[key], table, setting[0])
+        if not self.task.features.overlap_experts:
+            return self._costs[key]
+        # How much runs in pairs differs from pipeline to pipeline; what a pass takes does not.
+        paired = (*key, setting[0].alone)
+        if paired not in self._costs:
+            self._costs[paired] = overlapped(self._costs[key], setting[0])
+        return self._costs[paired]
 
     def _table(self, part: Part, layout: UniformLayout, plan: Plan) -> OpTable:
         key = (id(part), layout.micro_batch)
@@ -372,32 +376,19 @@ class UniformCosts:
         return self._tables[key]
 
     def _bytes(self, part: Part, layout: UniformLayout, plan: Plan) -> PartBytes:
-        key = (id(part), layout.micro_batch, layout.expert)
+        load = self.task.load(layout.expert)
+        key = (id(part), layout.micro_batch, load)
         if key not in self._sizes:
             samples, length, features = layout.micro_batch, plan.sequence_length, self.task.features
-            captured, load = CAPTURED_BYTES.get(plan.precision, 2.0), self.task.load(layout.expert)
+            captured = CAPTURED_BYTES.get(plan.precision, 2.0)
             table = self._table(part, layout, plan)
             self._sizes[key] = part_bytes(table, samples, length, captured, features, load)
         return self._sizes[key]
 
 
-Row = tuple[str, str]
-"""Kind and variant of recomputation of a part."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Prices:
-    """The parts of a model at some ranks and a micro-batch."""
-
-    evaluator: StageEvaluator
-    rows: Mapping[Row, int]
-    kinds: tuple[str, ...]
-    """Kind of every layer."""
-    predictions: tuple[str, ...]
-    """Kinds of the multi-token-prediction layers."""
-    boundary_bytes: float
-    parts: tuple[Part, ...]
-    """The parts behind the rows; kept alive, as costs are cached by the identity of their parts."""
+def _ranks_of(group: Group) -> tuple[int, int, int]:
+    """Ranks that tell groups of one cluster apart; hashing a group with its links takes many times as long."""
+    return group.size, group.per_domain, group.per_node
 
 
 def recompute_choices(task: UniformTask, plan: Plan) -> list[MemoryChoice]:
@@ -440,27 +431,6 @@ def _variant_plans(plan: Plan, choices: Sequence[MemoryChoice]) -> Iterator[Plan
     whole = replace(whole, mtp_stage=None if plan.mtp_stage is None else 0)
     for choice in choices:
         yield replace(whole, stages=(replace(whole.stages[0], recompute=recompute_of(choice, ((0, last),))),))
-
-
-def _parts_of(graph: CapturedModel, plan: Plan, task: UniformTask, samples: int) -> Iterator[tuple[Row, Part]]:
-    """The parts that stages of a plan may hold."""
-    variants = list(dict.fromkeys(part.variant for part in graph.parts))
-    for kind in dict.fromkeys(graph.layer_kinds):
-        for variant in variants:
-            yield (kind, variant), graph.part(kind, variant, samples)
-    head = graph.part("head", samples=samples)
-    yield ("embedding", "none"), graph.part("embedding", samples=samples)
-    for number, kind in enumerate(graph.mtp_kinds):
-        for variant in variants:
-            part = graph.part(kind, variant, samples)
-            apart = number == 0 and plan.mtp_stage != plan.embedding_stage and head.holds(WORDS) is None
-            yield (prediction_row(number, kind), variant), holding_words(part) if apart else part
-    yield ("head", "none"), head
-
-
-def prediction_row(number: int, kind: str) -> str:
-    """The row of a prediction layer: the first may hold the words of the embedding."""
-    return kind if number else f"first {kind}"
 
 
 def _family_of(plan: Plan, model: ModelDescription, tables: Sequence[OpTable], sizes: Sequence[PartBytes]) -> Family:
@@ -506,95 +476,28 @@ def _strategy_arrays(
     )
 
 
-def _stage_costs(
-    prices: _Prices, plan: Plan, recomputes: Sequence[MemoryChoice], held: Sequence[float]
-) -> list[StageCosts]:
-    """[S] costs of every stage, [N, R] each.
+def _unevenness(prices: PricedParts, lots: Sequence[StageLot], virtual: int, micro_batches: int) -> Floats | float:
+    """[R] How many times as long a step takes because chunks are unlike.
 
     Args:
-        held: [S] micro-batches whose activations a stage holds at once.
+        lots: all stages of a pipeline, of so many chunks each.
     """
-    costs: list[StageCosts] = []
-    known: dict[object, StageCosts] = {}
-    for index in range(len(plan.stages)):
-        shapes = _shapes(prices, plan, index, recomputes, held[index])
-        key = (shapes.runs, shapes.counts.tobytes(), shapes.in_flight.tobytes(), shapes.is_first, shapes.is_last)
-        if key not in known:
-            known[key] = prices.evaluator.costs(shapes)
-        costs.append(known[key])
-    return costs
+    if virtual == 1:
+        return 1.0
+    chunks: dict[int, Floats] = {}
+    for lot in lots:
+        of_one = chunk_seconds(lot.one.runs, lot.one.counts, prices.evaluator.pass_seconds, virtual)
+        chunks.update(dict.fromkeys(lot.stages, of_one))
+    return unevenness([chunks[index] for index in range(len(chunks))], micro_batches)
 
 
-def _shapes(prices: _Prices, plan: Plan, index: int, recomputes: Sequence[MemoryChoice], held: float) -> StageShapes:
-    """A stage under every choice of recomputation: its parts in the order of a forward pass."""
-    stage, last = plan.stages[index], len(plan.stages[index].chunks) - 1
-    runs: list[StagePart] = []
-    counts: list[list[float]] = []
-
-    def add(part: StagePart, count: Sequence[float]) -> None:
-        runs.append(part)
-        counts.append(list(count))
-
-    everywhere = [1.0] * len(recomputes)
-    if index == plan.embedding_stage:
-        add(StagePart(prices.rows["embedding", "none"], is_layer=False, is_embedding=True), everywhere)
-    for chunk, (first, end) in enumerate(stage.chunks):
-        place = first
-        for kind, layers in groupby(prices.kinds[first:end]):
-            size = len(list(layers))
-            # The first layers of a chunk are recomputed: so many of this run.
-            again = [
-                size if choice.every_layer else min(size, max(0, choice.layers - (place - first)))
-                for choice in recomputes
-            ]
-            for variant, count in _by_variant(size, again, recomputes):
-                if any(count):
-                    add(StagePart(prices.rows[kind, variant], chunk), count)
-            place += size
-    if index == plan.mtp_stage:
-        for number, kind in enumerate(prices.predictions):
-            for variant, count in _by_variant(1, [int(choice.every_layer) for choice in recomputes], recomputes):
-                if any(count):
-                    row = prices.rows[prediction_row(number, kind), variant]
-                    add(StagePart(row, last, held_once=True), count)
-    if index == plan.loss_stage:
-        add(StagePart(prices.rows["head", "none"], last, is_layer=False, held_once=True), everywhere)
-    return StageShapes(
-        runs=tuple(runs),
-        counts=np.array(counts),
-        in_flight=np.full(len(recomputes), held),
-        is_first=index == 0,
-        is_last=index == len(plan.stages) - 1,
-        # The only stage of a pipeline sends no hidden states.
-        boundary_bytes=prices.boundary_bytes if len(plan.stages) > 1 else 0.0,
-    )
-
-
-def _by_variant(
-    size: int, again: Sequence[int], recomputes: Sequence[MemoryChoice]
-) -> Iterator[tuple[str, list[float]]]:
-    """How many of a run of layers have each variant, for every choice.
-
-    Args:
-        again: [R] layers of the run that are recomputed as a whole.
-    """
-    yield "full", [float(layers) for layers in again]
-    yield (
-        "none",
-        [float(size - layers) if not choice.modules else 0.0 for layers, choice in zip(again, recomputes, strict=True)],
-    )
-    for modules in dict.fromkeys(choice.modules for choice in recomputes if choice.modules):
-        yield "+".join(sorted(modules)), [float(size) * (choice.modules == modules) for choice in recomputes]
+def pipeline_sizes(layout: UniformLayout, task: UniformTask) -> tuple[int, int, int]:
+    """Stages, model chunks of each, and micro-batches of a step: by them a pipeline's passes run in pairs or alone."""
+    template, _ = task.templates(layout.tensor)
+    data = template.world_size // (layout.tensor * layout.context * layout.pipeline)
+    return layout.pipeline, layout.virtual, template.global_batch_size // (data * layout.micro_batch)
 
 
 def needed_bytes(costs: StageCosts) -> Floats:
     """[N, R] peaks without what the allocator reserves in vain."""
     return costs.peak_bytes - costs.peaks["fragmentation"]
-
-
-def averaged(times: StageTimes, micro_batches: int) -> StageTimes:
-    """The seconds of a stage whose micro-batches all take their mean."""
-    return StageTimes(
-        forward=times.forward + times.first / micro_batches,
-        backward=times.backward + (times.turn + times.drain + times.tail) / micro_batches,
-    )

@@ -491,7 +491,8 @@ def _precision_fits(run: _Run) -> Errors:
 
 # Overlap and CUDA graphs
 
-_OVERLAP, _DELAYED = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
+PAIRED = _OVERLAP, _DELAYED = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
+"""Flags of two micro-batches at a time: of their all-to-alls, and of weight gradients beside those."""
 
 
 def _expert_overlap_fits(run: _Run) -> Errors:

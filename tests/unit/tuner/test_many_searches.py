@@ -18,7 +18,7 @@ from moe_overlap.plan_search import SearchSettings, Target, search_plan
 from moe_overlap.report.scaling import scaling_json, scaling_lines
 from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.targets import BothTargets, gain_sentence
-from moe_overlap.scaling import INTERRUPTED, OVERLAP, search_both, search_numbers
+from moe_overlap.scaling import INTERRUPTED, search_numbers
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.search.solution import Status
 from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
@@ -71,52 +71,6 @@ def test_both_targets_and_the_gain(
     assert (values["target"], values["megatron_lm"]["target"]) == ("moe-overlap", "megatron-lm")
     assert values["gain"] == values["megatron_lm"]["step_seconds"] / values["step_seconds"]
     assert values["baseline_step_seconds"] is not None
-
-
-@pytest.mark.parametrize("outcome", [0.8, 1.2, "refused", "interrupted"])
-def test_what_megatron_lm_could_overlap_is_no_gain(outcome: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def search(
-        words: list[str], cluster: Cluster, settings: SearchSettings, *_: object, **options: object
-    ) -> PlanSearch:
-        plain, overlaps = searched(settings.target), OVERLAP in words
-        asked.append(overlaps)
-        if not overlaps:
-            return plain
-        assert settings.target == "megatron-lm"
-        if outcome == "refused":
-            raise ConfigError(OVERLAP, "", "does not go with the flags", "drop it")
-        if outcome == "interrupted":
-            raise KeyboardInterrupt
-        assert isinstance(outcome, float)
-        return slower(plain, outcome)
-
-    monkeypatch.setattr(scaling, "search_plan", search)
-    plain = searched("megatron-lm")
-    both = search_both(SMALL, H100, QUICK)
-    assert asked == [False, True, False]
-    expected = min(1.0, outcome) if isinstance(outcome, float) else 1.0
-    seconds = plain.prediction.predicted.step_seconds
-    assert both.upstream.prediction.predicted.step_seconds == pytest.approx(expected * seconds)
-    assert both.upstream.ended_early == (outcome == "interrupted")
-
-
-@pytest.mark.parametrize("words", [(*SMALL, OVERLAP), ("--bf16",)])
-def test_what_the_flags_say_of_that_overlap_and_dense_models_are_searched_once(
-    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Target] = []
-
-    def search(
-        _: list[str], cluster: Cluster, settings: SearchSettings, *more: object, **options: object
-    ) -> PlanSearch:
-        asked.append(settings.target)
-        return dataclasses.replace(searched(settings.target), words=words)
-
-    monkeypatch.setattr(scaling, "search_plan", search)
-    search_both(words, H100, QUICK)
-    assert asked == ["megatron-lm", "moe-overlap"]
 
 
 def slower(search: PlanSearch, by: float) -> PlanSearch:

@@ -87,6 +87,14 @@ def test_layers_are_cut_alike_and_beside_another_micro_batch_too() -> None:
         assert alike.seconds == pytest.approx(min(steps)) and min(steps) < max(steps)
 
 
+@pytest.mark.parametrize(("stages", "expected"), [("1", True), ("2", False)])
+def test_gradients_are_reduced_at_once_where_they_alone_cross_the_network(stages: str, expected: bool) -> None:
+    """Experts of eight stay inside a node; replicas do where a stage has but one."""
+    found = tuned(8.0, "--pipeline-model-parallel-size", stages, "--overlap-grad-reduce")
+    listed = [one.decided.stages[0].overlap for one in (found.chosen, *found.others) if one.prediction is not None]
+    assert {overlap.reduce_at_once for overlap in listed if overlap.is_listed} == {expected}
+
+
 def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:
     found = tuned(8.0, "--micro-batch-size", "1")
     (refused,) = [one for one in found.others if one.refused and DEFERRED not in one.name]
@@ -149,15 +157,16 @@ def test_what_is_written_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(api, "cached_graphs", by_hand)
-    assert main([*write_job(tmp_path, "--overlap-param-gather"), "--json"]) == 0
+    words = ("--overlap-grad-reduce", "--overlap-param-gather")
+    assert main([*write_job(tmp_path, *words), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["dropped_flags"] == ["--overlap-param-gather"]
+    assert answer["dropped_flags"] == []
     assert answer["layer_classes"]["complete"] and len(answer["layer_classes"]["classes"]) == 4
     assert answer["chosen"] != PLAIN and answer["step_seconds"] < answer["plain_step_seconds"]
     config = parse([f"@{tmp_path / 'tuned' / 'megatron_args.txt'}"]).config
     validate(config, 16)
     plan = plan_of_run(config, describe_model(config, known_vocab_size(config), "job"), 16)
-    assert plan.stages[0].overlap.is_listed and plan.host_runs_ahead
+    assert plan.stages[0].overlap.is_listed and plan.stages[0].overlap.overlap_param_gather and plan.host_runs_ahead
     assert plan.predicted is not None and plan.predicted.step_seconds == answer["step_seconds"]
     assert json.loads((tmp_path / "tuned" / "trace.json").read_text())["traceEvents"]
 

@@ -28,13 +28,14 @@ from moe_overlap.report.search import (
     write_search,
 )
 from moe_overlap.search_flags import PlansAsFlags, without_layout
-from moe_overlap.tuner.problem import Problem
-from moe_overlap.tuner.search.hidden import HiddenCosts, Way, goes_with, search_hidden
+from moe_overlap.tuner.cost.pipeline import lone_share
+from moe_overlap.tuner.problem import OURS, Problem
+from moe_overlap.tuner.search.hidden import HiddenCosts, Way, goes_with, search_hidden, with_cuttable_modules
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout, chunks_of
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
-from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of
+from tests.unit.tuner.test_search_uniform import MODULE, Case, case_of, graphs_of, least_memory, with_modules
 
 # Tokens travel slowly, and as hand-made graphs gather no rows over expert-tensor ranks, experts are not split.
 SLOW = case_of("--moe-ffn-hidden-size", "4095", domain_gb_per_s=20.0, node_gb_per_s=20.0)
@@ -55,7 +56,9 @@ def simplest(case: Case, layout: UniformLayout, way: Way, memory: MemoryChoice) 
         graphs=graphs_of(plan, case.model),
         features=case.task.features,
         machine=case.task.machine,
+        listed=dataclasses.replace(OURS, overlap_param_gather=True),
     )
+    assert case.task.features.overlap_param_gather
     prediction = Candidates(problem, LIMITS, 0.5).simplest(way).prediction
     return None if prediction is None else (prediction.predicted.step_seconds, prediction.fullest.needed_bytes)
 
@@ -76,9 +79,11 @@ def test_no_plan_of_a_way_is_faster_than_the_closed_form(way: Way) -> None:
         saved.append(1.0 - least / float(plain.evaluate(layout).seconds[0, 0]))
         tight.append(least / simulated[0])
         held.append(float(evaluated.needed_bytes[0, 0]) / simulated[1])
-    assert len(tight) >= 10 and sorted(saved)[len(saved) // 4] > 0.1
+    assert len(tight) >= 10 and sorted(saved)[len(saved) // 2] > 0.1
+    # Of pairs it knows what runs alone while a pipeline fills and drains, and is close to the step.
+    assert way is not Way.PAIRS or min(tight) > 0.92, tight
     # What two micro-batches hold is known before they are simulated.
-    assert min(held) > 0.99 and max(held) < 1.01, held
+    assert min(held) > 0.98 and max(held) < 1.01, held
 
 
 def paced(host_seconds: float, graphs: bool = False) -> Case:
@@ -103,11 +108,20 @@ def test_what_partitions_launch_again_counts_as_far_as_they_are_worth_it() -> No
         def plain(host_seconds: float, layout: UniformLayout = layout) -> float:
             return float(UniformCosts(paced(host_seconds).task).evaluate(layout).seconds[0, 0])
 
-        # Without a host both ways hide as much; it launches one of them twice.
-        assert least(0.0, Way.PARTITIONS) == pytest.approx(least(0.0, Way.PAIRS), rel=1e-3)
+        batch, gpus = batch_and_gpus()
+        count = batch * layout.pipeline // (gpus * layout.micro_batch)
+        alone = lone_share(layout.pipeline, layout.virtual, count)
+        assert 0.0 < alone < 1.0
+
+        def in_pairs(host_seconds: float, way: Way, share: float = alone) -> float:
+            """Of a pipeline's pairs fill and drain hide nothing; of partitions all passes hide as much."""
+            return (1.0 - share) * least(host_seconds, way) + share * plain(host_seconds)
+
+        # Without a host both ways hide as much where they hide; it launches one of them twice. Stages are not quite equal.
+        assert least(0.0, Way.PAIRS) == pytest.approx(in_pairs(0.0, Way.PARTITIONS), rel=0.05)
         assert least(0.0, Way.PARTITIONS) < 0.97 * plain(0.0)
         slow = 3e-4
-        assert least(slow, Way.PARTITIONS) > 1.05 * least(slow, Way.PAIRS)
+        assert in_pairs(slow, Way.PARTITIONS) > 1.02 * least(slow, Way.PAIRS)
         assert least(slow, Way.PARTITIONS, graphs=True) < 0.97 * least(slow, Way.PARTITIONS)
         assert least(1e-2, Way.PARTITIONS) == pytest.approx(plain(1e-2), rel=0.01)
         for graphs in (False, True):
@@ -138,6 +152,17 @@ def test_what_is_ranked_is_what_an_enumeration_has() -> None:
     assert not search_hidden(plain, SLOW.sound, SLOW.task, lambda layout: SLOW.bounds, keep, 0.0)
 
 
+def test_partitions_are_ranked_with_recomputation_that_they_may_have() -> None:
+    """Norms are not recomputed in partitions: such layouts would take the seats of others, and be refused as flags."""
+    slow = case_of("--global-batch-size", "64", gpus=4, domain_gb_per_s=20.0, node_gb_per_s=20.0)
+    case = with_modules(least_memory(slow, 0.055))
+    found = search_hidden(case.search(), case.sound, case.task, lambda layout: case.bounds, 8, math.inf)
+    modules = {way: {each.ranked.memory.modules for each in found if each.way is way} for way in Way}
+    assert modules[Way.PARTITIONS] == {()} and MODULE in modules[Way.PAIRS]
+    several = dataclasses.replace(case.task, modules=(MODULE, ("layernorm", "moe_act"), ("moe_act",)))
+    assert with_cuttable_modules(several).modules == (("moe_act",),)
+
+
 def at_speed(gb_per_s: float) -> Cluster:
     return dataclasses.replace(
         H100,
@@ -162,8 +187,9 @@ def test_a_plan_that_is_fast_with_overlap_only_is_found(tmp_path: Path, monkeypa
     assert found.prediction.predicted.step_seconds <= screened.seconds
     assert search_json(found)["overlap_screened"][0]["name"] == found.screened[0].name
     assert any(line.startswith("overlapped  ") for line in detail_lines(found))
-    # What is written is predicted as it was found: its run gathers weights behind the update, as lists do.
-    assert "--overlap-param-gather" in found.tuned.dropped
+    # What is written is predicted as it was found: its lists gather weights under their first passes, as the flags ask.
+    assert not found.tuned.dropped
+    assert all(stage.overlap.overlap_param_gather for stage in found.plan.stages)
     write_search(tmp_path, found)
     monkeypatch.chdir(tmp_path)
     again = predict(["@megatron_args.txt"], at_speed(150.0), **OPTIONS)
@@ -308,3 +334,30 @@ def test_every_offered_recomputation_is_accepted_as_flags() -> None:
             validate_plan(plan, case.model)
             said.read("", plan, case.model)
     assert unlike >= 3
+
+
+@pytest.mark.parametrize(("pairs", "expected"), [(4.64, ["pairs", "cut"]), (4.9, ["cut"])])
+def test_the_fastest_of_each_way_is_decided_where_a_decision_may_make_it_the_best(
+    pairs: float, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simplest plan of a way defers nothing: slower than what was decided before, it may still win once it is decided."""
+    seconds = {"cut": (Way.PARTITIONS, 4.37), "cut too": (Way.PARTITIONS, 4.38), "pairs": (Way.PAIRS, pairs)}
+
+    def screened(layout: SimpleNamespace, _finalist: object, _search: object) -> tuple[Screened, SimpleNamespace]:
+        way, simplest = seconds[layout.ranked.name]
+        outcome = Screened(name=layout.ranked.name, way=str(way), least_seconds=4.0, seconds=simplest, refused="")
+        return outcome, SimpleNamespace(name=layout.ranked.name)
+
+    def faster(best: Overlapped, finalist: SimpleNamespace, *_: object) -> Overlapped:
+        decided.append(finalist.name)
+        return best
+
+    decided: list[str] = []
+    monkeypatch.setattr(overlapped_search, "_screened", screened)
+    monkeypatch.setattr(overlapped_search, "_faster", faster)
+    experts = SimpleNamespace(expert=1, expert_tensor=1)
+    plain = SimpleNamespace(name="plain", simulated_seconds=4.4, plan=SimpleNamespace(stages=[experts]))
+    layouts = [SimpleNamespace(ranked=SimpleNamespace(name=name)) for name in seconds]
+    search = SimpleNamespace(is_late=False)
+    decide_overlaps([plain], lambda bar: layouts, search)  # type: ignore[list-item, arg-type]
+    assert sorted(decided) == sorted(expected)

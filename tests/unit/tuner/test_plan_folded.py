@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.lower import lower, lower_rank
-from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
+from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.plan.uniform_overlap import OverlapWords
 from moe_overlap.tuner.cost.interference import NO_INTERFERENCE
@@ -75,10 +78,16 @@ def test_a_folded_step_takes_as_long_as_the_whole_one(words: OverlapWords, chang
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("words", "recompute"), [(PAIRS, Recompute()), (WORDS, WHOLE)], ids=["pairs", "recomputed"])
-def test_little_is_lost_where_a_block_waits_inside(words: OverlapWords, recompute: Recompute, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("words", "recompute", "chunks"),
+    [(PAIRS, Recompute(), 1), (PAIRS, Recompute(), 2), (WORDS, WHOLE, 1)],
+    ids=["pairs", "pairs of chunks", "recomputed"],
+)
+def test_little_is_lost_where_a_block_waits_inside(
+    words: OverlapWords, recompute: Recompute, chunks: int, seed: int
+) -> None:
     """Exchanges under way while the rest of a block waits for its input are not taken off it."""
-    changes = {"stages": 2, "micro_batches": 8, "stage": {**EP2, "recompute": recompute}}
+    changes = {"stages": 2, "chunks": chunks, "micro_batches": 8, "stage": {**EP2, "recompute": recompute}}
     plan, model = with_words(words, "mmdm", 64, **changes)
     seconds = seconds_of(seed)
     whole = whole_step(plan, model, seconds)
@@ -86,16 +95,23 @@ def test_little_is_lost_where_a_block_waits_inside(words: OverlapWords, recomput
 
 
 def test_samples_hold_every_kind_of_block() -> None:
-    for stages, chunks, micro_batches in ((1, 1, 1), (4, 1, 1), (4, 1, 8), (2, 2, 4)):
-        plan = plan_samples.plan(4, stages, chunks, micro_batches)
+    shapes = ((1, 1, 1), (4, 1, 1), (4, 1, 8), (2, 2, 4), (2, 2, 2), (4, 1, 32), (4, 3, 12), (8, 2, 64))
+    for (stages, chunks, micro_batches), in_flight in product(shapes, (1, 2)):
+        overlap = StageOverlap(micro_batches_in_flight=in_flight)
+        plan = plan_samples.plan(stages * chunks, stages, chunks, micro_batches, stage={"overlap": overlap})
         for stage in range(stages):
-            kinds, sampled = (
-                {
-                    (step.direction, step.chunk, step.direction == "backward" and step.micro_batch == last)
-                    for block in blocks
-                    for step in block
-                    for last in (max(other.micro_batch for one in blocks for other in one),)
-                }
-                for blocks in (pipeline_blocks(plan, stage), sample_blocks(plan, stage))
-            )
-            assert kinds <= sampled
+            blocks, sample = pipeline_blocks(plan, stage), sample_blocks(plan, stage)
+            assert kinds(blocks) <= kinds(sample)
+            passes = [step for block in sample for step in block]
+            assert len({*passes}) == len(passes) == 2 * chunks * (1 + max(step.micro_batch for step in passes))
+            for step in passes:
+                before = Step("forward", step.chunk, step.micro_batch)
+                assert step == before or passes.index(before) < passes.index(step)
+
+
+def kinds(blocks: Sequence[Sequence[Step]]) -> set[tuple[tuple[str, int, bool], ...]]:
+    last = max(step.micro_batch for block in blocks for step in block)
+    return {
+        tuple((step.direction, step.chunk, step.direction == "backward" and step.micro_batch == last) for step in block)
+        for block in blocks
+    }

@@ -206,7 +206,7 @@ def test_a_search_advises_nothing_that_it_decides() -> None:
     assert advice(exposed_expert=0.3) == advice(exposed_tensor=0.3) == advice(exposed_transfer=0.2) == []
     assert advice(bubble=0.2) == ["a larger global batch, if the training allows it: bubble takes 20.0 % of the step"]
     assert advice(exposed_expert=0.3, is_upstream=True)[0].startswith(
-        "an overlap of all-to-alls: this fork's, or Megatron-LM's"
+        "an overlap of all-to-alls: this fork's; --target both"
     )
 
 

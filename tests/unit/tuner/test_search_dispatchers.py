@@ -239,7 +239,7 @@ def by_config(config: Config, model: ModelDescription, plan: Plan, flags: Flags)
 def test_a_freed_dispatcher_is_written_and_predicted_as_the_search_has_it(tmp_path: Path) -> None:
     """Links are so slow that fewer copies of a token are faster; the flags of a kept dispatcher change nothing."""
     group = H100.groups[0]
-    slow = dataclasses.replace(H100, groups=(dataclasses.replace(group, domain_gb_per_s=20.0, node_gb_per_s=20.0),))
+    slow = dataclasses.replace(H100, groups=(dataclasses.replace(group, domain_gb_per_s=10.0, node_gb_per_s=10.0),))
     wide = [*SMALL, "--num-experts", "16", "--moe-router-topk", "8", "--moe-ffn-hidden-size", "32767"]
     options: Any = {**OPTIONS, "graphs": by_config}
     settings = SearchSettings(target="megatron-lm", space="megatron", has_baseline=False)

@@ -114,7 +114,7 @@ def accepts(whole: Plan, slot: str, name: str, described: str) -> bool:
     try:
         validate_plan(changed, MODELS[described])
     except ConfigError as error:
-        assert "has not run when the exchange starts" in str(error)
+        assert "has not run when the all-to-all starts" in str(error)
         return False
     return True
 

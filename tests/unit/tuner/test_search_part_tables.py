@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from moe_overlap.shards import Shard, share_of
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.capture.library import BlockLibrary
 from moe_overlap.tuner.capture.request import Request
-from moe_overlap.tuner.cost.operators import tabulate
+from moe_overlap.tuner.cost.layout_tables import LayoutTables
+from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.search.part_tables import PartTables
 from moe_overlap.tuner.search.space import UniformLayout
 from tests.unit.tuner.made_layers import Extra, Tape, captured
@@ -53,6 +56,30 @@ def test_tables_are_those_of_a_capture_of_each_layout() -> None:
             assert [payload for *_, payload in table.collectives] == pytest.approx(
                 [payload for *_, payload in expected.collectives], rel=1e-12
             )
+
+
+def test_a_process_makes_the_tables_of_its_own_share_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that `share_of` deals it; they are the tables of one process."""
+    every, by_ranks = tables()
+    asked: list[Request] = []
+    real = LayoutTables.operators
+
+    def noted(self: LayoutTables, kind: str, requests: Sequence[Request], b: int, s: int) -> list[OpTable | None]:
+        asked.extend(requests)
+        return real(self, kind, requests, b, s)
+
+    library = BlockLibrary(model_of)
+    library.prepare(requests())
+    found = PartTables(library, by_ranks, layouts(), LENGTH, shares=3)
+    own = share_of(layouts(), Shard(2, 3))
+    monkeypatch.setattr(LayoutTables, "operators", noted)
+    parts = [found.of(layout) for layout in own]
+    assert {*asked} == {by_ranks[layout.ranks] for layout in own} and 0 < len(own) < len(layouts())
+    for layout, of_layout in zip(own, parts, strict=True):
+        whole = every.of(layout)
+        assert whole is not None and of_layout is not None and len(of_layout) == len(whole)
+        for (table, count), (expected, how_often) in zip(of_layout, whole, strict=True):
+            assert count == how_often and table.bytes == pytest.approx(expected.bytes, rel=1e-12)
 
 
 def test_a_layout_that_must_be_captured_has_no_tables() -> None:

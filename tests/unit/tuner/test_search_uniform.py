@@ -21,8 +21,10 @@ from moe_overlap.job import features_of, read_job
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.machine import machine_of
+from moe_overlap.tuner.cost.operators import tabulate
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.cost.uneven_chunks import unevenness
 from moe_overlap.tuner.problem import Problem
@@ -96,6 +98,10 @@ class Case:
 
     def predicted(self, layout: UniformLayout, memory: MemoryChoice) -> tuple[float, float]:
         """Seconds and bytes of the fullest stage, as tools/predict.py has them."""
+        prediction = self.prediction(layout, memory)
+        return prediction.predicted.step_seconds, float(prediction.fullest.needed_bytes)
+
+    def prediction(self, layout: UniformLayout, memory: MemoryChoice) -> Prediction:
         plan = self.plan(layout, memory)
         problem = Problem(
             model=self.model,
@@ -104,8 +110,7 @@ class Case:
             features=self.task.features,
             machine=self.task.machine,
         )
-        prediction = predict_plan(plan, problem)
-        return prediction.predicted.step_seconds, float(prediction.fullest.needed_bytes)
+        return predict_plan(plan, problem)
 
     def search(self, **options: object) -> UniformSearch:
         return search_uniform(self.sound, UniformCosts(self.task), lambda layout: self.bounds, **options)  # type: ignore[arg-type]
@@ -247,6 +252,37 @@ def test_prices_are_those_of_predict(space: str) -> None:
         assert evaluated.needed_bytes[n, r] == pytest.approx(needed, rel=1e-6)
 
 
+def test_the_fullest_of_equal_stages_counts() -> None:
+    """Stages in the middle have equal parts, and hold more micro-batches the further they stand in front."""
+    case = case_of(
+        "--num-layers", "4", "--moe-layer-freq", "([0]+[1]*3)", "--hidden-size", "4096", "--vocab-size", "257"
+    )
+    layout = UniformLayout(tensor=1, context=1, expert=2, expert_tensor=1, pipeline=4, virtual=1, micro_batch=1)
+    evaluated = UniformCosts(case.task).evaluate(layout)
+    fullest = set()
+    for r, choice in enumerate(evaluated.choices[0]):
+        prediction = case.prediction(layout, choice)
+        fullest.add(prediction.fullest.stage)
+        assert evaluated.needed_bytes[0, r] == pytest.approx(float(prediction.fullest.needed_bytes), rel=1e-6)
+    assert fullest == {1} and len(evaluated.choices[0]) == 2
+
+
+@pytest.mark.parametrize("axis", ["ep", "tp_ep"])
+def test_a_part_that_layouts_share_costs_each_what_it_costs_it_alone(axis: str) -> None:
+    """One table for all, in groups inside a node of two GPUs and beyond it, with loads that grow with the ranks of experts."""
+    case = case_of(nodes=4, gpus_per_node=2, domain_gpus=2)
+    table = tabulate(graph_of(case.model, (1, 1, 2, 1)).part("moe", samples=1), 1, 128)
+    sent = tuple((index, dataclasses.replace(each, axis=axis), size) for index, each, size in table.collectives)
+    table = dataclasses.replace(table, collectives=sent)
+    task = dataclasses.replace(case.task, operators=lambda layout: [(table, 1)], load=lambda expert: 1.0 + expert / 8)
+    costs, seen = UniformCosts(task), set()
+    for layout in case.layouts:
+        seconds = costs.through_seconds(layout)
+        assert seconds == UniformCosts(task).through_seconds(layout)
+        seen.add(seconds)
+    assert len(seen) > 3
+
+
 def test_a_part_of_a_space_has_the_prices_of_the_whole() -> None:
     """All layers again or none, and the optimizer alone on the host: those rows and columns, and nothing else."""
     wide = case_of(space="offload").task
@@ -297,19 +333,30 @@ def test_no_bound_is_above_a_plan() -> None:
 # The search
 
 
-def exhaustive(case: Case) -> list[tuple[float, UniformLayout]]:
-    """Every plan of every layout by `predict`, one by one: the fastest that fits of each layout."""
-    gpu = case.cluster.group_of(0).gpu
-    best = []
+Prices = dict[UniformLayout, dict[MemoryChoice, tuple[float, float]]]
+"""Seconds and bytes of the fullest stage of every plan of every layout."""
+
+
+def prices_of(case: Case) -> Prices:
+    """Every plan of every layout by `predict`, one by one. They do not depend on the memory that a GPU has."""
+    prices: Prices = {}
     for layout in case.sound:
         longest = max(last - first for chunks in chunks_of(case.model.num_layers, layout.pipeline, layout.virtual)
                       for first, last in chunks)  # fmt: skip
         choices = [MemoryChoice(layers=layers) for layers in range(longest + 1)]
         choices += [MemoryChoice(modules=modules) for modules in case.task.modules]
-        predicted = [case.predicted(layout, choice) for choice in choices]
-        high = case.task.machine.memory.high
-        fitting = [seconds for seconds, needed in predicted if needed * high <= gpu.memory_gib * GIB]
-        if fitting:
+        prices[layout] = {choice: case.predicted(layout, choice) for choice in choices}
+    return prices
+
+
+def fastest(case: Case, prices: Prices) -> list[tuple[float, UniformLayout]]:
+    """The fastest plan of each layout that fits and recomputes no modules but the case's."""
+    most = case.cluster.group_of(0).gpu.memory_gib * GIB / case.task.machine.memory.high
+    allowed = {(), *case.task.modules}
+    best = []
+    for layout, choices in prices.items():
+        of_case = [price for choice, price in choices.items() if choice.modules in allowed]
+        if fitting := [seconds for seconds, needed in of_case if needed <= most]:
             best.append((min(fitting), layout))
     return sorted(best)
 
@@ -331,12 +378,6 @@ def with_modules(case: Case) -> Case:
     return dataclasses.replace(case, task=dataclasses.replace(case.task, modules=(MODULE,)))
 
 
-def agree(case: Case, *, keep: tuple[int, ...] = (3,)) -> None:
-    best = exhaustive(case)
-    for number in keep:
-        agrees(case, best, number)
-
-
 def agrees(case: Case, best: list[tuple[float, UniformLayout]], keep: int) -> None:
     found = case.search(keep=keep)
     assert found.solution.status is Status.OPTIMAL and found.solution.gap == 0.0
@@ -350,10 +391,18 @@ def agrees(case: Case, best: list[tuple[float, UniformLayout]], keep: int) -> No
     assert counts.layouts == len(case.sound) == counts.too_large + counts.too_slow + counts.evaluated
 
 
+@cache
+def few_gpus() -> tuple[Case, Prices]:
+    """So many micro-batches that bounds are close to steps: with one plan kept, bounds a fifth too high would lose the best."""
+    case = case_of("--global-batch-size", "64", gpus=4)
+    return case, prices_of(with_modules(case))
+
+
 def test_the_search_finds_what_an_enumeration_finds() -> None:
-    # So many micro-batches that bounds are close to steps: with one plan kept, bounds a fifth too high would lose the best.
-    case = least_memory(case_of("--global-batch-size", "64", gpus=4), 0.055)
-    agree(case, keep=(1, 2, 3))
+    roomy, prices = few_gpus()
+    case = least_memory(roomy, 0.055)
+    for number in (1, 2, 3):
+        agrees(case, fastest(case, prices), number)
     found = case.search(keep=3)
     assert 0 < found.counts.fitting < found.counts.evaluated and found.counts.too_large
 
@@ -361,9 +410,9 @@ def test_the_search_finds_what_an_enumeration_finds() -> None:
 @pytest.mark.slow
 def test_the_search_finds_what_an_enumeration_finds_on_perturbed_cases() -> None:
     for case in cases():
-        agree(case)
-        agree(least_memory(case, 0.055))
-        agree(with_modules(least_memory(case, 0.055)))
+        prices, small = prices_of(with_modules(case)), least_memory(case, 0.055)
+        for perturbed in (case, small, with_modules(small)):
+            agrees(perturbed, fastest(perturbed, prices), 3)
 
 
 def test_a_deadline_that_is_over_ends_the_search_with_what_it_has() -> None:
@@ -404,10 +453,11 @@ def test_the_frontier_trades_seconds_for_bytes() -> None:
 
 def test_modules_are_recomputed_where_the_fastest_does_not_fit() -> None:
     """The search agrees with an enumeration of all layouts; where everything fits, no module is recomputed or priced."""
-    case = least_memory(case_of("--global-batch-size", "64", gpus=4), 0.055)
-    agree(with_modules(case))
+    roomy, prices = few_gpus()
+    case = least_memory(roomy, 0.055)
+    agrees(with_modules(case), fastest(with_modules(case), prices), 3)
     with_freedom, without = with_modules(case).search(keep=3), case.search(keep=3)
     assert with_freedom.solution.objective < without.solution.objective
     assert any(plan.memory.modules == MODULE for plan in with_freedom.ranked)
-    roomy = case_of(gpus=4)
-    assert with_modules(roomy).search().ranked == roomy.search().ranked
+    all_fits = case_of(gpus=4)
+    assert with_modules(all_fits).search().ranked == all_fits.search().ranked

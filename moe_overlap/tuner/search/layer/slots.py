@@ -262,9 +262,13 @@ def holds_head(plan: Plan, index: int, model: ModelDescription, chunk: tuple[int
 
 
 def without_pieces(plan: Plan) -> Plan:
-    """The plan with gradients reduced at the end: their buckets are placed anew behind what completes them, and decide nothing
-    here."""
-    stages = (replace(stage, overlap=replace(stage.overlap, gradient_chunk_bytes=0)) for stage in plan.stages)
+    """The plan with gradients reduced, and weights gathered, at the end: their buckets are placed anew behind what completes
+    them, and decide nothing here."""
+
+    def at_the_end(overlap: StageOverlap) -> StageOverlap:
+        return replace(overlap, gradient_chunk_bytes=0, reduce_at_once=False, overlap_param_gather=False)
+
+    stages = (replace(stage, overlap=at_the_end(stage.overlap)) for stage in plan.stages)
     return replace(plan, stages=tuple(stages))
 
 

@@ -253,36 +253,54 @@ class _Program:
         count, virtual = len(problem.stages), problem.rules.virtual
         self._forward = [(self._chosen(i, "forward") + wait / 2) / virtual for i, wait in enumerate(waits)]
         self._backward = [(self._chosen(i, "backward") + wait / 2) / virtual for i, wait in enumerate(waits)]
-        come, left, gone = self._ends()
+        entered = self._entered()
+        left, gone = self._ends()
         step = self.model.add_variable()
         there: mathopt.LinearTypes = 0.0
         back: mathopt.LinearTypes = 0.0
         for i in range(count - 1, -1, -1):
-            self._chain(i, step, (come[i], come[-1] + back), (left[i], gone[-1], there))
+            self._chain(i, step, (entered[i], entered[-1] + back), (left[i], gone[-1], there))
             there = there + self._forward[i]
             back = back + self._backward[i] + self._chosen(i, "turn") / virtual
         update = self._largest([self._time(i, stage.optimizer) for i, stage in enumerate(problem.stages)])
         self.model.minimize(step + filling + update)
 
-    def _ends(self) -> tuple[Terms, Terms, Terms]:
-        """Per stage, as in pipeline.py: end of its first forward pass, time behind its last backward pass, and with that pass."""
-        virtual = self._problem.rules.virtual
-        passed, delay = self._forward[0], self._chosen(0, "first")
-        come, left = [passed + self._largest([delay, self._late(0)])], [self._chosen(0, "tail")]
-        gone: Terms = []
-        for i, (forward, backward) in enumerate(zip(self._forward, self._backward, strict=True)):
+    def _entered(self) -> Terms:
+        """Per stage, as in pipeline.py: end of the first forward pass of its last chunk."""
+        problem, virtual = self._problem, self._problem.rules.virtual
+        rounds, _, _ = warm_up(len(problem.stages), 0, problem.micro_batches, virtual)
+        waited = [self._chosen(j, "waited") for j in range(1, len(problem.stages))]
+        around = (virtual - 1) * (mathopt.fast_sum(self._forward) + mathopt.fast_sum(waited) / virtual)
+        more = max(0, rounds - 2 * (virtual - 1)) / virtual
+        passed: mathopt.LinearTypes = 0.0
+        delay: mathopt.LinearTypes = self._chosen(0, "first")
+        found: Terms = []
+        given: mathopt.LinearTypes = 0.0
+        for i, forward in enumerate(self._forward):
+            wait = self._chosen(i, "waited") / virtual
             if i:
-                waited = delay + self._chosen(i, "waited") / virtual
-                delay = self._largest([waited, self._chosen(i, "first") - passed])
-                passed = passed + forward
-                come.append(self._largest([passed + delay, forward + self._late(i)]))
-                left.append(self._largest([self._chosen(i, "tail"), gone[-1]]))
-            gone.append(backward + self._chosen(i, "drain") / virtual + left[-1])
-        return come, left, gone
+                delay = self._largest([delay + wait, self._chosen(i, "first") - passed])
+            passed = passed + forward
+            ended, again = passed + delay, self._chosen(i, "again")
+            busy = forward + self._chosen(i, "first")
+            if rounds:
+                busy = busy + rounds * forward + self._chosen(i, "enter") + more * again
+                # The first stage never waits for another.
+                waits = [ended + rounds * (forward + again / virtual), given + forward + wait] if i else []
+                given = ended = self._largest([ended + around, busy, *waits])
+            found.append(self._largest([ended, busy + self._chosen(i, "behind")]))
+        return found
 
-    def _late(self, i: int) -> mathopt.LinearTypes:
-        """How late a stage's first forward pass ends, what slows down those behind it counted to it."""
-        return self._chosen(i, "first") + self._chosen(i, "behind")
+    def _ends(self) -> tuple[Terms, Terms]:
+        """Per stage, as in pipeline.py: time behind its last backward pass, and with that pass."""
+        virtual = self._problem.rules.virtual
+        left: Terms = []
+        gone: Terms = []
+        for i, backward in enumerate(self._backward):
+            tail = self._chosen(i, "tail")
+            left.append(self._largest([tail, gone[-1]]) if i else tail)
+            gone.append(backward + self._chosen(i, "drain") / virtual + left[-1])
+        return left, gone
 
     def _chain(
         self,
@@ -297,18 +315,13 @@ class _Program:
         rounds, warm, steady = warm_up(len(stages), i, problem.micro_batches, virtual)
         f, b, turn = self._forward[i], self._backward[i], self._chosen(i, "turn")
         f_again, b_again = f + self._chosen(i, "again") / virtual, b + self._chosen(i, "rush") / virtual
-        (come, first), (left, all_gone, there) = begins, ends
+        (entered, first), (left, all_gone, there) = begins, ends
         cycles: mathopt.LinearTypes = 0.0
         if rounds:
-            waited = [self._chosen(j, "waited") for j in range(1, len(stages))]
             drained = [self._chosen(j, "drain") for j in range(len(stages))]
-            every_f = mathopt.fast_sum(self._forward) + mathopt.fast_sum(waited) / virtual
             every_b = mathopt.fast_sum(self._backward) + mathopt.fast_sum(drained) / virtual
-            more = max(0, rounds - 2 * (virtual - 1)) / virtual
-            entered = rounds * f + self._chosen(i, "enter") + more * self._chosen(i, "again")
-            cycles = self._largest([entered, (virtual - 1) * every_f])
-            cycles = cycles + self._largest([rounds * b_again, (virtual - 1) * every_b])
-        own, last = come + warm * f_again, there + all_gone
+            cycles = self._largest([rounds * b_again, (virtual - 1) * every_b])
+        own, last = entered + warm * f_again, there + all_gone
         behind = b + warm * b_again + left if i < len(stages) - 1 else all_gone
         begun = self._largest([own, first])
         if steady:

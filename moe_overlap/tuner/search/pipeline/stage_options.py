@@ -235,8 +235,10 @@ class AdditiveBound:
             return np.zeros_like(stable)
         chain = (rounds + steady) * stable
         if rounds:
-            again = max(0, rounds - 2 * (virtual - 1)) * stage.column("again") + rounds * stage.column("rush")
-            chain = chain + virtual * stage.column("enter") + again
+            # What is updated behind the first stage may have been updated while that stage waits for those in front.
+            more = rounds if place else max(0, rounds - 2 * (virtual - 1))
+            chain = chain + more * stage.column("again") + rounds * stage.column("rush")
+            chain = chain if place else chain + virtual * stage.column("enter")
         if halves:
             return (chain + warm / 2 * (stable + stage.column("again") + stage.column("rush"))) / virtual
         return chain / virtual + (stage.column("turn") if place < len(self._problem.stages) - 1 else 0.0)

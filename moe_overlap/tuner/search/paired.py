@@ -1,0 +1,63 @@
+"""Megatron-LM's overlap of all-to-alls as a choice of the search: layouts that run two micro-batches at a time.
+
+With --overlap-moe-expert-parallel-comm each layer runs the forward pass of one micro-batch beside the backward pass of another.
+That wants ranks that send each other tokens, and model chunks where there are stages. Layouts with the overlap and without are
+searched as one space, so that the fastest of either rule out the rest; graphs, operators, bytes and seconds on the device are
+those without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.space import UniformLayout
+from moe_overlap.tuner.search.uniform_cost import Evaluated, UniformCosts, UniformTask
+
+
+class CostsOfBoth(UniformCosts):
+    """Prices layouts with the overlap and without.
+
+    Args:
+        task: without it.
+        paired: the same run with the features of one with it.
+    """
+
+    def __init__(self, task: UniformTask, paired: UniformTask) -> None:
+        super().__init__(task)
+        self._paired = UniformCosts(paired, like=self)
+
+    def step_bound(self, layout: UniformLayout) -> float:
+        """Seconds that no plan of the layout stays below, with the overlap where the layout has it."""
+        return self._paired.step_bound(layout) if layout.paired else super().step_bound(layout)
+
+    def evaluate(self, layout: UniformLayout, of_modules: bool = False) -> Evaluated:
+        """Steps and bytes of a layout under every decision about memory, with the overlap where the layout has it."""
+        if not layout.paired:
+            return super().evaluate(layout, of_modules)
+        before = self._paired.stages_priced
+        evaluated = self._paired.evaluate(layout, of_modules)
+        self.stages_priced += self._paired.stages_priced - before
+        return evaluated
+
+    def bounds(self, of_layout: Callable[[UniformLayout], Bounds]) -> Callable[[UniformLayout], Bounds]:
+        """The bounds of both, from those of layouts without the overlap."""
+        known: dict[int, Bounds] = {}
+
+        def bounds(layout: UniformLayout) -> Bounds:
+            if not layout.paired:
+                return of_layout(layout)
+            if layout.tensor not in known:
+                known[layout.tensor] = replace(of_layout(layout), features=self._paired.task.features)
+            return known[layout.tensor]
+
+        return bounds
+
+
+def with_paired(layouts: Sequence[UniformLayout]) -> Iterator[UniformLayout]:
+    """Each layout, and with the overlap what megatron-core runs with it."""
+    for layout in layouts:
+        yield layout
+        if layout.expert > 1 and (layout.pipeline == 1 or layout.virtual > 1):
+            yield replace(layout, paired=True)
