@@ -64,7 +64,12 @@ class FreeSearch:
 
 def narrow_space(space: SearchSpace) -> SearchSpace:
     """The space that is searched before: what of it any runtime executes, where that is a part of it."""
-    recompute = replace(SEARCH_SPACES["recompute"], recomputes=space.recomputes, all_layers=space.all_layers)
+    recompute = replace(
+        SEARCH_SPACES["recompute"],
+        recomputes=space.recomputes,
+        all_layers=space.all_layers,
+        overlaps=space.overlaps,
+    )
     return recompute if set(recompute.zero_levels) < set(space.zero_levels) else space
 
 
@@ -179,8 +184,8 @@ def freed_layouts(found: UniformSearch, layouts: Sequence[UniformLayout]) -> lis
     wanted: dict[UniformLayout, None] = {}
     # Where no uniform plan fits, stages that differ may: those that lack least come first.
     plans = found.ranked or sorted(found.frontier, key=lambda plan: plan.needed_bytes)
-    for plan in [plan for plan in plans if plan.layout.pipeline > 1][:FREED]:
-        alone = replace(plan.layout, virtual=1)
+    staged = (replace(plan.layout, virtual=1, paired=False) for plan in plans if plan.layout.pipeline > 1)
+    for alone in [*dict.fromkeys(staged)][:FREED]:
         for layout in (alone, replace(alone, micro_batch=2 * alone.micro_batch)):
             if layout in known:
                 wanted.setdefault(layout)
@@ -188,12 +193,18 @@ def freed_layouts(found: UniformSearch, layouts: Sequence[UniformLayout]) -> lis
 
 
 def free_finalists(
-    search: FreeSearch, task: UniformTask, keep: int, flags: Flags, extrapolating: tuple[str, ...] = ()
+    search: FreeSearch,
+    task: UniformTask,
+    keep: int,
+    flags: Flags,
+    paired: Callable[[RankedLayout], Finalist],
+    extrapolating: tuple[str, ...] = (),
 ) -> list[Finalist]:
     """Step 3: the fastest plans in the order of their objectives, each predicted.
 
     Args:
         flags: asked for the flags of a plan that pretrain_moe.py executes.
+        paired: asked for the finalist of a plan with Megatron-LM's overlap.
         extrapolating: why prices reach beyond what was measured.
     """
     finalists = []
@@ -201,6 +212,9 @@ def free_finalists(
     candidates: list[Candidate] = [*search.uniform.ranked]
     candidates += search.staged.ranked if search.staged is not None else ()
     for candidate in sorted(candidates, key=lambda each: each.seconds)[:keep]:
+        if isinstance(candidate, RankedLayout) and candidate.layout.paired:
+            finalists.append(paired(candidate))
+            continue
         template, model = task.templates(candidate.layout.tensor)
         plan = _plan_of(candidate, template, model)
         validate_plan(plan, model)

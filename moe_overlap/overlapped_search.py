@@ -1,6 +1,6 @@
-"""The overlap of a plan search (`--target moe-overlap`): which of its plans is the fastest once all-to-alls are hidden.
+"""The overlap of a plan search (for this runtime, or any): which of its plans is the fastest once all-to-alls are hidden.
 
-1. The overlap of the first few plans without overlap is decided, as --overlap-only decides it.
+1. The overlap of the first few plans that this runtime executes is decided, as --overlap-only decides it.
 2. Layouts that plain steps rule out may be faster with their all-to-alls hidden (tuner/search/hidden.py). Each is read as flags,
    and the simplest plan of its way to overlap is simulated: that takes a second, deciding its overlap several.
 3. The overlap of the fastest of those of each way is decided too, if what a decision gains may make them the best so far.
@@ -19,7 +19,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.report.search import Finalist, Screened
+from moe_overlap.report.search import Finalist, Screened, is_paired
 from moe_overlap.report.tuning import Tuned, why_plain
 from moe_overlap.tuner.search.hidden import HiddenLayout
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
@@ -131,13 +131,14 @@ def _decisions(
     """The best so far after each decision; it counts as late until the last."""
     best = replace(best, is_late=True)
     # Step 1.
-    for finalist in finalists[:DECIDED]:
+    executed = [finalist for finalist in finalists if finalist.refusal is None and not is_paired(finalist)]
+    for finalist in executed[:DECIDED]:
         if finalist.plan.stages[0].expert * finalist.plan.stages[0].expert_tensor > 1:
             best = _faster(best, finalist, search, options)
             yield best
     # Step 2. What was decided above is not looked at again.
-    decided = {finalist.name for finalist in finalists[:DECIDED]}
-    known = {finalist.name: finalist for finalist in finalists}
+    decided = {finalist.name for finalist in executed[:DECIDED]}
+    known = {finalist.name: finalist for finalist in executed}
     wanted = [layout for layout in hidden(bar=best.seconds) if layout.ranked.name not in decided]
     # Late layouts may be missing among them.
     yield best

@@ -8,6 +8,9 @@
    those within `TIE` of the fastest the one that needs the least memory leads.
 4. For this runtime the overlap of the first few is decided, and of layouts that are fast with overlap only
    (overlapped_search.py); the shortest step is the answer.
+
+`--target any` takes the fastest plan whoever runs it: plans that nothing runs (free_search.py), those of Megatron-LM with its
+overlap, and those of this runtime with its own.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from moe_overlap.launching import launching_of
 from moe_overlap.overlapped_search import SCREENED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
-from moe_overlap.report.search import Finalist, PlanSearch
+from moe_overlap.report.search import Finalist, PlanSearch, is_paired
 from moe_overlap.search_flags import PlansAsFlags, Target, as_priced, with_precision, without_layout
 from moe_overlap.search_task import (
     accepted,
@@ -150,7 +153,7 @@ def search_plan(
         target=settings.target,
         space=search.space.name,
         cluster=cluster,
-        words=tuple(search.bare),
+        words=tuple(as_priced(search.bare, "megatron-lm") if is_paired(chosen) else search.bare),
         chosen=chosen,
         tuned=tuned,
         why_plain=answered.why_plain,
@@ -201,7 +204,7 @@ class _Search:
         task, bounds: of the narrow space; `listed` is the task for plans with instruction lists.
         paired: the task with Megatron-LM's overlap of all-to-alls, where that is searched, too.
         replays: whether the flags ask for lists that are replayed as CUDA graphs.
-        said: reads plans as flags.
+        said: reads plans as flags; `upstream` those of Megatron-LM's overlap, which another target may look at, too.
     """
 
     def __init__(
@@ -230,13 +233,17 @@ class _Search:
         if self.graphs == libraries.graphs:
             task = captured_ahead(task, self.job, self.layouts, libraries, settings.processes.shares)
         self.task = task
-        self.paired = paired_task(task, self.bare) if settings.target == "megatron-lm" else None
+        pairs = settings.target == "megatron-lm" or (settings.target == "any" and self.space.overlaps)
+        self.paired = paired_task(task, self.bare) if pairs else None
         self.replays = without_graphs(words)[1]
         self.listed = dataclasses.replace(task, features=dataclasses.replace(task.features, listed_graphs=self.replays))
         self.refusal = refusals(task, settings.target, self.bare)
         self.accepts = accepted(self.refusal)
         self.said = PlansAsFlags(task, self.bare, settings.target, cluster.gpus)
-        self.admits = self.said.is_read if settings.target != "any" else lambda plan: True
+        self.upstream = PlansAsFlags(task, as_priced(self.bare, "megatron-lm"), "megatron-lm", cluster.gpus)
+        self.admits: Callable[[RankedLayout], bool] = self.said.is_read
+        if settings.target == "any":
+            self.admits = lambda plan: not plan.layout.paired or self.upstream.is_read(plan)
 
     def _task_of(self, job: Job, space: SearchSpace) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
         return task_of(job, self.cluster, space, self.graphs, self.given, self.settings.averages)
@@ -311,8 +318,9 @@ class _Search:
             return _finalists(wider.uniform, self.said, self.cluster, self.options)
         extrapolating = machine_for(wider.job, self.cluster, self.options)[1]
         read = partial(self.said.read, wider.layouts[0].dispatcher)
+        paired = partial(self.upstream.finalist, cluster=self.cluster, options=self.options)
         free = FreeSearch(uniform=wider.uniform, staged=wider.staged)
-        return free_finalists(free, wider.task, KEPT, read, extrapolating)
+        return free_finalists(free, wider.task, KEPT, read, paired, extrapolating)
 
     def decided(
         self, found: UniformSearch, finalists: list[Finalist], deadline: float
@@ -337,7 +345,7 @@ class _Search:
             deadline=deadline,
             replays=self.replays,
         )
-        if overlaps.is_late or settings.target != "moe-overlap":
+        if overlaps.is_late or settings.target == "megatron-lm" or not self.space.overlaps:
             return finalists, Overlapped(chosen=finalists[0], tuned=None, is_late=overlaps.is_late)
         hidden = partial(
             search_hidden,
@@ -346,8 +354,8 @@ class _Search:
             self.listed,
             self.bounds,
             SCREENED,
-            accepts=self.accepts,
-            admits=self.admits,
+            accepts=accepted(refusals(self.task, "moe-overlap", self.bare)),
+            admits=self.said.is_read,
         )
         hidden = partial(hidden, deadline=deadline, progress=settings.progress)
         return finalists, decide_overlaps(finalists, hidden, overlaps, **options)
@@ -382,7 +390,7 @@ def _with_changes(answer: PlanSearch, words: Sequence[str], given: Options, opti
     precise = Options(**{**options, "precision": given.get("precision")})
     own = grouped(tuple(expand_files(words)))
     # For this fork flags of Megatron-LM's overlap make way, as `dropped` says.
-    decided = PAIRED if answer.target == "megatron-lm" else ()
+    decided = PAIRED if answer.is_upstream else ()
     changes = changes_of(own, answer.written.flags, answer.baseline, answer.cluster, decided, **precise)
     return dataclasses.replace(answer, changes=changes)
 

@@ -24,7 +24,7 @@ from moe_overlap.job import Job, capturable, features_of, vocabulary_of
 from moe_overlap.plan.capabilities import refuse_unsupported, shares_scales
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute
 from moe_overlap.plan.serialize import content_sha256
-from moe_overlap.search_flags import Target
+from moe_overlap.search_flags import Target, as_priced
 from moe_overlap.tuner.capture.cache import Graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
@@ -194,21 +194,25 @@ Refusals = Callable[[UniformLayout, MemoryChoice], ConfigError | None]
 
 
 def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals:
-    """The rule by which the target does not run a plan; None where it does."""
+    """The rule by which the target does not run a plan; None where it does, and where none need run it.
+
+    Plans with Megatron-LM's overlap are run by Megatron-LM, whatever the target.
+    """
 
     said = grouped(bare)
     recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
 
     @cache
     def settings_by(dispatcher: str, paired: bool) -> Mapping[str, Any]:
-        return values_of(grouped([*by_dispatcher(bare, dispatcher), *(PAIRED if paired else ())]))
+        words = by_dispatcher(as_priced(bare, "megatron-lm"), dispatcher)
+        return values_of(grouped([*words, *(PAIRED if paired else ())]))
 
     def refusal(layout: UniformLayout, memory: MemoryChoice) -> ConfigError | None:
-        if target == "any":
+        if target == "any" and not layout.paired:
             return None
         template, model = task.templates(layout.tensor)
         plan = uniform_plan(template, model.num_layers, layout, memory)
-        if target == "megatron-lm":
+        if target == "megatron-lm" or layout.paired:
             return next(iter(upstream_plan_errors(plan, settings_by(layout.dispatcher, layout.paired))), None)
         try:
             refuse_unsupported(dataclasses.replace(plan, precision="fp32"))

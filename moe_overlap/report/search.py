@@ -83,6 +83,11 @@ class Finalist:
         return self.simulated is not None and abs(self.simulated - 1.0) > APART
 
 
+def is_paired(finalist: Finalist) -> bool:
+    """Whether its layers overlap as Megatron-LM overlaps them; only Megatron-LM runs it then."""
+    return finalist.problem.features.overlap_experts
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screened:
     """A layout that was looked at for the all-to-alls that it may hide.
@@ -164,10 +169,20 @@ class PlanSearch:
     def sentence(self) -> str:
         """The chosen plan in words; of unlike meshes no stage stands for the others."""
         words = self.chosen.name if self.plan.transfers else plan_sentence(self.plan)
-        if self.target != "megatron-lm":
+        if not self.is_upstream:
             return words
         overlap = ", overlap: two micro-batches at a time" if PAIRED[0] in (*self.words, *self.chosen.said) else ""
         return f"{words}{overlap}, for unmodified Megatron-LM"
+
+    @property
+    def is_upstream(self) -> bool:
+        """Whether the plan is written for unmodified Megatron-LM, and not for this runtime."""
+        return self.target == "megatron-lm" or is_paired(self.chosen)
+
+    @property
+    def written_for(self) -> Target:
+        """The software that the flags of the plan are for."""
+        return "megatron-lm" if self.is_upstream else "moe-overlap"
 
     @property
     def refusal(self) -> str | None:
@@ -192,8 +207,8 @@ class PlanSearch:
         if self.tuned is not None and self.tuned.chosen.name != PLAIN:
             plan_file, words, said = "plan.json", self.tuned.arguments, ()
         head = [f"{self.plan.model.name} on {self.cluster.gpus} × {self.cluster.group_of(0).gpu.name}"]
-        target: Target = "megatron-lm" if self.target == "megatron-lm" else "moe-overlap"
-        dropped = dict(self.dropped)
+        # Megatron-LM's own overlap may be what the search found, whoever the target is.
+        dropped = {name: reason for name, reason in self.dropped.items() if name not in said}
         if self.tuned is not None:
             dropped |= {name: LEFT_OUT[name] for name in self.tuned.dropped}
         effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
@@ -212,7 +227,7 @@ class PlanSearch:
         # What the search took from the user's flags is among them again, so that it is listed with its reason.
         words = (*words, *(name for name in dropped if name not in words))
         return argument_file(
-            words, self.plan, said, target, effects=effects, dropped=dropped, plan_file=plan_file, head=head
+            words, self.plan, said, self.written_for, effects=effects, dropped=dropped, plan_file=plan_file, head=head
         )
 
 
@@ -233,6 +248,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "plan": as_values(search.plan),
         "arguments": search.written.arguments if executed else [],
         "not_executed": search.refusal,
+        "written_for": search.written_for if executed else None,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
         "why_no_overlap": search.why_plain or None,
         "graphs": graphs_json(search.graphs),
@@ -358,7 +374,7 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
         runners_up=others,
         compared_seconds=None if search.tuned is not None else search.chosen.simulated_seconds,
         try_next=[] if search.refusal is None else [EXECUTED],
-        is_upstream=search.target == "megatron-lm",
+        is_upstream=search.is_upstream,
         is_searched=True,
     )
 
@@ -462,7 +478,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     ranks = start_flags(search.plan.world_size, search.cluster.group_of(0).gpus_per_node)
     direct = f"python pretrain_moe.py {ranks}@{folder / ARGUMENTS}"
     start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else direct
-    added = words_to_add(search.written.flags, "megatron-lm" if search.target == "megatron-lm" else "moe-overlap")
+    added = words_to_add(search.written.flags, search.written_for)
     lines.append(f"{'next':<12}{f'{start} {added}'.rstrip()}")
     return lines
 
@@ -508,7 +524,7 @@ def write_search(folder: Path, search: PlanSearch) -> list[str]:
 def _run_texts(search: PlanSearch, plan: Plan) -> dict[str, str]:
     """The flags and the script by the names of their files."""
     written = search.written
-    target: Target = "megatron-lm" if search.target == "megatron-lm" else "moe-overlap"
+    target = search.written_for
     environment = run_environment(plan, written.flags, search.cluster.group_of(0).gpu.architecture, target)
     texts = {ARGUMENTS: written.text}
     if search.cluster.measured is None:

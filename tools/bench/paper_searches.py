@@ -133,7 +133,9 @@ def answered(search: Search) -> Outcome:
     Raises:
         KeyboardInterrupt: its time was over before any plan was found.
     """
-    settings = SearchSettings(target="any", space=search.space, averages=search.averages, has_baseline=False)
+    # The papers' systems hide no all-to-alls.
+    space = replace(search.space, overlaps=False)
+    settings = SearchSettings(target="any", space=space, averages=search.averages, has_baseline=False)
     options: Options = {"constants": search.machines.constants()}
     try:
         found = search_plan(search.words, search.machines.cluster(), settings, **options)

@@ -57,6 +57,7 @@ class SearchSpace:
         shards_operators: whether the best sharding of every operator is searched beside the plan.
         meshes: the plans on sub-meshes of unlike size that are searched.
         uniform: whether uniform plans are in the space.
+        overlaps: whether plans may hide their all-to-alls behind computation.
     """
 
     name: str
@@ -71,6 +72,7 @@ class SearchSpace:
     meshes: tuple[Restriction, ...] = ()
     uniform: bool = True
     all_layers: bool = False
+    overlaps: bool = True
 
     def has(self, layout: UniformLayout, gpus: int | None = None) -> bool:
         """Whether a layout is in the space; of so many GPUs, which is asked where each stage has one."""
@@ -96,16 +98,26 @@ SEARCH_SPACES = {
             frees_stages=True,
             meshes=(Restriction.FREE, Restriction.EQUAL_OPERATORS, Restriction.ONE_DEVICE),
         ),
-        # Restrictions of the full space, which papers compare with.
-        SearchSpace("data", recomputes=True, zero_levels=(0,), only_data=True),
-        SearchSpace("zero2", recomputes=True, zero_levels=(2,), only_data=True),
-        SearchSpace("zero3", recomputes=True, zero_levels=(3,), only_data=True),
+        # Restrictions of the full space, which papers compare with; their plans overlap nothing.
+        SearchSpace("data", recomputes=True, overlaps=False, zero_levels=(0,), only_data=True),
+        SearchSpace("zero2", recomputes=True, overlaps=False, zero_levels=(2,), only_data=True),
+        SearchSpace("zero3", recomputes=True, overlaps=False, zero_levels=(3,), only_data=True),
         SearchSpace(
-            "equal-layer", recomputes=True, zero_levels=LEVELS, offloads=ON_HOST, frees_stages=True, equal_layers=True
+            "equal-layer",
+            recomputes=True,
+            overlaps=False,
+            zero_levels=LEVELS,
+            offloads=ON_HOST,
+            frees_stages=True,
+            equal_layers=True,
         ),
-        SearchSpace("intra-only", recomputes=True, zero_levels=LEVELS, one_stage=True, shards_operators=True),
-        SearchSpace("inter-only", recomputes=True, meshes=(Restriction.ONE_DEVICE,)),
-        SearchSpace("equal-operator", recomputes=True, meshes=(Restriction.EQUAL_OPERATORS,), uniform=False),
+        SearchSpace(
+            "intra-only", recomputes=True, overlaps=False, zero_levels=LEVELS, one_stage=True, shards_operators=True
+        ),
+        SearchSpace("inter-only", recomputes=True, overlaps=False, meshes=(Restriction.ONE_DEVICE,)),
+        SearchSpace(
+            "equal-operator", recomputes=True, overlaps=False, meshes=(Restriction.EQUAL_OPERATORS,), uniform=False
+        ),
     )
 }
 
