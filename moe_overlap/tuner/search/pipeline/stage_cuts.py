@@ -17,7 +17,8 @@ For a threshold T, f(T) is the smallest Σ t_i with every t_i <= T. Alpa compute
 with s stages from layer k to the end and w devices left. (The paper says "s subsequent stages"; they are s - 1.) f falls as T
 grows, so few thresholds decide. Steps of `cut_stages`:
 1. The relaxation that forgets s gives each stage its fastest seconds; its smallest possible max t_i is the lowest threshold.
-2. The first thresholds from there at which a plan exists give a plan to beat.
+   Where no plan has it, as memory asks for other stages, the program above with max in the place of the sum gives the lowest.
+2. The shortest plan of the lowest threshold is one to beat.
 3. No stage slower than (best - f(infinity)) / (G - 1) is in a better plan; nor is one through which the shortest relaxed way is
    too long: forward sum + t + backward sum + (G - 1) max(t, lowest) >= best. Few stages are left.
 4. Branch and bound over intervals of thresholds (thresholds.py).
@@ -119,28 +120,24 @@ def cut_stages(
     # Step 1.
     lowest = float(ways.suffixes(ways.fastest, np.maximum)[0, ways.all_devices])
     behind = ways.suffixes(ways.fastest, np.add)
-    levels = np.unique(ways.seconds[np.isfinite(ways.seconds) & (ways.seconds >= lowest)])
     if not math.isfinite(lowest):
         return _solution(problem, None, math.inf, Status.INFEASIBLE, started)
     least = float(behind[0, ways.all_devices])
     if least + more * lowest >= beat:
         return _solution(problem, None, least + more * lowest, Status.INFEASIBLE, started)
-    # Step 2: 1, 2, 4, ... levels above the lowest.
-    best, plan = math.inf, None
-    reach, tried = 0, -1
-    while plan is None and tried < len(levels) - 1:
-        tried = min(reach, len(levels) - 1)
-        below = ways.restricted(ways.fastest <= levels[tried])
-        found = below.shortest(levels[tried])
-        reach = 2 * reach + 1
-        if found is not None:
-            best, plan = found.total + more * found.slowest, found.stages
-    if plan is None:
+    # Step 2.
+    found = ways.shortest(lowest)
+    if found is None:
+        lowest = ways.lowest()
+        found = ways.shortest(lowest) if math.isfinite(lowest) else None
+    if found is None:
         return _solution(problem, None, math.inf, Status.INFEASIBLE, started)
+    best, plan = found.total + more * found.slowest, found.stages
     # Step 3.
     ways = ways.restricted(least + more * ways.fastest < best)
-    ways = replace(ways, whole=ways.through(behind))
+    ways = replace(ways, whole=ways.through(ways.in_front(np.add), behind))
     ways = ways.restricted(ways.whole + more * np.maximum(ways.fastest, lowest) < best)
+    levels = np.unique(ways.seconds[np.isfinite(ways.seconds) & (ways.seconds >= lowest)])
     levels = levels[least + more * levels < best]
     # Step 4.
     end = search_thresholds(levels, more, least, ways.shortest, best, started + time_limit)
@@ -276,8 +273,9 @@ class _Ways:
                 before[node] = result[node][self.after]
         return result
 
-    def prefixes(self, seconds: Floats) -> Floats:
-        """[nodes, W + 1] smallest sum of stages in front of a node that take exactly the devices of a state."""
+    def in_front(self, combine: Callable[[Floats, Floats], Floats]) -> Floats:
+        """[nodes, W] smallest sum (or maximum) of stages in front of a node that leave exactly the devices of a state, all stages
+        being as fast as they can be."""
         order = np.argsort(-self.stop, kind="stable")
         backwards = _Ways(
             ranks=self.ranks,
@@ -290,23 +288,23 @@ class _Ways:
             after=self.after,
             whole=self.whole[order],
         )
-        return backwards.suffixes(seconds[order], np.add)[::-1]
+        # Of all devices those are left that the stages in front do not take.
+        return backwards.suffixes(self.fastest[order], combine)[::-1, self.all_devices :: -1]
 
-    def through(self, behind: Floats) -> Floats:
+    def through(self, front: Floats, behind: Floats) -> Floats:
         """[E] smallest sum of a whole pipeline with this stage in it, all stages being as fast as they can be.
 
         Args:
+            front: of `in_front`.
             behind: the suffixes of these seconds, or of more stages: then sums may be too small.
         """
-        front = self.prefixes(self.fastest)
-        # With w devices in front of a stage, all - w are left to it and to those behind.
         states = self.after.shape[1]
-        left = behind[:, self.after[:, self.all_devices - np.arange(states)]]
+        left = behind[:, self.after]
         result = np.empty(len(self.first))
         step = max(1, CELLS // states)
         for begin in range(0, len(result), step):
             own = slice(begin, begin + step)
-            ways = front[self.first[own], :-1] + left[self.stop[own], self.option[own]]
+            ways = front[self.first[own]] + left[self.stop[own], self.option[own]]
             result[own] = self.fastest[own] + ways.min(axis=1, initial=math.inf)
         return result
 
@@ -321,7 +319,8 @@ class _Ways:
         if relaxed.edge_seconds == below._exact_seconds(relaxed.edges):
             return relaxed
         # Stages through which no plan leads would only make the tables of each length larger.
-        return below.restricted(below.through(behind) < most)._shortest_by_length(threshold)
+        front = below.in_front(np.add)
+        return below.restricted(below.through(front, behind) < most)._shortest_by_length(threshold, front, most)
 
     def _shortest_of_any_length(self, sums: Floats) -> _Plan | None:
         """The plan of stages as fast as with any number of stages behind them; `sums` are the suffix sums of those seconds."""
@@ -336,24 +335,18 @@ class _Ways:
             node, state = self.stop[edge], self.after[self.option[edge], state]
         return self.plan(chosen, [float(self.fastest[edge]) for edge in chosen])
 
-    def _shortest_by_length(self, threshold: float) -> _Plan | None:
-        """F(s, k, w; T) for s = 1, 2, ... stages, each from the one before; all nodes at once."""
-        states = self.after.shape[1]
-        sums = [np.full((self.end + 1, states + 1), math.inf)]
-        sums[0][self.end, 0] = 0.0
-        best, length = math.inf, 0
+    def _shortest_by_length(self, threshold: float, front: Floats, most: float) -> _Plan | None:
+        """F(s, k, w; T) for s = 1, 2, ... stages, each from the one before; all nodes at once.
+
+        Args:
+            front: of `in_front`; what is not below `most` together with that is not looked at.
+        """
+        sums, best, length = [self._no_stage()], math.inf, 0
         for stages in range(1, self.end // self.ranks + 1):
-            reached = sums[-1].min(axis=1) < math.inf
-            seconds = self._of(stages - 1, threshold)
-            edges = np.flatnonzero(reached[self.stop] & np.isfinite(seconds))
-            if not len(edges):
+            table = self._longer(sums[-1], self._of(stages - 1, threshold), np.add)
+            if table is None:
                 break
-            # Stages that end together on one option leave the same sums: each is gathered once.
-            ends, which = np.unique(self.stop[edges] * len(self.after) + self.option[edges], return_inverse=True)
-            rest = sums[-1][ends[:, None] // len(self.after), self.after[ends % len(self.after)]][which]
-            starts = np.searchsorted(self.first[edges], np.unique(self.first[edges]))
-            table = np.full((self.end + 1, states + 1), math.inf)
-            table[self.first[edges][starts], :-1] = np.minimum.reduceat(seconds[edges, None] + rest, starts, axis=0)
+            table[:, :-1][front + table[:, :-1] >= most] = math.inf
             sums.append(table)
             if table[0, self.all_devices] < best:
                 best, length = float(table[0, self.all_devices]), stages
@@ -369,6 +362,38 @@ class _Ways:
             times.append(float(seconds[edge]))
             node, state = self.stop[edge], self.after[self.option[edge], state]
         return self.plan(chosen, times)
+
+    def lowest(self) -> float:
+        """The smallest slowest stage of any plan, each stage with those that it has behind it; infinite where there is none."""
+        slowest, lowest, front = self._no_stage(), math.inf, self.in_front(np.maximum)
+        for stages in range(1, self.end // self.ranks + 1):
+            table = self._longer(slowest, self._of(stages - 1, lowest), np.maximum)
+            if table is None:
+                break
+            slowest, lowest = table, min(lowest, float(table[0, self.all_devices]))
+            # What is no faster together with the stages in front is in no better plan.
+            slowest[:, :-1][np.maximum(front, slowest[:, :-1]) >= lowest] = math.inf
+        return lowest
+
+    def _no_stage(self) -> Floats:
+        """[nodes, W + 1] sums of pipelines that have no stage yet."""
+        sums = np.full((self.end + 1, self.after.shape[1] + 1), math.inf)
+        sums[self.end, 0] = 0.0
+        return sums
+
+    def _longer(self, sums: Floats, seconds: Floats, combine: Callable[[Floats, Floats], Floats]) -> Floats | None:
+        """[nodes, W + 1] the sums (or maxima) of pipelines with one more stage in front; None where there are none."""
+        reached = sums.min(axis=1) < math.inf
+        edges = np.flatnonzero(reached[self.stop] & np.isfinite(seconds))
+        if not len(edges):
+            return None
+        # Stages that end together on one option leave the same sums: each is gathered once.
+        ends, which = np.unique(self.stop[edges] * len(self.after) + self.option[edges], return_inverse=True)
+        rest = sums[ends[:, None] // len(self.after), self.after[ends % len(self.after)]][which]
+        starts = np.searchsorted(self.first[edges], np.unique(self.first[edges]))
+        table = np.full_like(sums, math.inf)
+        table[self.first[edges][starts], :-1] = np.minimum.reduceat(combine(seconds[edges, None], rest), starts, axis=0)
+        return table
 
     def _of(self, behind: int, threshold: float) -> Floats:
         """[E] seconds with so many stages behind; infinite above the threshold."""
