@@ -57,7 +57,7 @@ from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.search import detail_lines, search_json, search_lines
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.trace import write_trace
-from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
+from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run
 from moe_overlap.sharded_search import Processes
 from moe_overlap.shards import Shard, ShardsMissingError
 from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
@@ -119,11 +119,12 @@ def _overlap(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output)
     write_run(folder, tuned)
     write_trace(folder / "trace.json", tuned.step)
-    print(
-        json.dumps(tuned_json(tuned), indent=1)
-        if arguments.json
-        else tuned_text(tuned, folder, cluster.group_of(0).gpus_per_node)
-    )
+    if arguments.json:
+        print(json.dumps(tuned_json(tuned), indent=1))
+        return 0
+    print("\n".join(tuned_lines(tuned, folder, cluster.group_of(0).gpus_per_node)))
+    if arguments.verbose:
+        print("\n".join(["", *tuned_details(tuned)]))
     return 0
 
 
@@ -344,7 +345,9 @@ def _parser() -> argparse.ArgumentParser:
     answer = topic(parser, "answer", "what is printed and written")
     answer.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
     answer.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
-    answer.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
+    answer.add_argument(
+        "--verbose", action="store_true", help="every figure of the chosen plan, and all that was tried"
+    )
     answer.add_argument("--json", action="store_true", help="everything, as JSON")
     return parser
 

@@ -1,7 +1,7 @@
 """The answer of `tune`: as JSON, as text, and as the files that execute it.
 
-The answer has four parts, in this order: what traces refined (where there are any), the chosen plan and its figures, the
-runners-up with the reason why each was not chosen, and the mechanism of every class of layers.
+About ten lines say what traces refined (where there are any), the chosen plan and its figures, and the runners-up with the reason
+why each was not chosen; --verbose has every way that was tried, and the mechanism of every class of layers.
 """
 
 from __future__ import annotations
@@ -173,33 +173,47 @@ def refinement_json(refinement: Refinement) -> dict[str, Any]:
 
 # Text.
 
+RUNNERS_UP = 3
+"""Other ways that the short answer names."""
 
-def tuned_text(tuned: Tuned, folder: Path, per_node: int) -> str:
-    """The answer for a reader.
+
+def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
+    """The answer for a reader, in about ten lines; `tuned_details` has the rest.
 
     Args:
         folder: where `write_run` has written it.
+        per_node: GPUs.
     """
     chosen = tuned.chosen
     assert chosen.prediction is not None and chosen.plan is not None
     gained = tuned.plain_seconds / chosen.seconds
-    lines = [] if tuned.refinement is None else [*refinement_lines(tuned.refinement), ""]
-    lines += [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
-    lines += [f"{chosen.prediction.memory_verdict}: {text}" for text in chosen.prediction.overflow]
-    lines += [f"without    {flag}: {LEFT_OUT[flag]}" for flag in tuned.dropped]
-    lines += [f"assumed    {text}" for text in tuned.assumed]
-    lines += [f"           {line}" for line in _decisions(chosen)]
-    lines += [f"graphs     {line}" for line in graphs_lines(tuned.graphs, chosen.prediction)]
-    lines += [f"not        {other.name}: {_why(other, chosen)}" for other in tuned.others]
-    lines += classes_text(tuned.mix)
+    than = "" if chosen.name == PLAIN else f", {gained:.2f} times as fast as {PLAIN} ({tuned.plain_seconds:.4f} s)"
+    lines = [] if tuned.refinement is None else [*refined_lines(tuned.refinement)]
+    lines += [f"{'overlap':<12}{'none' if chosen.name == PLAIN else chosen.name}: {_figures(chosen)}{than}"]
+    lines += [f"{'':<12}{chosen.prediction.memory_verdict}: {text}" for text in chosen.prediction.overflow]
+    others = [other for other in tuned.others if other.prediction is not None]
+    lines += [f"{'runner-up':<12}{other.name}: {_why(other, chosen)}" for other in others[:RUNNERS_UP]]
+    lines += [f"{'graphs':<12}{line}" for line in graphs_lines(tuned.graphs, chosen.prediction)]
+    lines += [f"{'without':<12}{flag}: {LEFT_OUT[flag]}" for flag in tuned.dropped]
+    lines += [f"{'assumed':<12}{text}" for text in tuned.assumed]
+    refused = sum(other.prediction is None for other in tuned.others)
+    said = f", {refused} of them refused" if refused else ""
+    mixed = "" if tuned.mix is None else f" and {tuned.mix.predictions} mixes by class of layers"
     lines += [
-        "",
-        f"searched   {tuned.search_seconds:.1f} s",
-        f"written    {folder}: plan.json, megatron_args.txt, trace.json",
+        f"{'searched':<12}{1 + len(tuned.others)} ways{said}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them"
     ]
+    lines += [f"{'written':<12}{folder}: {', '.join(written_files(tuned))}"]
     ranks = start_flags(chosen.plan.world_size, per_node)
-    lines += [f"next       python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}"]
-    return "\n".join(lines)
+    return [*lines, f"{'next':<12}python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}"]
+
+
+def tuned_details(tuned: Tuned) -> list[str]:
+    """What --verbose adds: the prices that traces refined, the decisions of the chosen plan, every other way, every class of
+    layers."""
+    lines = [] if tuned.refinement is None else [*kind_lines(tuned.refinement), ""]
+    lines += [f"{'decided':<12}{line}" for line in _decisions(tuned.chosen)]
+    lines += [f"{'not':<12}{other.name}: {_why(other, tuned.chosen)}" for other in tuned.others]
+    return [*lines, *classes_text(tuned.mix)]
 
 
 UNTRIED = "captured graphs have not run on hardware yet"
@@ -322,8 +336,8 @@ def _shown_layers(layers: tuple[int, ...]) -> str:
     return f"L{layers[0]} L{layers[1]} … L{layers[-1]}, {len(layers)} layers"
 
 
-def refinement_lines(refinement: Refinement) -> list[str]:
-    """Kinds that were measured and predicted, kinds that were only one of them, and the steps."""
+def kind_lines(refinement: Refinement) -> list[str]:
+    """Kinds of instructions that were measured and predicted, and kinds that were only one of them."""
     both = [fitted for fitted in refinement.kinds if fitted.predicted_seconds and fitted.measured_seconds]
     lines = [f"{'kind':<34}{'predicted ms':>14}{'measured ms':>13}{'factor':>10}"]
     for fitted in both:
@@ -338,16 +352,27 @@ def refinement_lines(refinement: Refinement) -> list[str]:
         ("not predicted", [fitted for fitted in lacking if fitted.measured_seconds and not fitted.is_taken]),
     ):
         lines += [f"{what}: {', '.join(sorted({fitted.kind[0] for fitted in kinds}))}"] if kinds else []
+    return lines
+
+
+def refined_lines(refinement: Refinement) -> list[str]:
+    """A line for each measured step: what was predicted before and after."""
+    lines = []
     for step in refinement.steps:
         before, after = (seconds / step.seconds - 1.0 for seconds in (step.before_seconds, step.after_seconds))
         lines.append(
-            f"refined    {step.path}: step of {step.seconds:.4f} s, predicted {step.before_seconds:.4f} s ({before:+.1%}), "
+            f"{'refined':<12}{step.path}: step of {step.seconds:.4f} s, predicted {step.before_seconds:.4f} s ({before:+.1%}), "
             f"now {step.after_seconds:.4f} s ({after:+.1%}); ranks wait for slower ones {step.waiting:.1%} of what they compute"
         )
     return lines
 
 
 # Files.
+
+
+def written_files(tuned: Tuned) -> list[str]:
+    """The files of an answer: a run that overlaps nothing has no plan of its own."""
+    return [*([] if tuned.chosen.name == PLAIN else ["plan.json"]), "megatron_args.txt", "trace.json"]
 
 
 def write_run(folder: Path, tuned: Tuned) -> None:

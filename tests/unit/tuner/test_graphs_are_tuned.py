@@ -17,7 +17,7 @@ from moe_overlap.overlapped_search import OverlapSearch, decide_overlaps
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.search import Finalist, PlanSearch, closing_lines, detail_lines, search_json, write_search
-from moe_overlap.report.tuning import Tuned, graphs_lines, tuned_json, tuned_text, write_run
+from moe_overlap.report.tuning import Tuned, graphs_lines, tuned_json, tuned_lines, write_run
 from moe_overlap.tuner.cost.hardware import Constants
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, NOT_REPLAYED, PLAIN, WHOLE
@@ -56,7 +56,7 @@ def test_a_plan_that_was_found_without_graphs_names_what_they_would_gain() -> No
     assert other < 0.97 * found.chosen.seconds
     (line,) = graphs_lines(found.graphs, found.chosen.prediction)
     assert f"({other / found.chosen.seconds - 1:+.1%})" in line and "search again with the flag" in line
-    assert "not run on hardware" in line and f"graphs     {line}" in tuned_text(found, Path("x"), 8)
+    assert "not run on hardware" in line and f"graphs      {line}" in tuned_lines(found, Path("x"), 8)
     assert tuned_json(found)["graphs"]["other_step_seconds"] == other
     # Transformer Engine's split of weight gradients is not replayed, so neither is a plan that needs it.
     problem = problem_of(SHORT, slow_links(4.0), {"graphs": by_hand, "constants": paced(HOST)}).replaying(True)

@@ -18,7 +18,7 @@ from moe_overlap.api import problem_of, read_job, tune
 from moe_overlap.commands.autotune import main
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.report.tuning import Tuned, tuned_details, tuned_lines
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, PLAIN, Candidate
 from moe_overlap.tuner.search.layer.overlap import WORTH, choose
@@ -145,6 +145,27 @@ def test_what_does_not_fit_is_not_chosen_and_the_plain_run_has_to_fit_too() -> N
     nothing = [fits(plain, False), slower]
     assert choose(nothing[0], sorted(nothing, key=lambda one: -one.seconds)) is slower
     assert choose(fits(plain, True), [fits(plain, True), slower][:1]).name == PLAIN
+
+
+def test_the_answer_is_about_ten_lines_and_the_rest_is_told_on_demand() -> None:
+    found = tuned(8.0)
+    lines = tuned_lines(found, Path("tuned"), 8)
+    assert len(lines) <= 10 and all(len(line.split(maxsplit=1)[0]) <= 11 for line in lines)
+    gained = found.plain_seconds / found.chosen.seconds
+    assert lines[0].startswith(f"overlap     {found.chosen.name}: {found.chosen.seconds:.4f} s a step")
+    assert lines[0].endswith(f"{gained:.2f} times as fast as {PLAIN} ({found.plain_seconds:.4f} s)")
+    predicted = [one for one in found.others if one.prediction is not None]
+    shown = [line for line in lines if line.startswith("runner-up")]
+    assert len(shown) == min(3, len(predicted)) and shown[0].startswith(f"runner-up   {predicted[0].name}: ")
+    assert lines[-2] == "written     tuned: plan.json, megatron_args.txt, trace.json"
+    details = tuned_details(found)
+    assert all(any(line.startswith(f"not         {one.name}: ") for line in details) for one in found.others)
+    assert found.mix is not None and any("by class of layers" in line for line in details)
+    # A run that overlaps nothing has no plan, and beats nobody.
+    plain = tuned(0.01, "--pipeline-model-parallel-size", "1")
+    lines = tuned_lines(plain, Path("tuned"), 8)
+    assert lines[0].startswith("overlap     none: ") and "times as fast" not in lines[0]
+    assert "written     tuned: megatron_args.txt, trace.json" in lines
 
 
 def write_job(folder: Path, *words: str) -> list[str]:
