@@ -4,11 +4,11 @@
                                    [--plans irregular "both 2 around" …] [--folder DIR] [--json] [flags of pretrain_moe.py]
 
 Two ranks stand on hosts of their own, joined by links of the given rate; for plans named `pipeline …` four, as two stages of two
-ranks that share their experts, with several micro-batches (timer compute on namespaces alone: four ranks that compute need as
-many cores, and no link between stages is emulated). They measure operators, links and the host's time once
-for each rate (--folder keeps it); then every plan is predicted from the model's captured graph, as tools/predict.py does, and
-simulated; then all plans run in turn and leave traces, which are compared as tools/compare_trace.py does. Spans of an all-to-all
-last from its start to the moment at which its rank has waited for it, in both.
+ranks that share their experts, with several micro-batches, and for those named `interleaved …` in two model chunks for each stage
+(timer compute on namespaces alone: four ranks that compute need as many cores, and no link between stages is emulated). They
+measure operators, links and the host's time once for each rate (--folder keeps it); then every plan is predicted from the model's
+captured graph, as tools/predict.py does, and simulated; then all plans run in turn and leave traces, which are compared as
+tools/compare_trace.py does. Spans of an all-to-all last from its start to the moment at which its rank has waited for it, in both.
 
 --timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: what is judged
                 is the order, the links and the simulator. Otherwise computation is real and predicted operator by operator;
@@ -51,42 +51,59 @@ from tools.bench.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
 GATE, RANGE = "topk", "around"
 PLANS = ("irregular", "tutel 2", "deferral", "partitions 2 around", "both 2 around", "both 4 around")
-PIPELINE = "pipeline "
-PIPELINED = (f"{PIPELINE}both 2 around",)
+PIPELINED = ("pipeline both 2 around",)
 PROFILE_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """How the ranks of a bed share the job."""
+    """How the ranks of a bed share the job.
 
+    Attributes:
+        prefix: of the names of its plans.
+        chunks: of every stage, of a layer each where there are several.
+    """
+
+    prefix: str
     ranks: int
     stages: int
     micro_batches: int
+    chunks: int = 1
 
     @property
     def flags(self) -> list[str]:
-        """Flags of the job."""
-        stages = ["--pipeline-model-parallel-size", str(self.stages)]
-        return [*job_flags(self.ranks // self.stages, self.micro_batches, 2), *(stages if self.stages > 1 else [])]
+        """Flags of the job, behind those of the default one."""
+        sizes = job_flags(self.ranks // self.stages, self.micro_batches, 2)
+        stages = ["--pipeline-model-parallel-size", str(self.stages)] if self.stages > 1 else []
+        layers = ["--num-layers", str(self.stages * self.chunks)] if self.chunks > 1 else []
+        chunks = [*layers, "--num-virtual-stages-per-pipeline-rank", str(self.chunks)] if layers else []
+        return [*sizes, *stages, *chunks]
+
+    @property
+    def plans(self) -> dict[str, Variant]:
+        """Its plans by their names, in the order of the overlap benchmark."""
+        found = variants(GATE, (2, 4), (RANGE,), (2, 4), micro_batches=self.micro_batches)
+        named = [dataclasses.replace(plan, name=f"{self.prefix}{plan.name}") for plan in found if not plan.plain]
+        return {plan.name: plan for plan in named}
 
 
-FLAT, STAGES = Shape(2, 1, 1), Shape(4, 2, 4)
+FLAT, STAGES, CHUNKS = Shape("", 2, 1, 1), Shape("pipeline ", 4, 2, 4), Shape("interleaved ", 4, 2, 4, 2)
+SHAPES = (FLAT, STAGES, CHUNKS)
 
 
-def choose(names: Sequence[str]) -> list[Variant]:
-    """Plans by their names, in the order of the overlap benchmark.
+def choose(names: Sequence[str]) -> dict[Shape, list[Variant]]:
+    """Plans by their names, of every shape.
 
     Raises:
         ConfigError: an unknown one.
     """
-    flat = {v.name: v for v in variants(GATE, (2, 4), (RANGE,), (2, 4)) if not v.plain}
-    known = flat | {PIPELINE + name: dataclasses.replace(v, name=PIPELINE + name) for name, v in flat.items()}
     for name in names:
-        if name not in known:
-            fix = f"choose among {', '.join(flat)}, with or without `{PIPELINE}` before it"
+        if not any(name in shape.plans for shape in SHAPES):
+            behind = [name.removeprefix(STAGES.prefix) for name in STAGES.plans]
+            several = ", ".join(name for name in behind if name not in FLAT.plans)
+            fix = f"choose among {', '.join(FLAT.plans)}, with `pipeline ` or `interleaved ` before it also {several}"
             raise ConfigError("--plans", name, "unknown here", fix)
-    return [variant for name, variant in known.items() if name in names]
+    return {shape: [plan for name, plan in shape.plans.items() if name in names] for shape in SHAPES}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,24 +183,22 @@ def _line(name: str, predicted: float, measured: float, error: float | None) -> 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Judged]:
     """Measure the beds, predict all plans, execute and compare them."""
-    chosen = choose(arguments.plans)
-    of_stages = [variant for variant in chosen if variant.name.startswith(PIPELINE)]
-    flat = [variant for variant in chosen if variant not in of_stages]
-    shapes = ((FLAT, flat), (STAGES, of_stages))
-    return [comparison for shape, some in shapes if some for comparison in run_on(shape, some, arguments, rest, say)]
+    chosen = choose(arguments.plans).items()
+    return [comparison for shape, some in chosen if some for comparison in run_on(shape, some, arguments, rest, say)]
 
 
 def run_on(
     shape: Shape, chosen: Sequence[Variant], arguments: argparse.Namespace, rest: Sequence[str], say: Say
 ) -> list[Judged]:
     """Measure the bed of one shape, predict its plans, execute and compare them."""
-    job = [*shape.flags, *JOB, *rest]
+    job = [*JOB, *shape.flags, *rest]
     real = not arguments.timer_compute
     arguments.folder.mkdir(parents=True, exist_ok=True)
     flags = {variant.name: [*job, *variant.flags] for variant in chosen}
     calibrations = calibrating(shape.ranks) if real else []
     keys = {key for flags_of_plan in flags.values() for key in job_operators(flags_of_plan, shape.ranks, "cpu")}
     name = f"{links_name(arguments)}-{arguments.mbit:g}mbit" + (f"-{shape.stages}stages" if shape.stages > 1 else "")
+    name += f"-{shape.chunks}chunks" if shape.chunks > 1 else ""
     where = {"timer": not real, "namespaces": arguments.namespaces, "mbit": arguments.mbit}
     with ranks_on_bed(shape.ranks, job, [[*chosen, *calibrations]], deferral(GATE), **where) as ranks:
         tell = ranks.tell
@@ -248,10 +263,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     has_stages = arguments.timer_compute and arguments.namespaces
     if arguments.plans is None:
         arguments.plans = (*PLANS, *(PIPELINED if has_stages else ()))
-    for variant in choose(arguments.plans):
-        if variant.name.startswith(PIPELINE) and not has_stages:
+    for shape, plans in choose(arguments.plans).items():
+        if shape.stages > 1 and plans and not has_stages:
             rule = "four ranks in two stages run with timer compute on namespaces alone"
-            raise ConfigError("--plans", variant.name, rule, "add --timer-compute, without --emulator")
+            raise ConfigError("--plans", plans[0].name, rule, "add --timer-compute, without --emulator")
     return arguments, rest
 
 
@@ -273,7 +288,7 @@ def main(argv: Sequence[str]) -> int:
         "links": links_name(arguments),
         "compute": "timer" if arguments.timer_compute else "real",
         "link_mbit": arguments.mbit,
-        "ranks": sorted({(STAGES if name.startswith(PIPELINE) else FLAT).ranks for name in arguments.plans}),
+        "ranks": sorted({shape.ranks for shape, plans in choose(arguments.plans).items() if plans}),
     }
     print(json.dumps(setting | report(judged), indent=1))
     return 0

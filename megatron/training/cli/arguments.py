@@ -180,7 +180,7 @@ def expand_files(
         inside: the files being read, outermost first; none may include itself.
         read: every file that has been read so far; two files that name each other twice would be read without end.
     Raises:
-        ConfigError: a file that cannot be read or split, or that includes itself; too many files.
+        ConfigError: a file that cannot be read or split, is no list of flags, or includes itself; too many files.
     """
     read = [] if read is None else read
     for argument in argv:
@@ -205,6 +205,9 @@ def expand_files(
             raise ConfigError(argument, "", f"cannot read {path}: {reason}", "correct the path") from None
         except ValueError as error:
             raise ConfigError(argument, "", f"cannot be split into words: {error}", "close the quotation") from None
+        if words and not words[0].startswith(("-", "@")):
+            rule = f"begins with {words[0][:40]!r}, which is no flag"
+            raise ConfigError(argument, "", rule, "give a file of Megatron flags, or a shell script (.sh)")
         yield from expand_files(words, path.parent, (*inside, path.resolve()), read)
 
 

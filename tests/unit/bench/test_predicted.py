@@ -15,7 +15,18 @@ from moe_overlap.tuner.cost.interference import start_seconds
 from moe_overlap.tuner.cost.simulate.engine import simulate
 from moe_overlap.tuner.profile.cluster_file import Fitted
 from tools.bench.machine import BedLinks, Calibration, computing, host_time, predicted_spans, recorded
-from tools.benchmark_predictions import PIPELINED, PLANS, STAGES, choose, judge, parse_arguments, report, table
+from tools.benchmark_predictions import (
+    CHUNKS,
+    FLAT,
+    PIPELINED,
+    PLANS,
+    STAGES,
+    choose,
+    judge,
+    parse_arguments,
+    report,
+    table,
+)
 
 COMPUTE = Instruction(id=0, kind="compute", name="L0.attention", stage=0, chunk=0, micro_batch=0)
 
@@ -83,6 +94,10 @@ def test_a_pipeline_has_as_many_samples_and_experts_for_each_rank_of_a_stage() -
     flags = dict(zip(STAGES.flags[::2], STAGES.flags[1::2], strict=True))
     assert flags["--pipeline-model-parallel-size"] == flags["--expert-model-parallel-size"] == "2"
     assert flags["--num-experts"] == "4" and flags["--global-batch-size"] == "64"
+    # Its stages may have two chunks, of a layer each; several micro-batches may run two at a time.
+    flags = dict(zip(CHUNKS.flags[::2], CHUNKS.flags[1::2], strict=True))
+    assert flags["--num-layers"] == "4" and flags["--num-virtual-stages-per-pipeline-rank"] == "2"
+    assert "interleaved micro-batches" in CHUNKS.plans and "micro-batches" not in FLAT.plans
 
 
 def test_counts_and_transfers_take_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +130,15 @@ def test_counts_and_transfers_take_what_was_measured(monkeypatch: pytest.MonkeyP
 
 
 def test_bad_command_lines() -> None:
-    assert [variant.name for variant in choose((*PIPELINED, *PLANS))] == [*PLANS, *PIPELINED]
+    chosen = choose(("interleaved micro-batches", *PIPELINED, *PLANS))
+    assert {shape: [plan.name for plan in plans] for shape, plans in chosen.items()} == {
+        FLAT: [*PLANS],
+        STAGES: [*PIPELINED],
+        CHUNKS: ["interleaved micro-batches"],
+    }
     for words, subject in (
         (["--plans", "both 3"], "--plans"),
+        (["--plans", "micro-batches"], "with `pipeline ` or `interleaved ` before it also all 2 around"),
         (["--mbit", "0"], "--mbit"),
         (["--repeats", "0"], "--repeats"),
         (["--plans", *PIPELINED], "--timer-compute"),
