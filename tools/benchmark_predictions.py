@@ -8,7 +8,7 @@ ranks that share their experts, with several micro-batches, and for those named 
 (timer compute on namespaces alone: four ranks that compute need as many cores, and no link between stages is emulated). They
 measure operators, links and the host's time once for each rate (--folder keeps it); then every plan is predicted from the model's
 captured graph, as tools/predict.py does, and simulated; then all plans run in turn and leave traces, which are compared as
-tools/compare_trace.py does. Spans of an all-to-all last from its start to the moment at which its rank has waited for it, in both.
+tools/compare_trace.py does. Spans of an all-to-all last from its start until its rank has waited for it, in both.
 
 --timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: what is judged
                 is the order, the links and the simulator. Otherwise computation is real and predicted operator by operator;

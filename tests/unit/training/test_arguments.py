@@ -133,6 +133,14 @@ def test_a_file_that_includes_itself_is_refused(tmp_path: Path) -> None:
         parse([f"@{tmp_path}/a.args"])
 
 
+def test_a_file_that_is_no_list_of_flags_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.md").write_text("Notes on --bf16")
+    (tmp_path / "job.args").write_text("@notes.md --bf16")
+    for named in (tmp_path / "notes.md", tmp_path / "job.args"):
+        with pytest.raises(ConfigError, match="notes.md: begins with 'Notes', which is no flag; give a file of"):
+            parse([f"@{named}"])
+
+
 def test_later_flags_win_also_over_refused_ones() -> None:
     words = ["--optimizer", "muon", "--mtp-num-layers", "1", "--no-mmap-bin-files"]
     later = ["--optimizer", "sgd", "--mtp-num-layers", "0", "--mmap-bin-files"]
