@@ -54,11 +54,9 @@ def block_class(block: str, layout: Layout, model: ModelDescription, of_copies: 
     return dense
 
 
-def shares_sizes(block: str, layout: Layout, other: Layout, model: ModelDescription) -> bool:
-    """Whether sizes of a block under two layouts may follow one sum: key/value heads are not split further than to one."""
-    if block not in (ATTENTION, CORE, OUTSIDE) or model.latent_attention is not None:
-        return True
-    return (layout.tensor > model.num_query_groups) == (other.tensor > model.num_query_groups)
+def has_heads(block: str, model: ModelDescription) -> bool:
+    """Whether sizes of a block may depend on the key/value heads of a rank, which are not split further than to one."""
+    return block in (ATTENTION, CORE, OUTSIDE) and model.latent_attention is None
 
 
 def has_vocabulary(block: str) -> bool:

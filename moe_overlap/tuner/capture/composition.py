@@ -17,15 +17,16 @@ from typing import Any
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import SHARED
 from moe_overlap.tuner.capture.blocks import (
+    CORE,
     ROUTED,
     NotComposableError,
     block_class,
     block_of,
     expert_replicas,
     group_size,
+    has_heads,
     has_vocabulary,
     is_of_expert,
-    shares_sizes,
 )
 from moe_overlap.tuner.capture.expression import Expression, Monomial
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
@@ -87,7 +88,7 @@ class Sample:
                 continue
         sizes = {key: dict(part.sizes()) for key, part in parts.items()}
         kinds = tuple(dict.fromkeys(part.kind for part in captured.parts))
-        return Sample(layout, Degrees.of(layout, model.vocab_size, model.router_topk), kinds, parts, sizes)
+        return Sample(layout, Degrees.of(layout, model), kinds, parts, sizes)
 
     def with_single(self, kind: str) -> Sample:
         """The same sample with a part of one sample of a kind, which runs what several run there."""
@@ -272,8 +273,8 @@ class Composer:
                 self._blocks.setdefault(key, {}).update((block, None) for _, block in part.runs)
         self._scalings = Samples([sample.degrees for sample in samples])
         self._values: dict[PartKey, dict[Size, SampledValues]] = {}
-        self._known: dict[tuple[str, tuple[Any, ...], tuple[int, ...]], dict[SampledValues, Scaling]] = {}
-        """By block, its class, the samples whose sizes may follow the same sum, and values."""
+        self._known: dict[tuple[str, tuple[Any, ...], bool], dict[SampledValues, Scaling]] = {}
+        """By block, its class, whether key/value heads are fewer than the ranks, and values."""
         self._shared: dict[tuple[Products, SampledValues], Scaling] = {}
         """By products, and the values that pass through one sum."""
         self._totals: dict[tuple[int, ...], tuple[Scaling, Sequence[Scaling]]] = {}
@@ -322,7 +323,7 @@ class Composer:
             NotComposableError, UndeterminedError: the samples do not tell.
         """
         classes = self.classes(key, layout)
-        place = (key, classes, layout.tensor > self._model.num_query_groups)
+        place = (key, classes, self._is_split(layout))
         if place not in self._composites:
             try:
                 self._composites[place] = self._composite(key, layout, dict(classes))
@@ -373,15 +374,11 @@ class Composer:
         values = self._sampled(key)
         scalings: dict[Size, Scaling] = {}
         for block in dict.fromkeys(homes.values()):
-            sharing = tuple(
-                index
-                for index, sample in enumerate(self._samples)
-                if key in sample.sizes and shares_sizes(block, layout, sample.layout, self._model)
-            )
-            known = self._known.setdefault((block, self._class(block, layout), sharing), {})
+            # By the identity of its values: of all samples, since those that have the part are the same for all its sizes.
+            known = self._known.setdefault((block, self._class(block, layout), self._is_split(layout)), {})
             for size in (size for size, home in homes.items() if home == block):
                 if values[size] not in known:
-                    known[values[size]] = self._scaling(key, size, block, sharing, layout)
+                    known[values[size]] = self._scaling(key, size, block, layout)
                 scalings[size] = known[values[size]]
         return Composite.of(whole, self._with_totals({size: scalings[size] for size in homes}))
 
@@ -411,30 +408,33 @@ class Composer:
             self._values[key] = {size: tuple(of_size) for size, of_size in values.items()}
         return self._values[key]
 
-    def _scaling(self, key: PartKey, size: Size, block: str, sharing: Sequence[int], layout: Layout) -> Scaling:
-        """The scaling of a size: over all samples that have it, else over those whose block is of the same class.
-
-        Args:
-            sharing: the samples whose sizes of the block may follow the same sum.
-        """
-        products = routed_products(self._of_copies) if block == ROUTED else dense_products(has_vocabulary(block))
-        values = {
-            index: self._samples[index].sizes[key][size] for index in sharing if size in self._samples[index].sizes[key]
+    def _scaling(self, key: PartKey, size: Size, block: str, layout: Layout) -> Scaling:
+        """The scaling of a size: over all samples that have it, else over those that split key/value heads as far as the layout
+        may, else over those whose block is of the same class."""
+        of_heads = has_heads(block, self._model) and any(self._is_split(sample.layout) for sample in self._samples)
+        dense = dense_products(has_vocabulary(block), of_heads)
+        products = routed_products(self._of_copies) if block == ROUTED else dense
+        known = {
+            index: sample.sizes[key][size]
+            for index, sample in enumerate(self._samples)
+            if size in sample.sizes.get(key, {})
         }
-        shared = products, tuple((index, id(value)) for index, value in values.items())
-        if shared in self._shared:
-            return self._shared[shared]
-        try:
-            self._shared[shared] = self._scalings.scaling(values, products)
-            return self._shared[shared]
-        except UndeterminedError:
-            wanted = self._class(block, layout)
-            values = {
-                index: value
-                for index, value in values.items()
-                if self._class(block, self._samples[index].layout) == wanted
-            }
+        split, wanted = self._is_split(layout), self._class(block, layout)
+        own = (index for index in known if self._class(block, self._samples[index].layout) == wanted)
+        lots = [[*known], [*own]]
+        if of_heads:
+            lots.insert(1, [index for index in known if self._is_split(self._samples[index].layout) == split])
+        reason = ""
+        for lot in lots:
+            shared = products, tuple((index, id(known[index])) for index in lot)
             try:
-                return self._scalings.scaling(values, products)
+                if shared not in self._shared:
+                    self._shared[shared] = self._scalings.scaling({index: known[index] for index in lot}, products)
+                return self._shared[shared]
             except UndeterminedError as error:
-                raise UndeterminedError(f"{key[0]}, {size}: {error}") from None
+                reason = str(error)
+        raise UndeterminedError(f"{key[0]}, {size}: {reason}")
+
+    def _is_split(self, layout: Layout) -> bool:
+        """Whether there are fewer key/value heads than tensor ranks."""
+        return has_heads(CORE, self._model) and layout.tensor > self._model.num_query_groups

@@ -31,6 +31,8 @@ from moe_overlap.tuner.capture.scaling import Degrees, UndeterminedError
 from moe_overlap.tuner.capture.stretches import NotRewrittenError
 
 Capture = Callable[[Request], CapturedModel]
+STAYS = "tokens stay on their rank"
+"""What captures of one expert rank show; counted beside the classes that they show."""
 DECIDING = 8
 """Captures at most that `BlockLibrary.decide` adds: a size that so many do not tell is no short sum."""
 
@@ -160,7 +162,7 @@ class BlockLibrary:
         composer, model = self._composer, request.model
         if self.rewrites or composer is None or (request.layout, model.vocab_size) in self._captured or self.unlike:
             return False
-        degrees = Degrees.of(request.layout, model.vocab_size, model.router_topk)
+        degrees = Degrees.of(request.layout, model)
         keys = [(kind, False) for kind in composer.kinds] + [(kind, True) for kind in composer.single]
         try:
             return not all(composer.composite(key, request.layout).is_decided(degrees) for key in keys)
@@ -233,7 +235,7 @@ class BlockLibrary:
         if kind in self._unlike:
             raise NotComposableError(f"{kind} was captured otherwise than put together")
         model = request.model
-        return composer.parts(kind, request.layout, Degrees.of(request.layout, model.vocab_size, model.router_topk))
+        return composer.parts(kind, request.layout, Degrees.of(request.layout, model))
 
     def _learn(self, request: Request) -> CapturedModel:
         """Capture a layout, and compare it with what the earlier ones say of it."""
@@ -264,16 +266,19 @@ def _in_order(requests: Iterable[Request]) -> Iterator[tuple[Request, bool]]:
     shown: Counter[object] = Counter()
     unshown = set().union(*sights.values())
 
-    def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int]:
-        """New sights, those seen once, numbers of ranks that are not shown yet, and many ranks: sizes differ most there."""
+    def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int, int]:
+        """New sights; those seen once, above all where tokens stay on their rank, as what runs there is in no other class;
+        numbers of ranks that are not shown yet; and many ranks, where sizes differ most."""
         times = [shown[sight] for sight in sights[key]]
+        stays = key[0].expert * key[0].expert_tensor == 1 and shown[STAYS] == 1
         unseen = sum(not shown[pair] for pair in ranks[key])
-        return times.count(0), times.count(1), unseen, sum(number for _, number in ranks[key])
+        return times.count(0), stays, times.count(1), unseen, sum(number for _, number in ranks[key])
 
     while unshown:
         key = max(left, key=worth)
         yield left.pop(key), True
         shown.update({*sights[key], *ranks[key]})
+        shown[STAYS] += key[0].expert * key[0].expert_tensor == 1
         unshown -= sights[key]
     # Nothing is new any more, so no worth changes: the rest is in order at once.
     for key in sorted(left, key=worth, reverse=True):

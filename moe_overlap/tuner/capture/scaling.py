@@ -21,12 +21,12 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.describe.model import expected_places
+from moe_overlap.describe.model import ModelDescription, expected_places
 from moe_overlap.tuner.capture.expression import Expression, Monomial, monomial_text
 from moe_overlap.tuner.capture.graph import COPIES_PER, Layout
 
 Floats = NDArray[np.float64]
-Powers = tuple[int, int, int, int, int, int]
+Powers = tuple[int, int, int, int, int, int, int]
 """Exponents of the degrees, in the order of `Degrees.values`."""
 Sum = tuple[tuple[Powers, Fraction], ...]
 """Products of powers with their coefficients."""
@@ -46,6 +46,7 @@ class Degrees:
         vocabulary: rows of the embedding on a rank.
         copies: ranks that a token is sent to by a library that sends it once to each, in sixteenths (`sent_rows` of the
             library's stand-in in fused_functions.py).
+        groups: ranks of TP over which key/value heads are split: not further than to one.
     """
 
     tensor: int
@@ -54,14 +55,16 @@ class Degrees:
     expert_tensor: int
     vocabulary: int
     copies: int
+    groups: int
 
     @staticmethod
-    def of(layout: Layout, vocabulary: int, topk: int) -> Degrees:
+    def of(layout: Layout, model: ModelDescription) -> Degrees:
         """Degrees of a layout.
 
         Args:
-            vocabulary: rows of the embedding on all ranks.
+            model: whose vocabulary is padded for this layout.
         """
+        vocabulary, topk = model.vocab_size, model.router_topk
         # Every shard of an expert is a choice: a token goes to all ranks that hold one.
         choices, ranks = topk * layout.expert_tensor, layout.expert * layout.expert_tensor
         return Degrees(
@@ -71,12 +74,13 @@ class Degrees:
             expert_tensor=layout.expert_tensor,
             vocabulary=vocabulary // layout.tensor,
             copies=round(COPIES_PER * expected_places(choices, ranks)) if topk else 1,
+            groups=layout.tensor if model.latent_attention is not None else min(layout.tensor, model.num_query_groups),
         )
 
     @property
     def values(self) -> tuple[int, ...]:
         """The numbers in the order of `Powers`."""
-        return (self.tensor, self.context, self.expert, self.expert_tensor, self.vocabulary, self.copies)
+        return (self.tensor, self.context, self.expert, self.expert_tensor, self.vocabulary, self.copies, self.groups)
 
 
 def product(powers: Powers, values: Sequence[int]) -> Fraction:
@@ -100,15 +104,17 @@ class Products:
 
 
 @cache
-def dense_products(of_vocabulary: bool) -> Products:
+def dense_products(of_vocabulary: bool, of_heads: bool = False) -> Products:
     """Widths are whole or fall with TP. Tokens are whole, or fall with CP, under sequence parallelism with TP, too.
 
     Args:
         of_vocabulary: a width may be that of the vocabulary.
+        of_heads: or that of key/value heads.
     """
-    whole, per_rank, words = (0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0)
-    fixed = (whole, per_rank, *((words,) if of_vocabulary else ()))
-    return Products(fixed, (*fixed, *((t, c - 1, e, x, v, q) for t, c, e, x, v, q in fixed)))
+    whole, per_rank = (0, 0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0, 0, 0)
+    words, heads = (0, 0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 0, -1)
+    fixed = (whole, per_rank, *((words,) if of_vocabulary else ()), *((heads,) if of_heads else ()))
+    return Products(fixed, (*fixed, *((t, c - 1, *others) for t, c, *others in fixed)))
 
 
 @cache
@@ -122,10 +128,10 @@ def routed_products(of_copies: bool) -> Products:
     copies = (0, 1) if of_copies else (0,)
     tokens = ((-1, -1), (0, -1))
     # A map of the tokens of all ranks has a column for every shard of every expert.
-    maps = tuple((*cut, 1, 2, 0, 0) for cut in tokens) if of_copies else ()
+    maps = tuple((*cut, 1, 2, 0, 0, 0) for cut in tokens) if of_copies else ()
     return Products(
-        tuple((0, 0, *powers, 0, 0) for powers in grown),
-        (*((*cut, *powers, 0, q) for q in copies for cut in tokens for powers in grown), *maps),
+        tuple((0, 0, *powers, 0, 0, 0) for powers in grown),
+        (*((*cut, *powers, 0, q, 0) for q in copies for cut in tokens for powers in grown), *maps),
     )
 
 

@@ -248,7 +248,7 @@ class _Group:
 
 
 def _degrees(request: Request) -> Degrees:
-    return Degrees.of(request.layout, request.model.vocab_size, request.model.router_topk)
+    return Degrees.of(request.layout, request.model)
 
 
 def _experts(request: Request) -> int:

@@ -89,7 +89,7 @@ def test_a_size_that_is_no_short_sum_is_captured_under_every_layout() -> None:
 def of_library(tape: Tape, layout: Layout) -> None:
     """What a dispatch library adds: a map of all ranks' tokens, tables of places, copies; and a sum over an expert's shards."""
     e, x, own = layout.expert, layout.expert_tensor, B * S / (layout.tensor * layout.context)
-    copies = own * Degrees.of(layout, BASE.model.vocab_size, BASE.model.router_topk).copies
+    copies = own * Degrees.of(layout, BASE.model).copies
     sizes = (
         own * (128 * e * x * x),
         own * (4 * e * x) + own * (128 * x),
@@ -175,7 +175,7 @@ def test_parts_that_are_remembered_are_those_of_their_layout_and_sizes() -> None
     layouts = [one.layout for one in requests(cases)]
     for kind in known.kinds:
         for layout, sizes in itertools.product(layouts, layouts):
-            of_sizes = Degrees.of(sizes, BASE.model.vocab_size, BASE.model.router_topk)
+            of_sizes = Degrees.of(sizes, BASE.model)
             fresh = Composer(BASE.model, samples)
             try:
                 expected = fresh.parts(kind, layout, of_sizes)
@@ -188,7 +188,7 @@ def test_parts_that_are_remembered_are_those_of_their_layout_and_sizes() -> None
 
 def degrees(tensor: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1) -> Degrees:
     layout = Layout(tensor=tensor, context=context, expert=expert, expert_tensor=expert_tensor)
-    return Degrees.of(layout, 192 * tensor, 2)
+    return Degrees.of(layout, replace(BASE.model, vocab_size=192 * tensor, router_topk=2))
 
 
 def test_a_sum_of_two_products_is_found_exactly() -> None:
