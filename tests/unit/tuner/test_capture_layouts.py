@@ -88,6 +88,23 @@ def test_few_captures_tell_of_all_layouts() -> None:
     assert set(known.composed(of_layout)) == set(captured_in_process(of_layout).parts)
 
 
+def test_more_tensor_ranks_than_key_value_heads_follow_the_sums_of_the_others() -> None:
+    """Two captures with four ranks and two heads; a sum of two products needs a third value, which fewer ranks give."""
+    lines = (EXAMPLES / "tiny-qwen3-30b-a3b.args").read_text().splitlines()
+    flags = " ".join(line for line in lines if not line.startswith("#"))
+    base = request(f"{flags} --num-attention-heads 8 --bf16", "te", vocabulary=512)
+    assert base.model.num_query_groups == 2
+    axes = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)]
+    shown = [Layout(tensor=t, context=c, expert=2, sequence_parallel=t > 1) for t, c in axes]
+    known = BlockLibrary(captured_in_process)
+    for layout in shown:
+        known.model(replace(base, layout=layout))
+    wanted = replace(base, layout=Layout(tensor=4, context=4, expert=2, sequence_parallel=True))
+    before = len(known.captured_layouts)
+    assert set(known.model(wanted).parts) == set(captured_in_process(wanted).parts)
+    assert len(known.captured_layouts) == before and known.unlike == ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "library", "variant"), GRAPHS)
 def test_graphs_from_blocks_are_those_of_captures(family: str, library: str, variant: str) -> None:
