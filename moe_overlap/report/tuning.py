@@ -193,12 +193,14 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
     lines += [f"{'':<12}{chosen.prediction.memory_verdict}: {text}" for text in chosen.prediction.overflow]
     others = [other for other in tuned.others if other.prediction is not None]
     lines += [f"{'runner-up':<12}{other.name}: {_why(other, chosen)}" for other in others[:RUNNERS_UP]]
-    lines += [f"{'graphs':<12}{line}" for line in graphs_lines(tuned.graphs, chosen.prediction)]
+    if _answers_graphs(tuned):
+        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(tuned.graphs, chosen.prediction)]
     lines += [f"{'without':<12}{flag}: {LEFT_OUT[flag]}" for flag in tuned.dropped]
     lines += [f"{'assumed':<12}{text}" for text in tuned.assumed]
     refused = sum(other.prediction is None for other in tuned.others)
     said = f", {refused} of them refused" if refused else ""
-    mixed = "" if tuned.mix is None else f" and {tuned.mix.predictions} mixes by class of layers"
+    mixes = 0 if tuned.mix is None else tuned.mix.predictions
+    mixed = f" and {mixes} mixes by class of layers" if mixes else ""
     lines += [
         f"{'searched':<12}{1 + len(tuned.others)} ways{said}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them"
     ]
@@ -207,12 +209,20 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
     return [*lines, f"{'next':<12}python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}"]
 
 
+def _answers_graphs(tuned: Tuned) -> bool:
+    """Whether the answer has a line on CUDA graphs: where they would gain nothing they are a detail."""
+    graphs, prediction = tuned.graphs, tuned.chosen.prediction
+    return graphs is not None and prediction is not None and (graphs.is_on or graphs_help(graphs, prediction))
+
+
 def tuned_details(tuned: Tuned) -> list[str]:
     """What --verbose adds: the prices that traces refined, the decisions of the chosen plan, every other way, every class of
     layers."""
     lines = [] if tuned.refinement is None else [*kind_lines(tuned.refinement), ""]
     lines += [f"{'decided':<12}{line}" for line in _decisions(tuned.chosen)]
     lines += [f"{'not':<12}{other.name}: {_why(other, tuned.chosen)}" for other in tuned.others]
+    if tuned.chosen.prediction is not None and not _answers_graphs(tuned):
+        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(tuned.graphs, tuned.chosen.prediction)]
     return [*lines, *classes_text(tuned.mix)]
 
 
