@@ -336,6 +336,22 @@ def test_every_offered_recomputation_is_accepted_as_flags() -> None:
     assert unlike >= 3
 
 
+def made_finalist(name: str, refusal: str | None = None, paired: bool = False, experts: int = 4) -> SimpleNamespace:
+    problem = SimpleNamespace(features=SimpleNamespace(overlap_experts=paired))
+    plan = SimpleNamespace(stages=[SimpleNamespace(expert=experts, expert_tensor=1)])
+    return SimpleNamespace(name=name, simulated_seconds=4.4, refusal=refusal, problem=problem, plan=plan)
+
+
+def test_only_what_this_runtime_executes_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that nothing runs and those of Megatron-LM's overlap stay what they are, and take no other's turn."""
+    decided: list[str] = []
+    monkeypatch.setattr(overlapped_search, "_faster", lambda best, finalist, *_: decided.append(finalist.name) or best)
+    others = [made_finalist("ZeRO-3", refusal="zero_level 3"), made_finalist("pairs", paired=True)]
+    ours = [made_finalist(f"ours {number}") for number in range(DECIDED + 1)]
+    found = decide_overlaps([*others, *ours], lambda bar: (), SimpleNamespace(is_late=False))  # type: ignore[list-item, arg-type]
+    assert decided == [finalist.name for finalist in ours[:DECIDED]] and found.chosen is others[0]
+
+
 @pytest.mark.parametrize(("pairs", "expected"), [(4.64, ["pairs", "cut"]), (4.9, ["cut"])])
 def test_the_fastest_of_each_way_is_decided_where_a_decision_may_make_it_the_best(
     pairs: float, expected: list[str], monkeypatch: pytest.MonkeyPatch
@@ -355,8 +371,7 @@ def test_the_fastest_of_each_way_is_decided_where_a_decision_may_make_it_the_bes
     decided: list[str] = []
     monkeypatch.setattr(overlapped_search, "_screened", screened)
     monkeypatch.setattr(overlapped_search, "_faster", faster)
-    experts = SimpleNamespace(expert=1, expert_tensor=1)
-    plain = SimpleNamespace(name="plain", simulated_seconds=4.4, plan=SimpleNamespace(stages=[experts]))
+    plain = made_finalist("plain", experts=1)
     layouts = [SimpleNamespace(ranked=SimpleNamespace(name=name)) for name in seconds]
     search = SimpleNamespace(is_late=False)
     decide_overlaps([plain], lambda bar: layouts, search)  # type: ignore[list-item, arg-type]
