@@ -143,12 +143,11 @@ def _put_into(trouble: Trouble, rank: int, ranks: int, folder: Path) -> None:
         limit, value = trouble.limit
         resource.setrlimit(getattr(resource, limit), (value, resource.getrlimit(getattr(resource, limit))[1]))
     if trouble.dispatch:
-        from tests.end_to_end.lost_rank import lose_at, tell_at
+        from tests.end_to_end.lost_rank import is_plain, lose_at, tell_at
 
         # A rank that is slow to start its own dispatch would otherwise find its peer gone already, or two of them.
         told = [folder / f"started{other}" for other in range(ranks)]
         if mine:
-            others = [] if trouble.how.endswith("-plain") else told[:rank] + told[rank + 1 :]
-            lose_at(trouble.dispatch, trouble.how, others)
-        elif not trouble.how.endswith("-plain"):
+            lose_at(trouble.dispatch, trouble.how, told[:rank] + told[rank + 1 :])
+        elif not is_plain(trouble.how):
             tell_at(trouble.dispatch, told[rank])

@@ -216,8 +216,7 @@ def _answers_graphs(tuned: Tuned) -> bool:
 
 
 def tuned_details(tuned: Tuned) -> list[str]:
-    """What --verbose adds: the prices that traces refined, the decisions of the chosen plan, every other way, every class of
-    layers."""
+    """Lines that --verbose adds: refined prices, decisions of the chosen plan, every other way, every class of layers."""
     lines = [] if tuned.refinement is None else [*kind_lines(tuned.refinement), ""]
     lines += [f"{'decided':<12}{line}" for line in _decisions(tuned.chosen)]
     lines += [f"{'not':<12}{other.name}: {_why(other, tuned.chosen)}" for other in tuned.others]

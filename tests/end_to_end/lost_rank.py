@@ -19,6 +19,15 @@ PATIENCE_SECONDS = 60.0
 """A rank that never starts its dispatch is a failure of the test, which then shows what the ranks said."""
 
 
+PLAIN = "-plain"
+"""Ends the word of a failure inside of an operation of a run without overlap."""
+
+
+def is_plain(how: str) -> bool:
+    """Whether the run has no overlap."""
+    return how.endswith(PLAIN)
+
+
 def come_to_grief(how: str) -> None:
     """Fail in the way that a word or the name of a signal says."""
     if how == "raise":
@@ -35,10 +44,10 @@ def come_to_grief(how: str) -> None:
 
 def lose_at(number: int, how: str, others: Sequence[Path]) -> None:
     """Have this process fail at a dispatch, once the files exist by which the other ranks tell that they have started theirs."""
-    if how.endswith("-plain"):
-        # The failure is inside of the operation.
-        _replace_dispatch(number, lambda start: (start(), come_to_grief(how.removesuffix("-plain"))), plain=True)
-        return
+
+    def fail_inside(start: Callable[[], Any]) -> None:
+        start()
+        come_to_grief(how.removesuffix(PLAIN))
 
     def fail(start: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -47,7 +56,7 @@ def lose_at(number: int, how: str, others: Sequence[Path]) -> None:
         come_to_grief(how)
         return start()
 
-    _replace_dispatch(number, fail)
+    _replace_dispatch(number, fail_inside if is_plain(how) else fail, is_plain(how))
 
 
 def tell_at(number: int, path: Path) -> None:

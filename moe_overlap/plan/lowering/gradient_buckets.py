@@ -171,7 +171,7 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
 
 
 def reduce_at_once(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece]], to: ListBuilder) -> None:
-    """Write passes into a list, and pieces behind what completes their part, whatever the all-to-alls do meanwhile."""
+    """Write passes into a list, and each bucket behind what completes its gradients, whatever the all-to-alls do meanwhile."""
     completes = _completions(passes, pieces)
     for i in passes:
         to.append(Draft.of(i))

@@ -32,7 +32,7 @@ from moe_overlap.tuner.capture.stretches import NotRewrittenError
 
 Capture = Callable[[Request], CapturedModel]
 STAYS = "tokens stay on their rank"
-"""What captures of one expert rank show; counted beside the classes that they show."""
+"""A sight of captures of one expert rank, counted beside the classes that they show."""
 DECIDING = 8
 """Captures at most that `BlockLibrary.decide` adds: a size that so many do not tell is no short sum."""
 

@@ -13,9 +13,10 @@ Legend: K kinds of part, N strategies, R runs, M shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +41,17 @@ Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
 EDGES = ("enter", "behind", "waited", "again", "turn", "drain", "rush")
 """Extra seconds at the ends of a step, which only stages have whose parameter groups step by themselves."""
-PLAYED = ("forward", "backward", "first_extra", "tail", *(f"{name}_extra" for name in EDGES))
-"""Seconds that are no sums over layers where parameter groups step by themselves."""
-COMPARED = ("forward", "backward", "first_extra", "turn_extra", "drain_extra", "tail")
-"""Seconds of PLAYED that `StageTotals` are made of."""
+PLAYED: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: f"{name}_seconds" for name in ("forward", "backward", "tail")},
+        **{name: f"{name}_extra_seconds" for name in ("first", *EDGES)},
+    }
+)
+"""Fields of `StageTimes`, and of `StageCosts`: seconds that are no sums over layers where parameter groups step by themselves."""
+COMPARED: Mapping[str, str] = MappingProxyType(
+    {name: PLAYED[name] for name in ("forward", "backward", "first", "turn", "drain", "tail")}
+)
+"""Those of PLAYED that `StageTotals` are made of."""
 SHORT = 4
 """Layers of a run that are played."""
 PlayKey = tuple[tuple[Part, ...], bool, bool]
@@ -109,7 +117,7 @@ class StageCosts:
     @property
     def times(self) -> dict[str, Floats]:
         """Seconds by the names of pipeline.StageTimes."""
-        return {name.removesuffix("_extra"): getattr(self, f"{name}_seconds") for name in PLAYED}
+        return {name: getattr(self, field) for name, field in PLAYED.items()}
 
     @property
     def stable_seconds(self) -> Floats:
@@ -195,7 +203,7 @@ class StageEvaluator:
         seconds, peaks = self._priced(shapes, PLAYED)
         return StageCosts(**seconds, peaks=peaks)
 
-    def _priced(self, shapes: StageShapes, played: Sequence[str]) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    def _priced(self, shapes: StageShapes, played: Mapping[str, str]) -> tuple[dict[str, Floats], dict[str, Floats]]:
         """Seconds of StageCosts, of PLAYED some alone, and its peaks."""
         terms = self.terms
         layers = np.zeros((terms.weights.shape[0], shapes.counts.shape[1]))
@@ -240,7 +248,7 @@ class StageEvaluator:
             result["peak_bytes"][:, block] = np.sum([*peaks.values()], axis=0)
         return StageTotals(**result)
 
-    def _coupled(self, layers: Floats, played: Sequence[str]) -> dict[str, Floats]:
+    def _coupled(self, layers: Floats, played: Mapping[str, str]) -> dict[str, Floats]:
         """Seconds of stages whose parameter groups step together: sums over the layers."""
         terms = self.terms
         seconds = {
@@ -250,9 +258,9 @@ class StageEvaluator:
             "tail_seconds": terms.last_extra_seconds.T @ layers,
             "optimizer_seconds": terms.optimizer_seconds.T @ layers,
         }
-        for name in played:
-            if f"{name}_seconds" not in seconds:
-                seconds[f"{name}_seconds"] = np.zeros_like(seconds["forward_seconds"])
+        for field in played.values():
+            if field not in seconds:
+                seconds[field] = np.zeros_like(seconds["forward_seconds"])
         return seconds
 
     def _decouple(
@@ -261,7 +269,7 @@ class StageEvaluator:
         activations: Floats,
         seconds: dict[str, Floats],
         buffers: Floats,
-        played: Sequence[str],
+        played: Mapping[str, str],
     ) -> None:
         """Put what is played in the place of sums, for strategies whose parameter groups step by themselves."""
         for counts, shorter, places in _short(shapes):
@@ -271,11 +279,11 @@ class StageEvaluator:
             less = [self._play(shapes, fewer) for fewer in shorter]
             for number, (members, _) in enumerate(self._groups):
                 grid = np.ix_(members, places)
-                names = [name.removesuffix("_extra") for name in (*played, "buffer_bytes", "update_bytes")]
+                names = (*played, "buffer_bytes", "update_bytes")
                 fewer = [of_group[number] for of_group in less]
                 values = _extended(base[number], fewer, beyond[longer], names, bool((counts > SHORT).any()))
-                for name in played:
-                    seconds[f"{name}_seconds"][grid] = values[name.removesuffix("_extra")]
+                for name, field in played.items():
+                    seconds[field][grid] = values[name]
                 seconds["optimizer_seconds"][grid] = 0.0
                 # Updates stand in front of the passes, when few activations are held.
                 update = values["update_bytes"] - activations[grid]

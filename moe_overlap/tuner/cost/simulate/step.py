@@ -260,7 +260,7 @@ class _Lists:
     def written(
         self, ones: Sequence[_Alone], micro_batches: int
     ) -> dict[int, tuple[list[Instruction], dict[int, float]]]:
-        """Rank of each stage -> its list of so many micro-batches, folded to contacts, and their seconds."""
+        """Rank of each stage -> its list of so many micro-batches, compressed to contacts, and their seconds."""
         return {one.compressed.rank: compressed_list(one.compressed, self.of(micro_batches)) for one in ones}
 
     def seconds(
