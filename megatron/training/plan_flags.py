@@ -143,6 +143,7 @@ def _overlapped(
         defer=overlap.defer_weight_gradients,
         max_deferred_bytes=overlap.max_deferred_bytes,
         micro_batches=overlap.moe_overlap_micro_batches,
+        sends_late=overlap.moe_overlap_forward_send == "late",
     )
     if asked.partitions == asked.capacity_chunks == asked.micro_batches == 1 and not asked.defer:
         return stage
@@ -339,6 +340,7 @@ def _overlap_values(plan: Plan) -> Iterator[Values]:
         "overlap.moe_overlap_partitions": first.partitions,
         "overlap.moe_overlap_capacity_chunks": first.tutel_degree,
         "overlap.moe_overlap_micro_batches": overlaps[0].micro_batches_in_flight,
+        "overlap.moe_overlap_forward_send": "late" if overlaps[0].sends_late else "early",
         "overlap.moe_overlap_grad_reduce": "at-once" if overlaps[0].reduce_at_once else "gaps",
         "parallel.overlap_grad_reduce": chunk_bytes > 0,
         "parallel.ddp_bucket_size": chunk_bytes // GRADIENT_BYTES or None,
@@ -424,6 +426,9 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
             f"{source} reduces gradients in gaps (reduce_at_once false)",
         )
         require(value == "gaps" or not waits, "--moe-overlap-grad-reduce", value, rule, "drop it")
+        sent, rule = config.overlap.moe_overlap_forward_send, f"{source} sends early (sends_late false)"
+        late = all(overlap.sends_late for overlap in overlaps)
+        require(sent == "early" or late, "--moe-overlap-forward-send", sent, rule, "drop it")
         behind = not all(overlap.overlap_param_gather for overlap in overlaps)
         rule = f"{source} gathers weights at the end of the step (overlap_param_gather false)"
         require(not (config.parallel.overlap_param_gather and behind), "--overlap-param-gather", "", rule, "drop it")

@@ -111,6 +111,7 @@ UNIFORM_FIELDS = (
     "overlap.reduce_at_once",
     "overlap.overlap_param_gather",
     "overlap.micro_batches_in_flight",
+    "overlap.sends_late",
 )
 """A run of plain flags gives every stage the same."""
 

@@ -110,6 +110,9 @@ class StageOverlap:
     """Most bytes that deferred weight gradients may hold."""
     micro_batches_in_flight: int = 1
     """Micro-batches whose operators are interleaved."""
+    sends_late: bool = field(default=False, metadata=MAY_BE_MISSING)
+    """Whether the forward pass of two that are interleaved sends behind the other's last computation, which then hides its last
+    all-to-all; else in front of it, and weight gradients alone hide that."""
     search_limits: SearchLimits | None = None
     layers: tuple[LayerOverlap, ...] = ()
     """MoE layers for which something is decided, in model order."""

@@ -50,6 +50,7 @@ class OverlapWords:
         defer: whether weight gradients run under backward all-to-alls, in program order.
         max_deferred_bytes: most bytes they may hold; read where they are deferred.
         micro_batches: whose operators are interleaved; 1: one after the other.
+        sends_late: as in `StageOverlap`; read where several are.
     """
 
     partitions: int = 1
@@ -60,6 +61,7 @@ class OverlapWords:
     defer: bool = False
     max_deferred_bytes: int = 0
     micro_batches: int = 1
+    sends_late: bool = False
 
     @property
     def flag(self) -> str:
@@ -75,7 +77,7 @@ def with_uniform_overlap(plan: Plan, model: ModelDescription, words: OverlapWord
     """The plan with the same overlap on every layer, in place of what it decides so far; predictions are dropped.
 
     Args:
-        words: the overlap, which decides something.
+        words: the overlap, which decides something; when pairs send follows from the links of their all-to-alls.
         run: the settings beside the plan; its bucket bytes are those of every stage.
     Raises:
         ConfigError: the settings do not go with the overlap, or `overlap_from_words` refuses it.
@@ -83,6 +85,8 @@ def with_uniform_overlap(plan: Plan, model: ModelDescription, words: OverlapWord
     if run.refusal is not None:
         raise run.refusal
     require_listable(run, words.flag, words.capacity_chunks)
+    if words.micro_batches > 1 and len(plan.stages) > 1:
+        words = replace(words, sends_late=not all(exchanges_inside(stage, run.domain) for stage in plan.stages))
     if words.partitions > 1:
         assert words.gate is not None, "capacity passes from partition to partition in our gates only"
         require_partitionable(words.gate, words.range_word)
@@ -107,10 +111,14 @@ def share_no_link(stage: StagePlan, domain: int) -> bool:
 
     Then neither is slower beside the other, and reductions need no gap.
     """
+    return exchanges_inside(stage, domain) and len({rank // domain for rank in stage.devices.ranks}) > 1
+
+
+def exchanges_inside(stage: StagePlan, domain: int) -> bool:
+    """Whether all-to-alls stay inside domains of so many neighbouring ranks."""
     size, ranks = stage.expert * stage.expert_tensor, stage.devices.ranks
-    groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-    domains = [{rank // domain for rank in group} for group in groups]
-    return all(len(inside) == 1 for inside in domains) and len(set().union(*domains)) > 1
+    groups = (ranks[first : first + size] for first in range(0, len(ranks), size))
+    return all(len({rank // domain for rank in group}) == 1 for group in groups)
 
 
 def overlap_from_words(
@@ -146,6 +154,7 @@ def overlap_from_words(
         overlap_param_gather=stage.overlap.overlap_param_gather,
         max_deferred_bytes=words.max_deferred_bytes if deferred else NO_OVERLAP.max_deferred_bytes,
         micro_batches_in_flight=words.micro_batches,
+        sends_late=words.sends_late,
         layers=decided,
     )
 

@@ -69,6 +69,7 @@ def _stage_column(stage: StagePlan) -> dict[str, str]:
         "fewer parts": _shown_limits(overlap.search_limits),
         "deferred": f"{overlap.max_deferred_bytes / 2**20:g} MiB" if overlap.max_deferred_bytes else "-",
         "gradient chunk": _shown_chunk(overlap),
+        "forward sends": "late" if overlap.sends_late else "-",
         "weights gathered": "under passes" if overlap.overlap_param_gather else "-",
     }
 

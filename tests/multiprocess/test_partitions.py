@@ -327,6 +327,7 @@ def test_an_interleaved_pipeline_of_four_ranks():
         "late": (f"{gated} --moe-layer-freq [0]*4+[1]*4", f"{TWO} {DEFER}"),
         "two micro-batches": (f"{gated} --global-batch-size 64", PAIRS),
         "all": (gated, f"{PAIRS} {TWO} {DEFER}"),
+        "pairs that send late": (gated, f"{PAIRS} {DEFER} --moe-overlap-forward-send late"),
     }
     answers = run(4, curves, pairs(variants), timeout_seconds=900)
     for name in variants:

@@ -543,6 +543,9 @@ class OverlapConfig:
     """When gradients are reduced: in gaps between all-to-alls; at once, where these stay inside nodes and replicas do not."""
     moe_overlap_micro_batches: int = 1
     """With 2, the backward pass of a micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
+    moe_overlap_forward_send: Literal["early", "late"] = "early"
+    """When the forward pass of two that run together sends to the next stage: before the other's last computation, or behind
+    it, which then hides the forward pass's last all-to-all: where that is long, as between nodes."""
     moe_overlap_capacity_chunks: int | None = None
     """Run dispatch, experts and combine in 2, 4 or 8 chunks of each expert's rows, in place of partitions (Tutel's pipeline)."""
     defer_weight_gradients: bool = False

@@ -10,8 +10,10 @@ turn of a pass is a run of computation with the all-to-alls that follow it; the 
 transfer are its filling. The backward pass takes a turn, then the forward pass, then the filling of the former, and so on: behind
 a backward all-to-all there is the forward turn and the filling, behind a forward one the filling and the next backward turn.
 Where one pass has more turns, they are spread evenly over those of the other. The forward pass asks at once for what it receives
-from the stage before, and sends before the last backward turn where it can. In an interleaved pipeline both passes may be of one
-chunk or of two. This goes beyond Lancet, which looks at one micro-batch at a time.
+from the stage before. It sends before the last backward turn where it can: the next stage waits for that. The plan may ask for
+the send behind that turn (`StageOverlap.sends_late`), as the turn hides all-to-alls that are longer than the filling in front of
+it. In an interleaved pipeline both passes may be of one chunk or of two. This goes beyond Lancet, which looks at one micro-batch
+at a time.
 
 Where the host runs ahead of the device (`counts_read_late`), a dispatch moves behind the computation that follows it: the host
 must read the counts of its rows, and while it waits for them the device computes what has been queued before.
@@ -149,7 +151,7 @@ def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
     return turns
 
 
-def interleave(backward: Sequence[Draft], forward: Sequence[Draft]) -> Iterator[Draft]:
+def interleave(backward: Sequence[Draft], forward: Sequence[Draft], sends_late: bool = False) -> Iterator[Draft]:
     """Two passes of different micro-batches in the order above; each keeps its own."""
     # A receive is posted where it stands in the list; behind backward turns it would hold up the stage that sends.
     received = list(takewhile(lambda draft: draft.receives, forward))
@@ -158,7 +160,7 @@ def interleave(backward: Sequence[Draft], forward: Sequence[Draft]) -> Iterator[
     theirs = turns_of(forward[len(received) :])
     # The next stage waits for what the forward pass sends, so that goes before the last backward turn; unless nothing else would
     # hide the forward pass's last all-to-all, as no weight gradients stand behind the turn before.
-    sends_early = len(mine) > 1 and bool(mine[-2].filling) and theirs[-1].sends
+    sends_early = not sends_late and len(mine) > 1 and bool(mine[-2].filling) and theirs[-1].sends
     ending, spread = (theirs.pop(), len(mine) - 1) if sends_early else (Turn(), len(mine))
     for number, turn in enumerate(mine):
         if turn is mine[-1]:

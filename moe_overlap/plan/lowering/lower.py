@@ -111,7 +111,7 @@ def _written(
     drafts: list[Draft] = []
     for steps in pipeline_blocks(plan, index) if blocks is None else blocks:
         written = [list(passes.write(step)) for step in steps]
-        drafts += interleave(*written) if len(written) == 2 else written[0]
+        drafts += interleave(*written, plan.stages[index].overlap.sends_late) if len(written) == 2 else written[0]
     # On the joined list, because a receive and the slot in front of it belong to different passes.
     drafts = list(receives_first(drafts))
     if plan.host_runs_ahead:

@@ -304,6 +304,9 @@ def validate_overlap(
     ):
         if getattr(overlap, field) and overlap.gradient_chunk_bytes == 0:
             raise ConfigError(f"{subject}.{field}", True, rule, "write false, or the bytes of a reduction")
+    if overlap.sends_late and overlap.micro_batches_in_flight == 1:
+        rule = "micro-batches run one after the other (micro_batches_in_flight 1)"
+        raise ConfigError(f"{subject}.sends_late", True, rule, "write false, or two micro-batches in flight")
     _check_limits(stage, subject)
     seen: set[int] = set()
     for index, layer in enumerate(overlap.layers):

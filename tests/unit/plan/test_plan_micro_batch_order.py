@@ -51,9 +51,11 @@ def samples() -> list[tuple[Plan, ModelDescription]]:
         (2, True, 2, 2, 6),
         (2, False, 2, 2, 2),
     ):
+        bound = 1 << 40 if defer else 0
         words = dataclasses.replace(
-            TWO, partitions=partitions, range_word="around", defer=defer, max_deferred_bytes=1 << 40 if defer else 0
+            TWO, partitions=partitions, range_word="around", defer=defer, max_deferred_bytes=bound
         )
+        words = dataclasses.replace(words, sends_late=micro_batches > 4)
         stage = {**EP2, "micro_batch_size": 2, "recompute": RECOMPUTES[len(made) % len(RECOMPUTES)]}
         shape = {"stages": stages, "chunks": chunks, "micro_batches": micro_batches}
         made.append(with_words(words, "mmdm", 64, stage=stage, **shape))
@@ -143,12 +145,13 @@ def test_every_exchange_of_a_pair_has_computation_of_the_other_pass_behind_it() 
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("defer", [True, False])
+@pytest.mark.parametrize(("defer", "late"), [(True, False), (False, False), (True, True)])
 def test_a_pair_sends_before_its_last_turn_if_weight_gradients_hide_the_exchange(
-    stages: int, chunks: int, defer: bool
+    stages: int, chunks: int, defer: bool, late: bool
 ) -> None:
-    """What the next stage waits for is under way while attention runs backward; else that hides the last all-to-all."""
-    words = dataclasses.replace(TWO, defer=defer, max_deferred_bytes=1 << 40 if defer else 0)
+    """What the next stage waits for is under way while attention runs backward; else, or if the plan says so, that hides the
+    last all-to-all."""
+    words = dataclasses.replace(TWO, defer=defer, max_deferred_bytes=1 << 40 if defer else 0, sends_late=late)
     shape = {"stages": stages, "chunks": chunks, "micro_batches": 4 * stages}
     plan, model = with_words(words, "m" * stages * chunks * 2, stage=EP2, **shape)
     made = [i for i in lower(plan, model, 0) if i.micro_batch is not None]
@@ -166,7 +169,7 @@ def test_a_pair_sends_before_its_last_turn_if_weight_gradients_hide_the_exchange
             for n, i in enumerate(mine)
             if i.name == f"L{first}.attention.backward" and i.micro_batch == backward.micro_batch
         )
-        assert (sent < attention) is defer
+        assert (sent < attention) is (defer and not late)
         looked_at += 1
     assert looked_at >= 2
 

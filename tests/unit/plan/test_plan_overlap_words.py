@@ -82,6 +82,26 @@ def test_reductions_need_no_gaps_where_they_alone_cross_the_network(
     assert not stage.overlap.reduce_at_once
 
 
+@pytest.mark.parametrize(
+    ("stages", "domain", "micro_batches", "expected"),
+    [
+        (2, 4, 2, True),  # Experts of eight ranks cross the network.
+        (2, 8, 2, False),
+        (1, 4, 2, False),  # Nothing is sent.
+        (2, 4, 1, False),
+    ],
+)
+def test_pairs_send_late_where_their_all_to_alls_cross_the_network(
+    stages: int, domain: int, micro_batches: int, expected: bool
+) -> None:
+    shape = {"stages": stages, "micro_batches": 4, "stage": {"data": 8, "expert": 8}}
+    plan, model = plan_samples.plan(4, **shape), plan_samples.model("mmmm")
+    words = OverlapWords(gate="topk", micro_batches=micro_batches, defer=True, max_deferred_bytes=1 << 30)
+    made = with_uniform_overlap(plan, model, words, ListedRun(gate="topk", domain=domain))
+    assert {stage.overlap.sends_late for stage in made.stages} == {expected}
+    validate_plan(made, model)
+
+
 def test_deferral_alone() -> None:
     made = overlap(OverlapWords(defer=True, max_deferred_bytes=9))
     assert made.max_deferred_bytes == 9

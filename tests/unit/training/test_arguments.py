@@ -46,6 +46,7 @@ OWN_FLAGS = {
     "moe_overlap_capacity_chunks",
     "moe_overlap_cuda_graphs",
     "moe_overlap_device_connections",
+    "moe_overlap_forward_send",
     "moe_overlap_grad_reduce",
     "moe_overlap_micro_batches",
     "moe_overlap_nccl_ctas",

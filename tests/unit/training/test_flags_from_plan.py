@@ -108,6 +108,7 @@ def drawn_words(draw: random.Random, stage: StagePlan, virtual: int) -> OverlapW
         defer=draw.random() < 0.5,
         max_deferred_bytes=draw.choice((1, 12_345, 1 << 30, 1 << 40)),
         micro_batches=pairs,
+        sends_late=pairs > 1 and draw.random() < 0.5,
     )
 
 

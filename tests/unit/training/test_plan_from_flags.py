@@ -130,6 +130,8 @@ def test_a_gather_that_a_plan_lacks_is_held_against_the_flags(tmp_path: Path, mo
     rule = "cut.json reduces gradients in gaps (reduce_at_once false)"
     flag = "--moe-overlap-grad-reduce at-once"
     assert disagreement(f"{reduced} {flag}") == f"{flag}: {rule}; drop it"
+    flag, rule = "--moe-overlap-forward-send late", "cut.json sends early (sends_late false)"
+    assert disagreement(f"{reduced} {flag}") == f"{flag}: {rule}; drop it"
 
 
 UNNAMED = IRREGULAR.replace("--moe-gate topk ", "")

@@ -438,6 +438,12 @@ RULES = [
         "--moe-overlap-grad-reduce at-once: works on the buckets of --overlap-grad-reduce; add --overlap-grad-reduce",
     ),
     (
+        f"{OVERLAP} --defer-weight-gradients --moe-overlap-forward-send late",
+        2,
+        "--moe-overlap-forward-send late: says when one of two micro-batches at a time sends, and they run one by one; "
+        "drop it, or add --moe-overlap-micro-batches 2",
+    ),
+    (
         f"{OVERLAP} --defer-weight-gradients --overlap-param-gather",
         2,
         "--overlap-param-gather: works on the buckets of --overlap-grad-reduce; add --overlap-grad-reduce",

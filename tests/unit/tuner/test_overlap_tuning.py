@@ -20,7 +20,8 @@ from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.report.tuning import Tuned, tuned_details, tuned_lines
 from moe_overlap.tuner.cost.simulate.step import predict_plan
-from moe_overlap.tuner.search.layer.candidates import DEFERRED, PLAIN, Candidate
+from moe_overlap.tuner.search.hidden import Way
+from moe_overlap.tuner.search.layer.candidates import DEFERRED, PLAIN, Candidate, Candidates
 from moe_overlap.tuner.search.layer.overlap import WORTH, choose
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 
@@ -93,6 +94,22 @@ def test_gradients_are_reduced_at_once_where_they_alone_cross_the_network(stages
     found = tuned(8.0, "--pipeline-model-parallel-size", stages, "--overlap-grad-reduce")
     listed = [one.decided.stages[0].overlap for one in (found.chosen, *found.others) if one.prediction is not None]
     assert {overlap.reduce_at_once for overlap in listed if overlap.is_listed} == {expected}
+
+
+@pytest.mark.parametrize(("slower", "late"), [(0.5, False), (8.0, True)])
+def test_pairs_send_at_the_time_that_is_predicted_to_be_faster(slower: float, late: bool) -> None:
+    """All-to-alls inside a node suggest an early send, which slow links overrule; the other time is slower in both cases."""
+    words = [*JOB, *"--num-layers 8 --num-layers-per-virtual-pipeline-stage 2".split()]
+    problem = problem_of(words, slow_links(slower), {"graphs": by_hand, "constants": CONSTANTS})
+    candidates = Candidates(problem, LIMITS, 1.0)
+    (deferring,) = candidates.deferred(candidates.simplest(Way.PAIRS))
+    overlaps = [stage.overlap for stage in deferring.decided.stages]
+    assert {overlap.sends_late for overlap in overlaps} == {late}
+    others = (dataclasses.replace(overlap, sends_late=not late) for overlap in overlaps)
+    stages = zip(deferring.decided.stages, others, strict=True)
+    other = tuple(dataclasses.replace(stage, overlap=overlap) for stage, overlap in stages)
+    seconds = candidates.predicted(dataclasses.replace(deferring.decided, stages=other)).predicted.step_seconds
+    assert deferring.seconds < seconds
 
 
 def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:

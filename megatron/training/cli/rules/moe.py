@@ -117,6 +117,15 @@ def reductions_at_once_are_of_lists(config: Config) -> None:
     require(config.parallel.overlap_grad_reduce, flag, value, rule, "add --overlap-grad-reduce")
 
 
+def sends_are_of_pairs(config: Config) -> None:
+    value = config.overlap.moe_overlap_forward_send
+    if value == "early" or config.overlap.plan is not None:  # A plan is held against it by plan_flags.py.
+        return
+    flag, rule = "--moe-overlap-forward-send", "says when one of two micro-batches at a time sends, and they run one by one"
+    fix = "drop it, or add --moe-overlap-micro-batches 2"
+    require(config.overlap.moe_overlap_micro_batches > 1, flag, value, rule, fix)
+
+
 def device_limits_are_in_range(config: Config) -> None:
     for flag, value in (
         ("--moe-overlap-device-connections", config.overlap.moe_overlap_device_connections),
@@ -131,6 +140,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
     executor_has_what_it_needs,
     partitions_keep_the_mathematics,
     reductions_at_once_are_of_lists,
+    sends_are_of_pairs,
 )
 
 

@@ -112,8 +112,8 @@ FREE = {
         training="micro_batch_size deterministic_mode",
         data="num_workers mmap_bin_files data_cache_path",
         overlap="moe_overlap_partitions moe_overlap_range moe_overlap_grad_reduce moe_overlap_micro_batches "
-        "moe_overlap_capacity_chunks defer_weight_gradients max_deferred_bytes moe_overlap_device_connections "
-        "moe_overlap_nccl_ctas moe_overlap_cuda_graphs",
+        "moe_overlap_forward_send moe_overlap_capacity_chunks defer_weight_gradients max_deferred_bytes "
+        "moe_overlap_device_connections moe_overlap_nccl_ctas moe_overlap_cuda_graphs",
     ),
     "when a run evaluates, saves and ends": _fields(
         training="eval_interval eval_iters eval_global_batch_size check_for_nan_in_loss_and_grad exit_interval "

@@ -168,12 +168,25 @@ class Candidates:
         try:
             schedule = self._schedule(candidate.decided, candidate.prediction)
             if schedule.chosen != "without":
-                prediction = self.predicted(schedule.plan)
-                yield dataclasses.replace(
-                    candidate, name=name, plan=schedule.plan, prediction=prediction, schedule=schedule
-                )
+                plan, prediction = self._sends_at_best(schedule.plan)
+                yield dataclasses.replace(candidate, name=name, plan=plan, prediction=prediction, schedule=schedule)
         except ConfigError as error:
             yield Candidate(name=name, refused=str(error))
+
+    def _sends_at_best(self, plan: Plan) -> tuple[Plan, Prediction]:
+        """A plan as it is, or with forward passes of pairs that send at the other time, whichever is predicted to be faster.
+
+        Slots are filled for the time that the links suggest (`with_uniform_overlap`).
+        """
+        prediction = self.predicted(plan)
+        if not plan.has_pairs or len(plan.stages) == 1:
+            return plan, prediction
+        overlaps = [dataclasses.replace(s.overlap, sends_late=not s.overlap.sends_late) for s in plan.stages]
+        stages = tuple(dataclasses.replace(s, overlap=o) for s, o in zip(plan.stages, overlaps, strict=True))
+        other = dataclasses.replace(plan, stages=stages)
+        of_other = self.predicted(other)
+        faster = of_other.fits and of_other.predicted.step_seconds < prediction.predicted.step_seconds
+        return (other, of_other) if faster else (plan, prediction)
 
     def predicted(self, plan: Plan) -> Prediction:
         """The prediction of a plan of this problem."""
