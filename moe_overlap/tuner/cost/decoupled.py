@@ -139,6 +139,10 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
     apart = _apart(order, usual, (forward, backward), parts, still)
     drain = beyond_of(ends, passes.closing) * len(chunks)
     drain = drain if ahead else drain - len(emptying) * rush
+    tail, tail_busy = (each.played.ended - each.ends[order[-1]] for each in (ends, busy))
+    if ahead and not waits and len(chunks) == 1:
+        # Nothing stands in front of the first stage: what its last pass leaves where it has waited counts with that pass.
+        drain, tail = drain + tail - tail_busy, tail_busy
 
     def slowed(steps: Sequence[Step]) -> Floats:
         """Seconds by which what updates leave behind slows down some passes."""
@@ -176,7 +180,7 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
         turn=turn - backward[lanes] + slowed(order[turned:]),
         drain=drain[lanes],
         rush=rush[lanes],
-        tail=(ends.played.ended - ends.ends[order[-1]])[lanes],
+        tail=tail[lanes],
         buffer_bytes=np.maximum(np.max(updating.later, axis=0), np.max([*bare.later, *idle.later], axis=0)[lanes]),
         update_bytes=np.max(updating.early, axis=0),
     )
