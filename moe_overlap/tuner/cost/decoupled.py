@@ -286,8 +286,12 @@ class _Passes:
         self.drained = self.steps.index(self.emptying[0]) if self.emptying else len(self.uses)
 
     def settling(self, begun: int) -> list[Step]:
-        """The passes from a place on that `PlayedStage.turn` tells beside the first backward ones; of several chunks."""
-        between = self.order[begun : len(self.order) - len(self.emptying) - 1] if len(self.chunks) > 1 else ()
+        """The passes from a place on that `PlayedStage.turn` tells beside the first backward ones.
+
+        With one chunk the stages in front have slack there, as they wait for the last one.
+        """
+        is_told = len(self.chunks) > 1 or not self.ahead
+        between = self.order[begun : len(self.order) - len(self.emptying) - 1] if is_told else ()
         return [step for step in between if step.direction == "forward" or step.micro_batch > 0]
 
     @cached_property

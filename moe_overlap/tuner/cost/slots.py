@@ -291,7 +291,8 @@ class Slots:
             places.append(key)
         updates: list[SlotKey] = []
         for index in range(len(parts)):
-            row, after = parts[index].row, parts[min(index + 1, len(parts) - 1)].row
+            row = parts[index].row
+            after = parts[index + 1].row if index + 1 < len(parts) else None
             if not table.updates:
                 break
             updates.append(("update", row, after))
@@ -299,7 +300,7 @@ class Slots:
                 continue
             new[updates[-1]] = {
                 "compute": seconds.sweep[row],
-                "rest": seconds.states_in[after],
+                "rest": nothing if after is None else seconds.states_in[after],
                 "gather": seconds.gather_updated[row],
                 "out": seconds.states_out[row],
             }

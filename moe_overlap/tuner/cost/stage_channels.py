@@ -290,6 +290,20 @@ class StageChannels:
                     ready = np.maximum(ready, self._fetched[index])
         self._ready[use], self._loaded[use] = ready, loaded
 
+    def _fetched_ahead(self, place: int) -> Floats:
+        """When the states of two more parts are there that are updated behind the use at a place and the one after it.
+
+        They wait for room and not for uses, so that a stage that waits fetches them, too; `load` begins them at that time.
+        """
+        fetched, uses = self._free["in"], self.slots.uses
+        for ahead in (2, 3):
+            use = uses[place + ahead] if place + ahead < len(uses) else None
+            if use is None or use.backward or use.micro_batch or use.index in self._stepped:
+                break
+            begin = np.maximum(fetched, self._gone["states"][ahead - 4])
+            fetched = begin + self._of[use.index]["states_in"]
+        return fetched
+
     def _come(self, what: str, after: Floats, index: int, at: int) -> tuple[Floats, Floats]:
         """The begin and the end of a copy from the host for the use behind the one at a place."""
         return self._run("in", after, self._jobs_of[index][what], self._slow(what, at + 1, at), (what, at + 1))
@@ -309,7 +323,7 @@ class StageChannels:
                 # The loads of two uses do not wait for the first of them to begin.
                 self.load(behind, place)
             self._step_beside(self._free["compute"], self._free["compute"])
-            self._free["compute"] = self.ended
+            self._free["compute"] = np.maximum(self.ended, self._fetched_ahead(place))
         # Step 4.
         leaving = self._gone["gradients" if use.backward else "activations"]
         gone = leaving[-1 if self._leaves is not None and self._leaves[0].backward == use.backward else -2]
