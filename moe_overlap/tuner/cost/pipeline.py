@@ -211,7 +211,11 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
 def _entered(stages: Sequence[StageTimes], forward: Sequence[Seconds], count: int, virtual: int) -> list[Seconds]:
     """[S] when the first forward pass of the last chunk ends, with what slows down the stage's own passes behind it."""
     rounds, _, _ = warm_up(len(stages), 0, count, virtual)
-    around = (virtual - 1) * (sum(forward) + sum(stage.waited for stage in stages[1:]) / virtual) if rounds else 0.0
+    around: Seconds = 0.0
+    if rounds:
+        around = (virtual - 1) * (sum(forward) + sum(stage.waited for stage in stages[1:]) / virtual)
+        # The first stage's passes are short there as long as nothing runs backward; what it updates is not waited for.
+        around = around + (virtual - 1) * np.minimum(stages[0].enter, 0.0) / rounds
     passed: Seconds = 0.0
     delay: Seconds = stages[0].first
     found: list[Seconds] = []

@@ -86,6 +86,7 @@ class StageChannels:
             self._on_host = {("weights", index, 0): nothing for index in range(len(parts))}
             self._used = set(range(len(parts)))
         self._joined: list[JobKey] = []
+        self._crossing: tuple[Floats, Floats] | None = None
         self._pending: list[tuple[Use, Floats, int]] = []
         self._leaves: tuple[Use, Floats, int] | None = None
 
@@ -123,6 +124,8 @@ class StageChannels:
         common = np.minimum(alone * grown, np.maximum(0.0, self._free["ranks"] - end) * crowd)
         self._join_later(common * (1.0 - 1.0 / crowd))
         if not blocks:
+            # What is left of them goes on beside the next collectives.
+            self._crossing = alone - common / grown, np.maximum(self._free["ranks"], end)
             return end
         copies = 2 * (self._free["in"] > end) + (self._free["out"] > end)
         taken = (alone + common * (1.0 - 1.0 / grown)) * self.slots.table[1].take(BETWEEN_RANKS + copies)
@@ -133,6 +136,8 @@ class StageChannels:
         """Let the collective that goes on among ranks end later."""
         before = self._free["ranks"]
         self._free["ranks"] = before + later
+        # A use that waits for it begins later, too.
+        self._ready = {use: np.where(ready == before, ready + later, ready) for use, ready in self._ready.items()}
         longer = later > 0
         # Which one it is depends on the strategy.
         for key in reversed(self._joined):
@@ -200,7 +205,29 @@ class StageChannels:
             if self._transfers:
                 self._transfer_shared = job.choose(here["transfer_shared"], self._transfer_shared)
             self._joined += [key] if key is not None and self.notes else []
-        return self._run("ranks", after, job, slow, key)
+        begin, end = self._run("ranks", after, job, slow, key)
+        if job is None or self._crossing is None:
+            return begin, end
+        return begin, self._beside_transfers(job, begin, end, key)
+
+    def _beside_transfers(self, job: Job, begin: Floats, end: Floats, key: JobKey | None) -> Floats:
+        """The end of a collective beside transfers of the pass before that have not ended; it ends later on common links."""
+        assert self._crossing is not None
+        left, since = self._crossing
+        left = np.maximum(0.0, left - np.maximum(0.0, begin - since))
+        if not left.any():
+            self._crossing = None
+            return end
+        grown = 1.0 + self._transfer_shared
+        common = np.minimum(left * grown, (end - begin) * grown)
+        later = common * (1.0 - 1.0 / grown)
+        if job.has is not None:
+            common, later = np.where(job.has, common, 0.0), np.where(job.has, later, 0.0)
+        self._free["ranks"] = self._free["ranks"] + later
+        self._crossing = left - common / grown, job.choose(end + later, since)
+        if self.notes and key is not None:
+            self.ran[key] = self.ran[key][0], self.ran[key][1] + later
+        return end + later
 
     def _update_all(self) -> None:
         """Step 1."""
