@@ -62,9 +62,9 @@ class PlayedStage:
             behind.
         drain: of the last backward pass of a chunk beyond a part of `backward`, times the chunks. All stages but the last have
             waited for it, as long as the stage behind takes for the pass; on the last stage it is that of the first of several in
-            a row, as `rush` counts for the others.
+            a row, as `rush` counts for the others. On a first stage of one chunk with what that makes its tail longer.
         rush: the same where it is right behind another one, and has not waited.
-        tail: from its end until everything has been reduced and copied.
+        tail: from its end until everything has been reduced and copied; on a first stage of one chunk where it has not waited.
         buffer_bytes: peak of what is on the device for a while, less what of the activations in flight is not held at that time.
         update_bytes: peak beside the updates, which run before activations are held.
     """

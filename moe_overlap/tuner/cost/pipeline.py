@@ -8,6 +8,7 @@ passes of a chunk f = F / v and b = B / v, and what first and last passes take b
     in       the first micro-batch comes through the stages in front:          Σ_(j<=s) f_j
     rounds   the first S micro-batches pass all chunks but the last, here, once around all stages, or on a stage in front, from
              which the last chunk's first pass comes:                          max((v - 1) S f_s, (v - 1) Σ f_j)
+             (with the short passes of the first stage's beginning: min(0, enter_0) of the first stage's passes in it)
     warm-up  q_s more forward passes, or the first one's way there and back:   max(q_s f_s, Σ_(j>s) f_j + b_j)
     steady   backward and forward passes in turn:                              (G v - 1 - (v - 1) S - q_s) · (f_s + b_s)
     out      as many backward passes, or the last one's way there and back:    b_s + max(q_s b_s, Σ_(j>s) f_j + b_j)

@@ -184,6 +184,23 @@ REPAIRED = {
         0.008,
         0.07,
     ),
+    "the last pass has not waited": (Corner(zero_level=0, offload=(0, 0, 0.5, 1), unequal=True), 0.006, NEAR),
+    "states are fetched while a stage waits": (
+        Corner(zero_level=1, offload=(1, 1, 1, 0.5), recompute="full"),
+        0.007,
+        0.07,
+    ),
+    "the second forward pass is slow, too": (Corner(zero_level=0, offload=(0, 1, 0, 1), recompute="half"), 0.006, NEAR),
+    "transfers go on beside the next collectives": (
+        Corner(zero_level=3, offload=(0, 0.5, 0.5, 0), interleaved=True, unequal=True),
+        NEAR,
+        0.04,
+    ),
+    "the first round has short passes": (
+        Corner(zero_level=3, offload=(0.5, 0, 0, 0), recompute="half", interleaved=True),
+        0.006,
+        NEAR,
+    ),
     "nothing": (Corner(zero_level=1, offload=(0, 0, 0, 0)), NEAR, NEAR),
 }
 """Corner, and how far closed form and list may be apart: seconds, bytes. Each was 1.6 to 84 % off in seconds, but the last."""
@@ -293,8 +310,11 @@ def test_all_corners() -> None:
 
     Equal stages under 1F1B are told apart. Causes of what is left, found by putting the list in the place of one part of the
     closed form at a time (seconds of passes; the longest chain of them; transfers that take nothing):
-    - Interleaved stages with half of gradients and activations offloaded (up to 2.3 % above): the first stage's last backward
-      pass waits for as long as its shortest ones in a row take, which is too short where both stages are held up alike.
+    - Interleaved stages with half of gradients and activations offloaded (up to 2.3 % above): on the way of a backward pass
+      around all stages the first one takes as long as where it is busy, though it has waited and all it needs is there.
+    - Interleaved stages of which one is the slowest (up to 1.4 % above): transfers that fill and drain the pipeline are added,
+      though that stage never waits for one; where gradients are reduced in every pass (1.1 % below) what comes from the other
+      stage is received in the middle of a pass and not at its end.
     - Updates (up to 2.2 % below): copies that the second stage's leave behind still slow down its first passes where these have
       waited for a short time; `pipeline.py` knows stages that have waited for all of them, and such that have not waited.
     """
@@ -302,7 +322,7 @@ def test_all_corners() -> None:
     chosen = [corner for place, corner in enumerate(corners()) if place % shapes == place // shapes * 5 % shapes][::5]
     assert len({(corner.recompute, corner.interleaved, corner.unequal) for corner in chosen}) == shapes
     found = {corner: errors(corner) for corner in chosen}
-    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 55
+    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 60
     for is_plain, middle, most in ((True, 0.004, 0.011), (False, 0.006, 0.024)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most

@@ -271,6 +271,9 @@ class _Program:
         rounds, _, _ = warm_up(len(problem.stages), 0, problem.micro_batches, virtual)
         waited = [self._chosen(j, "waited") for j in range(1, len(problem.stages))]
         around = (virtual - 1) * (mathopt.fast_sum(self._forward) + mathopt.fast_sum(waited) / virtual)
+        if rounds:
+            short = np.minimum(problem.stages[0].column("enter"), 0.0)
+            around = around + (virtual - 1) / rounds * self._time(0, short)
         more = max(0, rounds - 2 * (virtual - 1)) / virtual
         passed: mathopt.LinearTypes = 0.0
         delay: mathopt.LinearTypes = self._chosen(0, "first")
