@@ -57,7 +57,14 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
-from moe_overlap.tuner.search.dispatchers import FIRST, DispatcherOutcome, Side, runs, search_dispatchers
+from moe_overlap.tuner.search.dispatchers import (
+    FIRST,
+    LIBRARIES,
+    DispatcherOutcome,
+    Side,
+    runs,
+    search_dispatchers,
+)
 from moe_overlap.tuner.search.hidden import search_hidden
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
@@ -277,7 +284,10 @@ class _Search:
 
         def side(dispatcher: Dispatcher) -> Side:
             task, bounds = self._task_of(with_dispatcher_of(self.job, dispatcher), narrow_space(self.space))
-            return Side(task=dataclasses.replace(task, modules=self.task.modules), bounds=bounds)
+            task = dataclasses.replace(task, modules=self.task.modules)
+            # Megatron-LM runs its overlap with all-to-alls and with libraries of their own.
+            pairs = self.paired is not None and dispatcher in LIBRARIES
+            return Side(task=task, bounds=bounds, paired=paired_task(task, self.bare) if pairs else None)
 
         asked = (self.bare, settings.target, str(settings.space), settings.averages, str(settings.seconds))
         found, self.said.refused = search_shards(
@@ -285,7 +295,16 @@ class _Search:
         )
         rules = self.accepts, self.admits
         return search_dispatchers(
-            found, self.layouts, self.task, self.further, side, KEPT, *rules, self.deadline, settings.progress
+            found,
+            self.layouts,
+            self.task,
+            self.further,
+            side,
+            KEPT,
+            *rules,
+            self.deadline,
+            settings.progress,
+            self.paired,
         )
 
     def beyond(self, found: UniformSearch) -> _Wider:

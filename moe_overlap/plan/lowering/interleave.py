@@ -151,7 +151,7 @@ def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
     return turns
 
 
-def interleave(backward: Sequence[Draft], forward: Sequence[Draft], sends_late: bool = False) -> Iterator[Draft]:
+def interleave(backward: Sequence[Draft], forward: Sequence[Draft], *, sends_late: bool = False) -> Iterator[Draft]:
     """Two passes of different micro-batches in the order above; each keeps its own."""
     # A receive is posted where it stands in the list; behind backward turns it would hold up the stage that sends.
     received = list(takewhile(lambda draft: draft.receives, forward))

@@ -109,9 +109,10 @@ def _written(
     transfers = TransferLowering(plan, model, index, rank, layers.buffers)
     passes = _PassLowering(plan, model, index, layers, transfers)
     drafts: list[Draft] = []
+    sends_late = plan.stages[index].overlap.sends_late
     for steps in pipeline_blocks(plan, index) if blocks is None else blocks:
         written = [list(passes.write(step)) for step in steps]
-        drafts += interleave(*written, plan.stages[index].overlap.sends_late) if len(written) == 2 else written[0]
+        drafts += interleave(*written, sends_late=sends_late) if len(written) == 2 else written[0]
     # On the joined list, because a receive and the slot in front of it belong to different passes.
     drafts = list(receives_first(drafts))
     if plan.host_runs_ahead:

@@ -5,7 +5,8 @@
    bound from the graphs that are there (`FlooredCosts`), and hardly any graph of another dispatcher is ever captured.
 2. The bound prices everything but dispatch, combine and permutation as the first dispatcher runs it, bytes and recomputation
    included (`Floors`), and what the other one must send (`Bounds.exchange_seconds`).
-3. What is kept is exactly what an enumeration of all layouts under all dispatchers would have for the best.
+3. With Megatron-LM's overlap of all-to-alls (paired.py) other work runs beside what is sent, and the bound is without it.
+4. What is kept is exactly what an enumeration of all layouts under all dispatchers would have for the best.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from moe_overlap.describe.cluster import GIB, NodeGroup
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.operators import EXPERTS
+from moe_overlap.plan.operators import EXCHANGE_PARTS, EXPERTS
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.blocks import ROUTED, block_of
 from moe_overlap.tuner.capture.expression import Expression
@@ -29,6 +31,7 @@ from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import PartCost, Setting
 from moe_overlap.tuner.cost.operators import CostClassCode, OpTable
 from moe_overlap.tuner.search.bounds import Bounds, pipelined
+from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import UniformLayout, chunks_of
 from moe_overlap.tuner.search.uniform import Accepts, Progress, RankedLayout, UniformSearch, search_uniform, widened
@@ -59,10 +62,12 @@ class Side:
 
     Attributes:
         bounds: of a layout's tensor ranks.
+        paired: the task with Megatron-LM's overlap, where that is searched, too.
     """
 
     task: UniformTask
     bounds: Callable[[UniformLayout], Bounds]
+    paired: UniformTask | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +114,7 @@ class Floors(UniformCosts):
 
     def __init__(self, task: UniformTask, is_hosted: bool = True) -> None:
         self._is_hosted = is_hosted
-        self._unhosted: dict[int, tuple[PartCost, PartCost]] = {}
+        self._floored: dict[int, tuple[PartCost, PartCost]] = {}
         self._tables_without: dict[int, tuple[OpTable, OpTable]] = {}
         self._parts_without: dict[int, tuple[Part, Part]] = {}
         graphs = task.graphs
@@ -157,14 +162,16 @@ class Floors(UniformCosts):
 
     def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
         cost = super()._cost(table, layout, setting)
-        if self._is_hosted:
+        # Beside another micro-batch the host never waits for an empty queue.
+        pairs = self.task.features.overlap_experts and any(op.operator in EXCHANGE_PARTS for op in table.ops)
+        if self._is_hosted and not pairs:
             return cost
-        if id(cost) not in self._unhosted:
-            forward, backward = (
-                replace(each, host_seconds=0.0, drained_seconds=0.0) for each in (cost.forward, cost.backward)
-            )
-            self._unhosted[id(cost)] = cost, replace(cost, forward=forward, backward=backward)
-        return self._unhosted[id(cost)][1]
+        if id(cost) not in self._floored:
+            less: dict[str, Any] = {} if self._is_hosted else {"host_seconds": 0.0, "drained_seconds": 0.0}
+            less |= {"is_overlapped": True} if pairs else {}
+            forward, backward = (replace(each, **less) for each in (cost.forward, cost.backward))
+            self._floored[id(cost)] = cost, replace(cost, forward=forward, backward=backward)
+        return self._floored[id(cost)][1]
 
     def _micro_batches(self, layout: UniformLayout) -> int:
         template, _ = self.task.templates(layout.tensor)
@@ -214,30 +221,37 @@ def part_without_exchange(part: Part) -> Part:
     return replace(part, ops=tuple(free), storages=tuple(storages))
 
 
-class FlooredCosts(UniformCosts):
+def floors_of(first: UniformTask, paired: UniformTask | None = None) -> dict[bool, list[Floors]]:
+    """Floors under the first dispatcher of layouts without Megatron-LM's overlap, and of those with it.
+
+    Without it the host is told apart from what is sent while it launches; with it nothing is added for what is sent.
+    """
+    floors = {False: [Floors(first, is_hosted=is_hosted) for is_hosted in (True, False)]}
+    return floors if paired is None else floors | {True: [Floors(paired)]}
+
+
+class FlooredCosts(CostsOfBoth):
     """Prices layouts under another dispatcher than the first, whose graphs give their bounds.
 
     Args:
-        task: under this dispatcher.
-        first: under the first one, with the host and without it.
-        bounds: under this one.
+        side: this dispatcher.
+        first: of `floors_of`.
         known: seconds of a plan; layouts whose bound is above it are bounded no further.
     """
 
-    def __init__(
-        self, task: UniformTask, first: Sequence[Floors], bounds: Callable[[UniformLayout], Bounds], known: float
-    ) -> None:
-        super().__init__(task)
-        self._first, self._bounds, self._known = first, bounds, known
+    def __init__(self, side: Side, first: Mapping[bool, Sequence[Floors]], known: float) -> None:
+        super().__init__(side.task, side.paired)
+        self._first, self._bounds, self._known = first, self.bounds(side.bounds), known
 
     def step_bound(self, layout: UniformLayout) -> float:
         """Seconds that no plan of the layout stays below; asks for no graph of this dispatcher."""
         machine, exchange = self.task.machine, self._bounds(layout).exchange_seconds(layout)
-        floor = max(floors.step_floor(layout, exchange) for floors in self._first)
+        of_first = self._first[layout.paired]
+        floor = max(floors.step_floor(layout, exchange) for floors in of_first)
         if floor > self._known:
             return floor
         capacity = machine.cluster.group_of(0).gpu.memory_gib * GIB / machine.memory.high
-        return max(floor, *(floors.fitting_floor(layout, exchange, capacity) for floors in self._first))
+        return max(floor, *(floors.fitting_floor(layout, exchange, capacity) for floors in of_first))
 
 
 def search_dispatchers(
@@ -251,26 +265,30 @@ def search_dispatchers(
     admits: Callable[[RankedLayout], bool] = lambda plan: True,
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
+    paired: UniformTask | None = None,
 ) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
     """Plans of further dispatchers that are faster than the best of the first one.
 
     Args:
         found: of the first dispatcher.
         first: its task.
+        paired: that task with Megatron-LM's overlap, where that is searched, too.
         names: the further dispatchers.
         keep: plans that are ranked in all.
     """
-    floors = [Floors(first, is_hosted=is_hosted) for is_hosted in (True, False)]
+    floors = floors_of(first, paired)
     outcomes: list[DispatcherOutcome] = []
     for name in names:
         if found.solution.status is Status.TIME_LIMIT:
             break
         under, before = side(name), found.solution.value
         own = [replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
+        own = own if under.paired is None else [*with_paired(own)]
+        costs = FlooredCosts(under, floors, found.solution.objective)
         wide = search_uniform(
             own,
-            FlooredCosts(under.task, floors, under.bounds, found.solution.objective),
-            under.bounds,
+            costs,
+            costs.bounds(under.bounds),
             accepts,
             admits,
             keep=KEPT,

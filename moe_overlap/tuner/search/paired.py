@@ -21,12 +21,12 @@ class CostsOfBoth(UniformCosts):
 
     Args:
         task: without it.
-        paired: the same run with the features of one with it.
+        paired: the same run with the features of one with it; None: no layout has it.
     """
 
-    def __init__(self, task: UniformTask, paired: UniformTask) -> None:
+    def __init__(self, task: UniformTask, paired: UniformTask | None) -> None:
         super().__init__(task)
-        self._paired = UniformCosts(paired, like=self)
+        self._paired = UniformCosts(paired or task, like=self)
 
     def step_bound(self, layout: UniformLayout) -> float:
         """Seconds that no plan of the layout stays below, with the overlap where the layout has it."""

@@ -29,20 +29,23 @@ from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.search.dispatchers import (
     CALIBRATED,
     FIRST,
+    LIBRARIES,
     NAMES,
     DispatcherOutcome,
     FlooredCosts,
-    Floors,
     Side,
     dispatchers_of,
+    floors_of,
     runs,
     search_dispatchers,
     uncalibrated,
 )
+from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS, by_dispatcher, with_dispatcher
+from moe_overlap.tuner.write.upstream_rules import PAIRED
 from moe_overlap.tuner.write.upstream_values import parser_errors
 from tests.unit.tuner.test_plan_search import OPTIONS, SMALL, by_hand
 from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of
@@ -85,6 +88,12 @@ def side(case: Case, dispatcher: Dispatcher) -> Side:
     task = dataclasses.replace(case.task, graphs=partial(graphs_by, dispatcher), features=features)
     bounds = dataclasses.replace(case.bounds, features=features, machine=task.machine)
     return Side(task=task, bounds=lambda layout: bounds)
+
+
+def with_overlap(side: Side) -> Side:
+    """The side whose layouts may also have Megatron-LM's overlap."""
+    features = dataclasses.replace(side.task.features, overlap_experts=True, delay_weight_gradients=True)
+    return dataclasses.replace(side, paired=dataclasses.replace(side.task, features=features))
 
 
 def with_host(case: Case, seconds: float) -> Case:
@@ -148,6 +157,34 @@ def test_the_best_is_that_of_a_search_for_each_dispatcher(name: str) -> None:
     assert all(outcome.priced <= outcome.layouts for outcome in outcomes)
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_overlap_of_megatron_lm_is_searched_under_every_library(name: str) -> None:
+    """The best of all is that of a search for each dispatcher, with the overlap and without."""
+    case = CASES[name]
+    each = {}
+    for other in (FIRST, *LIBRARIES):
+        own = with_overlap(side(case, other))
+        layouts = [*with_paired(bare(case) if other == FIRST else under(case, other))]
+        costs = CostsOfBoth(own.task, own.paired)
+        each[other] = search_uniform(layouts, costs, costs.bounds(own.bounds), keep=3)
+    first = with_overlap(side(case, FIRST))
+    libraries = [*LIBRARIES]
+    found, outcomes = search_dispatchers(
+        each[FIRST],
+        bare(case),
+        first.task,
+        libraries,
+        lambda other: with_overlap(side(case, other)),
+        3,
+        paired=first.paired,
+    )
+    best = min((search.solution for search in each.values()), key=lambda solution: solution.objective)
+    assert found.solution.objective == pytest.approx(best.objective, rel=1e-12)
+    assert found.solution.value is not None and best.value is not None
+    assert found.solution.value.layout.paired == best.value.layout.paired
+    assert all(outcome.layouts > len(under(case, outcome.name)) for outcome in outcomes)
+
+
 @pytest.mark.slow
 def test_no_dispatcher_always_wins_and_most_layouts_need_no_graph_of_another() -> None:
     every = [searches(name) for name in CASES]
@@ -160,14 +197,14 @@ def test_no_dispatcher_always_wins_and_most_layouts_need_no_graph_of_another() -
 def test_no_bound_is_above_a_step(name: str) -> None:
     """Also where the host sets the pace: tokens travel while it launches."""
     case = CASES[name]
-    task = side(case, FIRST).task
-    floors = [Floors(task, is_hosted=is_hosted) for is_hosted in (True, False)]
+    first = with_overlap(side(case, FIRST))
+    floors = floors_of(first.task, first.paired)
     capacity = case.cluster.groups[0].gpu.memory_gib * GIB / case.task.machine.memory.high
     tightest = 0.0
     for other in FURTHER:
-        own = side(case, other)
-        bounded, costs = FlooredCosts(own.task, floors, own.bounds, math.inf), UniformCosts(own.task)
-        for layout in under(case, other):
+        own = with_overlap(side(case, other))
+        bounded, costs = FlooredCosts(own, floors, math.inf), CostsOfBoth(own.task, own.paired)
+        for layout in with_paired(under(case, other)):
             evaluated = costs.evaluate(layout)
             fitting = evaluated.seconds[evaluated.needed_bytes <= capacity]
             if fitting.size:
@@ -233,6 +270,23 @@ def by_config(config: Config, model: ModelDescription, plan: Plan, flags: Flags)
         index: dataclasses.replace(graph, parts=tuple(part_by(name, model.router_topk, part) for part in graph.parts))  # type: ignore[arg-type]
         for index, graph in by_hand(config, model, plan, flags).items()
     }
+
+
+def test_a_library_and_megatron_lms_overlap_are_written_together() -> None:
+    """Slow links: both together are faster than the one or the other."""
+    group = H100.groups[0]
+    slow = dataclasses.replace(H100, groups=(dataclasses.replace(group, domain_gb_per_s=25.0, node_gb_per_s=25.0),))
+    wide = [*SMALL, "--num-experts", "16", "--moe-router-topk", "8", "--moe-ffn-hidden-size", "8191"]
+    options: Any = {**OPTIONS, "graphs": by_config}
+    settings = SearchSettings(target="megatron-lm", space="megatron", has_baseline=False, frees_dispatcher=True)
+    found = search_plan(wide, slow, settings, **options)
+    assert found.chosen.problem.features.dispatcher in LIBRARIES and found.written.flags.keys() >= {*PAIRED}
+    words, step = found.written.arguments, found.prediction.predicted.step_seconds
+    assert predict(words, slow, **options).predicted.step_seconds == step
+    without = [word for word in words if word not in PAIRED]
+    assert predict(without, slow, **options).predicted.step_seconds > 1.02 * step
+    kept = search_plan(wide, slow, dataclasses.replace(settings, frees_dispatcher=False), **options)
+    assert kept.prediction.predicted.step_seconds > 1.02 * step
 
 
 @pytest.mark.slow
