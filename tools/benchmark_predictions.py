@@ -46,7 +46,7 @@ from tools.bench.launch import (
 )
 from tools.bench.machine import MeasuredBed, Say, calibrating, predicted_spans
 from tools.bench.profile import mean_of_ranks
-from tools.bench.variants import JOB, Variant, deferral, job_flags, variants
+from tools.bench.variants import JOB, Variant, deferral, job_flags, late_sends, variants
 from tools.bench.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
 GATE, RANGE = "topk", "around"
@@ -83,6 +83,7 @@ class Shape:
     def plans(self) -> dict[str, Variant]:
         """Its plans by their names, in the order of the overlap benchmark."""
         found = variants(GATE, (2, 4), (RANGE,), (2, 4), micro_batches=self.micro_batches)
+        found += [late_sends(GATE)] if self.stages > 1 else []
         named = [dataclasses.replace(plan, name=f"{self.prefix}{plan.name}") for plan in found if not plan.plain]
         return {plan.name: plan for plan in named}
 

@@ -155,6 +155,14 @@ def deferral(gate: str) -> Variant:
     return Variant("deferral", (*base_flags(gate), *DEFER))
 
 
+def late_sends(gate: str) -> Variant:
+    """Two micro-batches at a time whose forward pass sends to the next stage last."""
+    return Variant(
+        "micro-batches and deferral, late sends",
+        (*base_flags(gate), *DEFER, *INTERLEAVE, "--moe-overlap-forward-send", "late"),
+    )
+
+
 def plain_flags(gate: str) -> tuple[str, ...]:
     """megatron-core's own dispatcher and router, as near to a gate as they come."""
     return (*ALLTOALL, *GATE_FLAGS.get(gate, TOP_2))
