@@ -52,6 +52,8 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
         tied = model is not None and model.tied_embeddings and plan.embedding_stage == index
         head_apart = plan.loss_stage == index and not tied
         validate_overlap(stage, model, f"{subject}.overlap", sends_of(plan, index), head_apart)
+        if stage.overlap.sends_late and len(plan.stages) == 1:
+            raise ConfigError(f"{subject}.overlap.sends_late", True, "there is no stage to send to", "write false")
     _check_chunks(plan, model, source)
     if model is not None and (plan.mtp_stage is None) != (model.mtp_layers == 0):
         shown = "null" if plan.mtp_stage is None else plan.mtp_stage

@@ -55,7 +55,7 @@ def samples() -> list[tuple[Plan, ModelDescription]]:
         words = dataclasses.replace(
             TWO, partitions=partitions, range_word="around", defer=defer, max_deferred_bytes=bound
         )
-        words = dataclasses.replace(words, sends_late=micro_batches > 4)
+        words = dataclasses.replace(words, sends_late=stages > 1 and micro_batches > 4)
         stage = {**EP2, "micro_batch_size": 2, "recompute": RECOMPUTES[len(made) % len(RECOMPUTES)]}
         shape = {"stages": stages, "chunks": chunks, "micro_batches": micro_batches}
         made.append(with_words(words, "mmdm", 64, stage=stage, **shape))
@@ -172,6 +172,17 @@ def test_a_pair_sends_before_its_last_turn_if_weight_gradients_hide_the_exchange
         assert (sent < attention) is (defer and not late)
         looked_at += 1
     assert looked_at >= 2
+
+
+def test_a_single_stage_sends_nothing_late() -> None:
+    overlap = StageOverlap(micro_batches_in_flight=2, sends_late=True)
+    for stages in (1, 2):
+        plan = plan_samples.plan(stages=stages, micro_batches=4, stage={"overlap": overlap})
+        if stages == 2:
+            validate_plan(plan, plan_samples.model())
+            continue
+        with pytest.raises(ConfigError, match=r"overlap.sends_late True: there is no stage to send to; write false"):
+            validate_plan(plan, plan_samples.model())
 
 
 def test_uneven_passes_lose_nothing() -> None:

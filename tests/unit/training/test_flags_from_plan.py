@@ -149,6 +149,8 @@ def drawn_plan(seed: int) -> tuple[Plan, ModelDescription]:
         )
         built.append(stage)
     overlap = drawn_words(draw, built[0], virtual) if any(model.moe_layers) else OverlapWords()
+    if stages == 1:
+        overlap = dataclasses.replace(overlap, sends_late=False)
     if overlap.partitions * overlap.capacity_chunks * overlap.micro_batches > 1 or overlap.defer:
         pieces, (gathers, once) = draw.choice((0, 4, 4000)), draw.choices((False, True), k=2)
         for index, stage in enumerate(built):

@@ -440,8 +440,14 @@ RULES = [
     (
         f"{OVERLAP} --defer-weight-gradients --moe-overlap-forward-send late",
         2,
-        "--moe-overlap-forward-send late: says when one of two micro-batches at a time sends, and they run one by one; "
-        "drop it, or add --moe-overlap-micro-batches 2",
+        "--moe-overlap-forward-send late: says when one of two micro-batches at a time sends to the next stage, and they run "
+        "one by one; drop it, or add --moe-overlap-micro-batches 2",
+    ),
+    (
+        f"{OVERLAP} --moe-overlap-micro-batches 2 --moe-overlap-forward-send late",
+        2,
+        "--moe-overlap-forward-send late: says when one of two micro-batches at a time sends to the next stage, and there is "
+        "one; drop it",
     ),
     (
         f"{OVERLAP} --defer-weight-gradients --overlap-param-gather",

@@ -121,12 +121,11 @@ def sends_are_of_pairs(config: Config) -> None:
     value = config.overlap.moe_overlap_forward_send
     if value == "early" or config.overlap.plan is not None:  # A plan is held against it by plan_flags.py.
         return
-    flag, rule = (
-        "--moe-overlap-forward-send",
-        "says when one of two micro-batches at a time sends, and they run one by one",
-    )
+    flag, rule = "--moe-overlap-forward-send", "says when one of two micro-batches at a time sends to the next stage"
     fix = "drop it, or add --moe-overlap-micro-batches 2"
-    require(config.overlap.moe_overlap_micro_batches > 1, flag, value, rule, fix)
+    require(config.overlap.moe_overlap_micro_batches > 1, flag, value, f"{rule}, and they run one by one", fix)
+    stages = config.parallel.pipeline_model_parallel_size
+    require(stages > 1, flag, value, f"{rule}, and there is one", "drop it")
 
 
 def device_limits_are_in_range(config: Config) -> None:
