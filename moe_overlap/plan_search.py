@@ -304,7 +304,7 @@ class _Search:
             *rules,
             self.deadline,
             settings.progress,
-            self.paired,
+            paired=self.paired,
         )
 
     def beyond(self, found: UniformSearch) -> _Wider:

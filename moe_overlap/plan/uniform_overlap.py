@@ -86,7 +86,7 @@ def with_uniform_overlap(plan: Plan, model: ModelDescription, words: OverlapWord
         raise run.refusal
     require_listable(run, words.flag, words.capacity_chunks)
     if words.micro_batches > 1 and len(plan.stages) > 1:
-        words = replace(words, sends_late=not all(exchanges_inside(stage, run.domain) for stage in plan.stages))
+        words = replace(words, sends_late=not all(all_to_alls_inside(stage, run.domain) for stage in plan.stages))
     if words.partitions > 1:
         assert words.gate is not None, "capacity passes from partition to partition in our gates only"
         require_partitionable(words.gate, words.range_word)
@@ -111,10 +111,10 @@ def share_no_link(stage: StagePlan, domain: int) -> bool:
 
     Then neither is slower beside the other, and reductions need no gap.
     """
-    return exchanges_inside(stage, domain) and len({rank // domain for rank in stage.devices.ranks}) > 1
+    return all_to_alls_inside(stage, domain) and len({rank // domain for rank in stage.devices.ranks}) > 1
 
 
-def exchanges_inside(stage: StagePlan, domain: int) -> bool:
+def all_to_alls_inside(stage: StagePlan, domain: int) -> bool:
     """Whether all-to-alls stay inside domains of so many neighbouring ranks."""
     size, ranks = stage.expert * stage.expert_tensor, stage.devices.ranks
     groups = (ranks[first : first + size] for first in range(0, len(ranks), size))
