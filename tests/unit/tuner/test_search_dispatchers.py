@@ -214,6 +214,17 @@ def test_no_bound_is_above_a_step(name: str) -> None:
     assert tightest > 0.8
 
 
+def test_beside_another_micro_batch_no_bound_waits_for_the_host_in_every_layer() -> None:
+    case = CASES["the host is about as fast"]
+    first = with_overlap(side(case, FIRST))
+    floors = floors_of(first.task, first.paired)
+    layouts = [layout for layout in with_paired(bare(case)) if layout.paired]
+    with_pairs = [floors[True][0].step_floor(layout, 0.0) for layout in layouts]
+    one_by_one = [floors[False][0].step_floor(dataclasses.replace(layout, paired=False), 0.0) for layout in layouts]
+    assert all(pairs <= alone for pairs, alone in zip(with_pairs, one_by_one, strict=True))
+    assert any(pairs < 0.99 * alone for pairs, alone in zip(with_pairs, one_by_one, strict=True))
+
+
 def test_what_runs_where() -> None:
     node = shipped_cluster("H100", 8).group_of(0)
     assert dispatchers_of(node) == ("alltoall", "allgather", "deepep", "hybridep")
