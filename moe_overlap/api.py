@@ -43,7 +43,8 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.machine import Machine, machine_of
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
+from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import OperatorKey
 from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys, refined_of

@@ -19,7 +19,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.report.changes import Change
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.write.argument_file import layout_flags
 
 Flags = Mapping[str, tuple[str, ...]]

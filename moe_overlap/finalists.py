@@ -1,6 +1,7 @@
 """The end of a search: the order of the plans that are left, and the error where none is.
 
-Plans are ordered by their simulated steps, ties by what they ask of a machine.
+Plans are ordered by their simulated steps, ties by what they ask of a machine. Plans whose closed form is only an estimate
+(`Finalist.lacks_lists`) are predicted anew by their lists, and dropped where those do not fit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.report.search import Finalist
 from moe_overlap.shards import Shard, in_processes
-from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.simulate.step import listed_seconds
 from moe_overlap.tuner.search.dispatchers import LIBRARIES
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch
@@ -26,8 +29,6 @@ SIMULATED = 0.1
 """Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
 of a plan whose states stay on the device was found to differ from its prediction by a tenth
 (tests/unit/tuner/test_search_simulated.py)."""
-
-
 UNLIKE = 3
 """Most plans on unlike meshes that are simulated: the lists of all their ranks are."""
 LONG_LISTS = 6
@@ -40,18 +41,40 @@ def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.in
     Args:
         deadline: of `time.monotonic`, behind which nothing more is simulated.
         jobs: processes of this host that share them.
+    Raises:
+        ConfigError: none fits, as its lists say.
     """
-    fastest = min(finalist.seconds for finalist in finalists)
-    near = [index for index, finalist in enumerate(finalists) if finalist.seconds <= fastest * (1.0 + SIMULATED)]
-    jobs = min(jobs, len(near))
+    left = [*finalists]
+    while left:
+        fastest = min(finalist.seconds for finalist in left)
+        near = [index for index, finalist in enumerate(left) if finalist.seconds <= fastest * (1.0 + SIMULATED)]
+        result = _simulated_at(left, near, deadline, min(jobs, len(near)))
+        if any(result[index] is not None for index in near):
+            return [finalist for finalist in result if finalist is not None]
+        left = [finalist for finalist in result if finalist is not None]
+    raise _none_is_left()
 
-    def simulated(shard: Shard) -> list[float | None]:
-        return [_simulated(finalists[index], deadline).simulated for index in near[shard.index - 1 :: shard.count]]
 
-    result = [*finalists]
-    for index, ratios in enumerate(in_processes(simulated, jobs)):
-        for place, ratio in zip(near[index::jobs], ratios, strict=True):
-            result[place] = dataclasses.replace(finalists[place], simulated=ratio)
+def _simulated_at(
+    finalists: Sequence[Finalist], places: Sequence[int], deadline: float, jobs: int
+) -> list[Finalist | None]:
+    """The finalists, those at some places simulated; None where one then does not fit."""
+
+    def simulated(shard: Shard) -> list[tuple[float | None, Prediction] | None]:
+        tried = (_simulated(finalists[index], deadline) for index in places[shard.index - 1 :: shard.count])
+        return [None if each is None else (each.simulated, each.prediction) for each in tried]
+
+    result: list[Finalist | None] = [*finalists]
+    for index, outcomes in enumerate(in_processes(simulated, jobs)):
+        for place, outcome in zip(places[index::jobs], outcomes, strict=True):
+            if outcome is None:
+                result[place] = None
+                continue
+            ratio, prediction = outcome
+            lacks = finalists[place].lacks_lists and ratio is None
+            result[place] = dataclasses.replace(
+                finalists[place], simulated=ratio, prediction=prediction, lacks_lists=lacks
+            )
     return result
 
 
@@ -61,7 +84,8 @@ def simulated_until_ahead(
     """The finalists with simulated steps, the fastest by prediction first, until no other is predicted to be faster.
 
     For plans whose lists are long, and whose steps may differ from their predictions by more than `SIMULATED`: states that wait
-    on the host move while they are used. A plan on unlike meshes is answered with its simulated lists or not at all.
+    on the host move while they are used. A plan on unlike meshes is answered with its simulated lists or not at all, and one
+    whose states move with them while there is time.
 
     Args:
         deadline: of `time.monotonic`, behind which nothing more is simulated.
@@ -74,39 +98,55 @@ def simulated_until_ahead(
     ahead, asked, unlike = math.inf, 0, 0
     for index in by_prediction:
         finalist = finalists[index]
-        if asked == most or finalist.seconds > ahead * (1.0 + TIE):
+        if math.isfinite(ahead) and (asked >= most or finalist.seconds > ahead * (1.0 + TIE)):
             break
-        if finalist.lacks_lists and (unlike == UNLIKE or time.monotonic() >= deadline):
+        if _is_unlike(finalist) and (unlike == UNLIKE or time.monotonic() >= deadline):
             continue
-        asked, unlike = asked + 1, unlike + finalist.lacks_lists
-        simulated = known[index] = _with_lists(finalist) if finalist.lacks_lists else _simulated(finalist, deadline)
+        asked, unlike = asked + 1, unlike + _is_unlike(finalist)
+        simulated = known[index] = _simulated(finalist, deadline)
         ahead = min(ahead, math.inf if simulated is None else simulated.simulated_seconds)
-    left = [finalist for finalist in known if finalist is not None and not finalist.lacks_lists]
+    left = [finalist for finalist in known if finalist is not None and not _is_unlike(finalist)]
     if not left:
         # Behind the deadline, too, one is needed.
         untried = (finalists[index] for index in by_prediction if known[index] is not None)
         left = [*islice(filter(None, map(_with_lists, untried)), 1)]
     if not left:
-        raise ConfigError("the search", "", "no plan is left whose simulated lists fit", "use more GPUs")
+        raise _none_is_left()
     return left
 
 
 def listed_alone(finalists: Sequence[Finalist]) -> list[Finalist]:
     """The finalists that an interrupt leaves: the analytic cost of unlike meshes is no answer, unless there is no other."""
-    return [finalist for finalist in finalists if not finalist.lacks_lists] or [*finalists]
+    return [finalist for finalist in finalists if not _is_unlike(finalist)] or [*finalists]
+
+
+def _is_unlike(finalist: Finalist) -> bool:
+    """Whether it is a plan on unlike meshes that was not simulated."""
+    return finalist.lacks_lists and bool(finalist.plan.transfers)
 
 
 def _with_lists(finalist: Finalist) -> Finalist | None:
-    """A plan on unlike meshes with the step and the bytes of its lists; None where it then does not fit."""
+    """A plan with the step and the bytes of its lists; None where it then does not fit."""
     prediction = predict_plan(finalist.plan, finalist.problem)
-    return dataclasses.replace(finalist, prediction=prediction, lacks_lists=False) if prediction.fits else None
+    if not prediction.fits:
+        return None
+    return dataclasses.replace(finalist, prediction=prediction, simulated=1.0, lacks_lists=False)
 
 
-def _simulated(finalist: Finalist, deadline: float) -> Finalist:
-    if _is_listed(finalist) or time.monotonic() >= deadline:
+def _simulated(finalist: Finalist, deadline: float) -> Finalist | None:
+    """A finalist with its simulated step; None where it does not fit, as its lists say."""
+    if time.monotonic() >= deadline:
+        return finalist
+    if finalist.lacks_lists:
+        return _with_lists(finalist)
+    if _is_listed(finalist):
         return finalist
     ratio = listed_seconds(finalist.plan, finalist.problem) / finalist.seconds
     return dataclasses.replace(finalist, simulated=ratio)
+
+
+def _none_is_left() -> ConfigError:
+    return ConfigError("the search", "", "no plan is left whose simulated lists fit", "use more GPUs")
 
 
 def _is_listed(finalist: Finalist) -> bool:

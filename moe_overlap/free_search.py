@@ -21,9 +21,8 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.report.search import Finalist
 from moe_overlap.shards import Shard, in_processes, merged, share_of
-from moe_overlap.tuner.cost.analytic import Prediction, prepare, price
 from moe_overlap.tuner.cost.interference import all_to_all_costs
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import closed_form, estimate_plan, moves_states
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages, with_meshes
@@ -226,7 +225,7 @@ def free_finalists(
             machine=replace(task.machine_of(candidate.layout), exchanges=exchanges),
             extrapolating=extrapolating,
         )
-        prediction = closed_form(problem) if plan.transfers else predict_plan(plan, problem)
+        prediction = closed_form(plan, problem) if plan.transfers else estimate_plan(plan, problem)
         step = prediction.predicted.step_seconds
         assert task.averages or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
         refusal = refusal_of(plan)
@@ -245,18 +244,11 @@ def free_finalists(
                 arguments=tuple(arguments),
                 said=said,
                 refusal=refusal,
-                # What waits for tiles is in no closed form: simulating the lists of all ranks tells, where it matters.
-                lacks_lists=bool(plan.transfers),
+                # What waits for tiles is in no closed form, and what waits for states roughly: lists tell, where it matters.
+                lacks_lists=bool(plan.transfers) or moves_states(plan),
             )
         )
     return finalists
-
-
-def closed_form(problem: Problem) -> Prediction:
-    """The prediction of a plan without its lists."""
-    plan, model, machine = problem.plan, problem.model, problem.machine
-    families = prepare(plan, model, problem.graphs, problem.features, machine.load)
-    return price(plan, model, families, machine, problem.features, problem.extrapolating)
 
 
 def _plan_of(candidate: Candidate, template: Plan, model: ModelDescription) -> Plan:

@@ -14,7 +14,7 @@ from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.cost.host import Launching
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.write.upstream_rules import is_upstream_plan
 from moe_overlap.tuner.write.upstream_values import values_of
@@ -38,9 +38,12 @@ def launching_of(
     if not machine.constants.host_seconds or problem.features.graphs == "full":
         return Launching(seconds=0.0)
     at_once = replace(machine, constants=replace(machine.constants, host_seconds=0.0))
-    least = predict_plan(plan, replace(problem, machine=at_once)).predicted.step_seconds
+    # Lists of states that move take seconds, and launches are the same share of their closed form.
+    here = estimate_plan(plan, problem).predicted.step_seconds if moves_states(plan) else step_seconds
+    least = estimate_plan(plan, replace(problem, machine=at_once)).predicted.step_seconds
     # A host that is never waited for may still leave another order to a simulated list.
-    seconds = max(0.0, step_seconds - least)
+    scale = step_seconds / here
+    seconds = scale * max(0.0, here - least)
     if seconds < WORTH_A_LOOK * step_seconds:
         return Launching(seconds=seconds)
     graphs: tuple[str, ...] = (GRAPHS_FLAG,)
@@ -54,9 +57,8 @@ def launching_of(
         is_allowed = problem.features.graphs == "none" and is_upstream_plan(plan, values_of({**flags, **said}))
     if not is_allowed:
         return Launching(seconds=seconds)
-    return Launching(
-        seconds=seconds, graph_flags=graphs, graphed_seconds=predict_plan(plan, graphed).predicted.step_seconds
-    )
+    faster = estimate_plan(plan, graphed).predicted.step_seconds
+    return Launching(seconds=seconds, graph_flags=graphs, graphed_seconds=scale * faster)
 
 
 def _upstream_graphs(is_moe: bool) -> Flags:

@@ -55,7 +55,7 @@ from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, 
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import (
     FIRST,

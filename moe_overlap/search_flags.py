@@ -23,7 +23,7 @@ from moe_overlap.report.search import Finalist
 from moe_overlap.report.tuning import REPLACED
 from moe_overlap.tuner.capture.cache import PRECISIONS
 from moe_overlap.tuner.cost.hardware import Dispatcher
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
 from moe_overlap.tuner.search.space import uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
@@ -147,14 +147,18 @@ class PlansAsFlags:
         return self._known[ranked.name]
 
     def finalist(self, ranked: RankedLayout, cluster: Cluster, options: Options) -> Finalist:
-        """A ranked plan, read from its flags and predicted.
+        """A ranked plan, read from its flags and predicted, though not yet by lists of states that move.
 
         Raises:
             ConfigError: rules across flags refuse it.
         """
         arguments, words = self.flags(ranked)
         problem = problem_of(arguments, cluster, options)
-        prediction = predict_plan(problem.plan, problem)
         return Finalist(
-            name=ranked.name, problem=problem, prediction=prediction, arguments=tuple(arguments), said=words
+            name=ranked.name,
+            problem=problem,
+            prediction=estimate_plan(problem.plan, problem),
+            arguments=tuple(arguments),
+            said=words,
+            lacks_lists=moves_states(problem.plan),
         )

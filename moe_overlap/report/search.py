@@ -50,7 +50,8 @@ class Finalist:
         arguments: the flags of the whole run; `said` are those that say the plan.
         refusal: why pretrain_moe.py refuses the plan; None where it, or the target, executes it.
         simulated: simulated seconds of the step over the predicted ones; None where the plan was not simulated.
-        lacks_lists: whether a plan on unlike meshes is predicted by an analytic cost as yet, in which nothing waits for tiles.
+        lacks_lists: whether it is predicted by a closed form as yet, though lists know more: on unlike meshes, in whose closed
+            form nothing waits for tiles, and where states move (tuner/cost/prediction.py).
     """
 
     name: str

@@ -15,7 +15,7 @@ from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.plan import Plan
 from moe_overlap.report.html import Sensitivity
 from moe_overlap.tuner.cost.machine import Machine
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import estimate_plan
 from moe_overlap.tuner.problem import Problem
 
 NETWORK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -88,7 +88,7 @@ def _sensitivity(
 
 def _best(plans: Sequence[Competitor]) -> tuple[float, str] | None:
     """Seconds and name of the fastest plan that fits."""
-    predictions = [(predict_plan(each.plan, each.problem), each.name) for each in plans]
+    predictions = [(estimate_plan(each.plan, each.problem), each.name) for each in plans]
     return min(
         ((prediction.predicted.step_seconds, name) for prediction, name in predictions if prediction.fits), default=None
     )

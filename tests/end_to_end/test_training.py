@@ -25,7 +25,7 @@ from moe_overlap.plan.trace import read_traces, write_ranks
 from moe_overlap.tuner.calibrate.refine import refine
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import predict_plan
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import SMALL, SMALL_ARGS, STEPS, alone
 from tests.ranks import Ranks

@@ -22,7 +22,7 @@ from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.plan.plan import Offload
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import estimate_plan
 from tests.validation.golden_graphs import golden_graphs
 
 FILE = Path(__file__).resolve().parents[1] / "golden" / "prices.json"
@@ -193,7 +193,7 @@ def prices(case: Case) -> dict[str, float]:
             Path(recorded).write_text(line + "\n")
         problem = problem_of(case.flags.split(), cluster, {"graphs": golden_graphs, "expert_load": recorded})
     stages = tuple(dataclasses.replace(stage, offload=case.offload) for stage in problem.plan.stages)
-    prediction = predict_plan(dataclasses.replace(problem.plan, stages=stages), problem)
+    prediction = estimate_plan(dataclasses.replace(problem.plan, stages=stages), problem)
     terms: dict[str, float] = {"step_seconds": prediction.predicted.step_seconds, **prediction.breakdown}
     for index, stage in enumerate(prediction.predicted.stages):
         seconds = (stage.stable_seconds, stage.first_seconds, stage.last_seconds, stage.exposed_communication_seconds)

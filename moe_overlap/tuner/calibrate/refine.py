@@ -30,7 +30,8 @@ from moe_overlap.plan.serialize import as_values, content_sha256, from_json
 from moe_overlap.plan.trace import TraceFile, read_traces
 from moe_overlap.tuner.calibrate.observe import EXCHANGING, KindFit, Played, fit, observe
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
+from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.search.layer.slots import shortened

@@ -224,7 +224,7 @@ class StageEvaluator:
             "optimizer": terms.optimizer.T @ layers,
             "activations": activations,
             "temporaries": working,
-            "communication": buffers + 2.0 * shapes.boundary_bytes * (shapes.in_flight > 1),
+            "communication": buffers + edge_bytes(shapes.boundary_bytes, shapes.in_flight),
             # States are allocated once and leave no holes.
             "fragmentation": self._fragmentation * (activations + working),
         }
@@ -456,6 +456,11 @@ def joined(costs: Sequence[StageCosts]) -> StageCosts:
         if field.name != "peaks"
     }
     return StageCosts(**seconds, peaks={name: join([cost.peaks[name] for cost in costs]) for name in CATEGORIES})
+
+
+def edge_bytes(boundary_bytes: float, in_flight: Floats) -> Floats:
+    """Bytes of hidden states at the edge of a stage of a pipeline: one received and one to be sent, where it works ahead."""
+    return np.where(in_flight > 1, 2.0 * boundary_bytes, 0.0)
 
 
 def _part_of(strategy: Strategy, members: NDArray[np.intp]) -> Strategy:

@@ -11,7 +11,7 @@ from moe_overlap.changes import PIPELINE, by_decision, changes_of
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.write.argument_file import layout_flags
 from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
 

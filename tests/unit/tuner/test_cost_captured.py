@@ -23,7 +23,8 @@ from moe_overlap.tuner.cost.hardware import CommonConstants, Features
 from moe_overlap.tuner.cost.host import Replays, host_work
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
-from moe_overlap.tuner.cost.simulate.step import predict_plan, price_stages, simulate_step
+from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.simulate.step import price_stages, simulate_step
 from moe_overlap.tuner.problem import Problem
 from tests.validation.golden_graphs import golden_graphs
 from tests.validation.golden_prices import EIGHT, LISTED, MOE, SHARDED

@@ -24,6 +24,7 @@ from moe_overlap.tuner.cost import analytic
 from moe_overlap.tuner.cost.analytic import prepare, price, price_family
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.links import LinkUse
+from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.memory import live_bytes
 from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.problem import Problem
@@ -235,6 +236,25 @@ def test_repaired_corners(name: str) -> None:
 def test_peak_is_not_far_below_the_list(corner: Corner) -> None:
     """What fits by the closed form must fit when it runs: these were 9 to 24 % below their lists."""
     assert errors(corner)[1] > (-0.13 if corner.unequal else -0.01)
+
+
+@pytest.mark.parametrize("corner", [corner for corner, _, _ in REPAIRED.values()][::5])
+def test_answers_are_those_of_the_list(corner: Corner) -> None:
+    list_answers(corner)
+
+
+def list_answers(corner: Corner) -> None:
+    """Compare what a prediction says of a corner with its list: the step, and of every stage the bytes that the list keeps."""
+    plan, here = plan_of(corner), corner.problem
+    listed, predicted = simulate_step(plan, here), predict_plan(plan, here).predicted
+    assert predicted.step_seconds == pytest.approx(listed.simulation.step_seconds, rel=1e-9)
+    for rank, stage in zip(listed.prices, predicted.stages, strict=True):
+        peaks = stage.peak_bytes_by_category
+        sent = 2.0 * listed.prices[rank].priced.family.boundary_bytes
+        sent *= stage is predicted.stages[0] or corner.interleaved
+        kept = max(size for _, size in live_bytes(listed.ran(rank), partial(_layer_bytes, listed.prices[rank])))
+        assert stage.peak_bytes - peaks.temporaries - peaks.fragmentation - sent == pytest.approx(kept, abs=8)
+        assert peaks.activations >= 0 and peaks.communication >= sent
 
 
 def test_last_backward_passes_hold_one_pass_fewer() -> None:

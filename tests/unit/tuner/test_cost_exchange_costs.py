@@ -8,7 +8,8 @@ import pytest
 
 from moe_overlap.api import problem_of
 from moe_overlap.tuner.cost.interference import COUNTS, QUEUED_COUNTS, STARTS, AllToAllCosts, costs_of
-from moe_overlap.tuner.cost.simulate.step import predict_plan, simulate_step
+from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.profile.cluster_file import Fitted
 from moe_overlap.tuner.profile.database import LinkKey
 from tests.unit.tuner.test_cost_listed_step import BASE, CLUSTER, PARTS

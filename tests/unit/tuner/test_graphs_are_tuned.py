@@ -19,7 +19,7 @@ from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.search import Finalist, PlanSearch, closing_lines, detail_lines, search_json, write_search
 from moe_overlap.report.tuning import Tuned, graphs_lines, tuned_json, tuned_lines, write_run
 from moe_overlap.tuner.cost.hardware import Constants
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, NOT_REPLAYED, PLAIN, WHOLE
 from moe_overlap.tuner.search.layer.overlap import GraphsChoice
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand

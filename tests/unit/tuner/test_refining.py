@@ -22,7 +22,8 @@ from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.observe import Kind, Observed, Played, fit, observe
 from moe_overlap.tuner.calibrate.refine import Refinement, refine
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Refined
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
+from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import Database, Device
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate

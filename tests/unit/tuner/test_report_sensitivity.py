@@ -13,7 +13,7 @@ from moe_overlap.report.html import Report, Sensitivity, report_html
 from moe_overlap.report.search import Finalist, PlanSearch
 from moe_overlap.report.search_page import ON_FRONTIER, search_report
 from moe_overlap.report.sensitivity import Competitor, memory_sensitivity, network_sensitivity, skew_sensitivity
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
 from moe_overlap.tuner.search.uniform import Counts, RankedLayout, UniformSearch

@@ -18,7 +18,8 @@ from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.evaluate import play_together
 from moe_overlap.tuner.cost.pipeline import StageTimes, averaged
-from moe_overlap.tuner.cost.simulate.step import predict_plan, simulate_step
+from moe_overlap.tuner.cost.prediction import estimate_plan
+from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages
 from moe_overlap.tuner.search.pipeline.shares import joined_stages
@@ -52,7 +53,7 @@ def problem_of(case: Case, plan: Plan) -> Problem:
 
 
 def predicted(case: Case, plan: Plan) -> Prediction:
-    return predict_plan(plan, problem_of(case, plan))
+    return estimate_plan(plan, problem_of(case, plan))
 
 
 def every_plan(case: Case, layout: UniformLayout, layers: int) -> list[StagedPlan]:
@@ -136,7 +137,7 @@ def test_the_search_finds_what_an_enumeration_finds_on_perturbed_cases(words: tu
         agree(least_memory(case, share), predictions)
 
 
-def test_the_answer_is_a_plan_that_predict_and_the_simulator_price_the_same() -> None:
+def test_the_answer_is_a_plan_that_the_closed_form_and_the_simulator_price_the_same() -> None:
     case, staged = scarce(), searched().solution.value
     assert staged is not None
     plan = staged.plan(case.template, 3)

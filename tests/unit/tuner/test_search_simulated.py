@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from functools import partial
 
 import pytest
 
@@ -12,10 +13,12 @@ from moe_overlap import finalists
 from moe_overlap.api import problem_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.finalists import SIMULATED, UNLIKE, in_order, simulated_finalists, simulated_until_ahead
+from moe_overlap.plan.plan import Transfer
 from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.search import APART, Finalist, search_json
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan, simulate_step
+from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.simulate.step import listed_seconds, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.space import MemoryChoice
 from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
@@ -142,8 +145,11 @@ def test_plans_on_unlike_meshes_are_simulated_where_they_may_lead_and_not_shown_
     asked: list[str] = []
     names: dict[int, str] = {}
 
+    crossing = (Transfer(from_stage=0, to_stage=1, tiles=()),)
+
     def finalist(name: str, seconds: float, lacks_lists: bool) -> Finalist:
-        problem = dataclasses.replace(chosen.problem)
+        plan = dataclasses.replace(chosen.plan, transfers=crossing if lacks_lists else ())
+        problem = dataclasses.replace(chosen.problem, plan=plan)
         names[id(problem)] = name
         prediction = priced(seconds)
         return dataclasses.replace(
@@ -175,6 +181,50 @@ def test_plans_on_unlike_meshes_are_simulated_where_they_may_lead_and_not_shown_
     asked.clear()
     many = [finalist(f"tiles {number}", 1.0 + number / 1000, True) for number in range(5)]
     assert len(simulated_until_ahead(many)) == len(asked) == UNLIKE
+
+
+def test_plans_whose_states_move_are_answered_by_their_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that do not fit by them are dropped, and behind them further ones are tried; what was not tried never leads."""
+    chosen = dataclasses.replace(searched("megatron-lm").chosen, simulated=None)
+    asked: list[str] = []
+    names: dict[int, str] = {}
+
+    def finalist(name: str, seconds: float, lacks_lists: bool = True) -> Finalist:
+        problem = dataclasses.replace(chosen.problem)
+        names[id(problem)] = name
+        return dataclasses.replace(
+            chosen, name=name, problem=problem, prediction=priced(seconds), lacks_lists=lacks_lists
+        )
+
+    def priced(seconds: float, **said: int) -> Prediction:
+        predicted = dataclasses.replace(chosen.prediction.predicted, step_seconds=seconds)
+        return dataclasses.replace(chosen.prediction, predicted=predicted, **said)
+
+    def listed(plan: object, problem: Problem) -> Prediction:
+        asked.append(names[id(problem)])
+        return priced(1.0, capacity_bytes=1) if asked[-1].startswith("full") else priced(1.03)
+
+    monkeypatch.setattr("moe_overlap.finalists.predict_plan", listed)
+    monkeypatch.setattr("moe_overlap.finalists.listed_seconds", lambda plan, problem: 1.2)
+    full = [finalist(f"full {number}", 1.0 + number / 1000) for number in range(3)]
+    plans = [*full, finalist("fits", 1.2), finalist("resident", 1.21, lacks_lists=False), finalist("far", 1.9)]
+    for search in (simulated_finalists, partial(simulated_until_ahead, most=2), partial(simulated_finalists, jobs=2)):
+        asked.clear()
+        known = search(plans)
+        assert [plan.name for plan in known] == ["fits", "resident", "far"]
+        assert [(plan.seconds, plan.simulated, plan.lacks_lists) for plan in known[::2]] == [
+            (1.03, 1.0, False),
+            (1.9, None, True),
+        ]
+        assert in_order(known)[0].name == "fits"
+    with pytest.raises(ConfigError, match="no plan is left whose simulated lists fit"):
+        simulated_finalists(full)
+    with pytest.raises(ConfigError, match="no plan is left whose simulated lists fit"):
+        simulated_until_ahead(full)
+    # Without time the closed form is the answer.
+    asked.clear()
+    for late in (simulated_finalists, simulated_until_ahead):
+        assert [plan.name for plan in late(plans, time.monotonic())][:3] == ["full 0", "full 1", "full 2"] and not asked
 
 
 def test_a_flex_dispatcher_is_searched_with_ranks_that_exchange_tokens() -> None:

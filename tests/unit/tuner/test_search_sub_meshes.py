@@ -21,7 +21,7 @@ from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.search import PlanSearch, search_json, search_lines, write_search
 from moe_overlap.tuner.cost.links import axis_group, pair_group
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.pipeline.placement import SubMesh
 from moe_overlap.tuner.search.pipeline.sub_meshes import (
     FAR,

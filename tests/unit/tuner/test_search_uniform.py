@@ -25,7 +25,7 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.machine import machine_of
 from moe_overlap.tuner.cost.operators import tabulate
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.prediction import estimate_plan
 from moe_overlap.tuner.cost.uneven_chunks import unevenness
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.bounds import Bounds
@@ -110,7 +110,7 @@ class Case:
             features=self.task.features,
             machine=self.task.machine,
         )
-        return predict_plan(plan, problem)
+        return estimate_plan(plan, problem)
 
     def search(self, **options: object) -> UniformSearch:
         return search_uniform(self.sound, UniformCosts(self.task), lambda layout: self.bounds, **options)  # type: ignore[arg-type]

@@ -27,10 +27,9 @@ from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import Plan, PredictedStage
 from moe_overlap.plan.sizes import ROUTED_LOAD_BOUND
-from moe_overlap.tuner.cost.analytic import Prediction, Priced, prepare, price, price_family
+from moe_overlap.tuner.cost.analytic import Prediction, Priced, prepare, price_family
 from moe_overlap.tuner.cost.captured_launches import kept_bytes
 from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, refuse_unpriced
-from moe_overlap.tuner.cost.hardware import NOT_REFINED
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS
@@ -219,11 +218,15 @@ def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) 
     Args:
         play: seconds of a step of so many; called for few of them, beyond which a group takes as long as the last one.
     """
-    # Whole groups are left out: the remainder decides how an interleaved pipeline fills and drains, so it must stay.
-    beyond = max(0, -(-(micro_batches - GROUPS * stages) // stages))
-    few = micro_batches - beyond * stages
-    seconds = play(few)
+    few = few_micro_batches(micro_batches, stages)
+    beyond, seconds = (micro_batches - few) // stages, play(few)
     return seconds if not beyond else seconds + beyond * (seconds - play(few - stages))
+
+
+def few_micro_batches(micro_batches: int, stages: int) -> int:
+    """The most micro-batches that `step_of_many` plays."""
+    # Whole groups are left out: the remainder decides how an interleaved pipeline fills and drains, so it must stay.
+    return micro_batches - stages * max(0, -(-(micro_batches - GROUPS * stages) // stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,61 +468,3 @@ def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float, complet
     # The remainder, so that the breakdown adds up to the step.
     found["bubble_seconds"] = played - sum(found.values())
     return found
-
-
-def with_refined(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
-    """A prediction whose seconds are scaled as refined prices scale its simulated step, all alike.
-
-    Args:
-        closed: the analytic one, which knows no refined prices; its bytes stay.
-    """
-
-    def played(at: Problem, micro_batches: int) -> float:
-        stages = (replace(stage, gradient_accumulation_steps=micro_batches) for stage in plan.stages)
-        few = replace(plan, stages=tuple(stages))
-        return simulate_step(few, at).simulation.step_seconds
-
-    def step(at: Problem) -> float:
-        count = plan.stages[0].gradient_accumulation_steps
-        return step_of_many(lambda micro_batches: played(at, micro_batches), count, len(plan.stages))
-
-    # A ratio of two simulations: what simulated and analytic steps see differently cancels.
-    scale = step(problem) / step(problem.refined_by(NOT_REFINED))
-    predicted = closed.predicted
-    stages = (
-        replace(
-            stage,
-            stable_seconds=stage.stable_seconds * scale,
-            first_seconds=stage.first_seconds * scale,
-            last_seconds=stage.last_seconds * scale,
-            exposed_communication_seconds=stage.exposed_communication_seconds * scale,
-        )
-        for stage in predicted.stages
-    )
-    predicted = replace(
-        predicted,
-        step_seconds=predicted.step_seconds * scale,
-        tokens_per_second_per_gpu=predicted.tokens_per_second_per_gpu / scale,
-        model_tflops_per_gpu=predicted.model_tflops_per_gpu / scale,
-        stages=tuple(stages),
-    )
-    breakdown = {name: seconds * scale for name, seconds in closed.breakdown.items()}
-    return replace(closed, predicted=predicted, breakdown=breakdown, mfu=closed.mfu / scale)
-
-
-def predict_plan(plan: Plan, problem: Problem) -> Prediction:
-    """Seconds and bytes of a plan that has the problem's parallel layout.
-
-    The analytic cost is the whole answer of a plan without overlap; where stages follow instruction lists or are of unlike
-    shape, the step is that of the simulated lists.
-
-    Raises:
-        ConfigError: the plan uses a field that is not lowered yet.
-    """
-    problem = problem.run_by(plan)
-    model, machine, features = problem.model, problem.machine, problem.features
-    families = prepare(plan, model, problem.graphs, features, machine.load)
-    analytic = price(plan, model, families, machine, features, problem.extrapolating)
-    if plan.transfers or any(stage.overlap.is_listed for stage in plan.stages):
-        return with_lists(analytic, plan, problem)
-    return analytic if machine.refined == NOT_REFINED else with_refined(analytic, plan, problem)

@@ -20,7 +20,8 @@ from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.calibrate.refine import MeasuredStep
 from moe_overlap.tuner.capture.request import layer_kinds
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
+from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.candidates import PLAIN, WHOLE, Candidate, Candidates, few_micro_batches
 from moe_overlap.tuner.search.layer.mechanisms import Mix, layer_classes, mix_mechanisms
