@@ -60,6 +60,8 @@ class PlayedStage:
         turn: of the first backward pass beyond `backward`: no sum of gradients is there yet; and of the passes behind it until
             they are usual ones. On the first stage with what slows down the passes from there on: copies that updates have left
             behind.
+        round: of a backward pass beyond `backward`, where the stage has waited for it long enough for all that it leaves; on the
+            last stage as `drain`.
         drain: of the last backward pass of a chunk beyond a part of `backward`, times the chunks. All stages but the last have
             waited for it, as long as the stage behind takes for the pass; on the last stage it is that of the first of several in
             a row, as `rush` counts for the others. On a first stage of one chunk with what that makes its tail longer.
@@ -77,6 +79,7 @@ class PlayedStage:
     waited: Floats
     again: Floats
     turn: Floats
+    round: Floats
     drain: Floats
     rush: Floats
     tail: Floats
@@ -139,6 +142,7 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
     apart = _apart(order, usual, (forward, backward), parts, still)
     drain = beyond_of(ends, passes.closing) * len(chunks)
     drain = drain if ahead else drain - len(emptying) * rush
+    around = beyond_of(ends, passes.awaited) * len(chunks) / max(1, len(passes.awaited)) if ahead else drain
     tail, tail_busy = (each.played.ended - each.ends[order[-1]] for each in (ends, busy))
     if ahead and not waits and len(chunks) == 1:
         # Nothing stands in front of the first stage: what its last pass leaves where it has waited counts with that pass.
@@ -178,6 +182,7 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
         waited=waited - forward[lanes] if waits else nothing_updated,
         again=again[lanes],
         turn=turn - backward[lanes] + slowed(order[turned:]),
+        round=around[lanes],
         drain=drain[lanes],
         rush=rush[lanes],
         tail=tail[lanes],
@@ -410,7 +415,7 @@ class _Run:
                 waits = awaited if use.backward else forward_waits
                 before = played.computed
                 if place and not waits:
-                    before = played.transfer(crossing, blocks=self._passes.blocks)
+                    before = played.transfer(crossing, blocks=self._passes.blocks, place=place)
                 if drains is not None and step in self._passes.spaced:
                     # Those of the embedding take longer, which the stage behind does not have.
                     self._given = self._given + np.min([drains[each] for each in self._passes.emptying], axis=0)

@@ -39,7 +39,7 @@ from moe_overlap.tuner.cost.stage import (
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
-EDGES = ("enter", "behind", "waited", "again", "turn", "drain", "rush")
+EDGES = ("enter", "behind", "waited", "again", "turn", "round", "drain", "rush")
 """Extra seconds at the ends of a step, which only stages have whose parameter groups step by themselves."""
 PLAYED: Mapping[str, str] = MappingProxyType(
     {
@@ -98,6 +98,7 @@ class StageCosts:
     waited_extra_seconds: Floats
     again_extra_seconds: Floats
     turn_extra_seconds: Floats
+    round_extra_seconds: Floats
     drain_extra_seconds: Floats
     rush_extra_seconds: Floats
     tail_seconds: Floats

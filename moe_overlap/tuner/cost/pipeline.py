@@ -24,8 +24,9 @@ where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1
 updates leave behind slows down the passes after it, by `behind` in all, where the stage has not waited: stages behind see D_i,
 the passes of the stage itself max(D_i, first_i + behind_i - Σ_(j<i) f_j). With several chunks updates go on up to the last
 chunk's first pass, `enter` in all: a stage ends that pass no earlier than if it had begun with its updates at once, and no
-earlier than others let it; what it updates while it waits costs nothing. The last backward pass takes longer by `drain`, and
-`tail` seconds later all is reduced and copied: the end is that of the latest stage.
+earlier than others let it; what it updates while it waits costs nothing. A backward pass that goes around all stages takes
+longer by `round` on each, as they have waited for it, the last one by `drain`, and `tail` seconds later all is reduced and
+copied: the end is that of the latest stage.
 
 Stages of unlike shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j where those
 are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer.
@@ -69,6 +70,8 @@ class StageTimes:
     """Seconds of a forward pass right behind another one beyond `forward`."""
     turn: Seconds = 0.0
     """Seconds of the first backward pass beyond `backward`."""
+    round: Seconds = 0.0
+    """Seconds of a backward pass that the stage has waited for beyond `backward`, on the way once around all stages."""
     drain: Seconds = 0.0
     """Seconds of the last backward pass beyond `backward`, where the stage has waited for it."""
     rush: Seconds = 0.0
@@ -186,7 +189,7 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
     left, gone = _ends(stages, backward, virtual)
     round_back: Seconds = sum(backward)
     if virtual > 1:
-        round_back = round_back + sum(stage.drain for stage in stages) / virtual
+        round_back = round_back + sum(stage.round for stage in stages) / virtual
     longest: Seconds = float("-inf")
     # Of the stages behind: forward passes of the last micro-batch, backward passes of the first.
     there: Seconds = 0.0

@@ -80,11 +80,15 @@ class StageChannels:
         self._used: set[int] = set()
         self._on_host: dict[tuple[str, int, int], Floats] = {}
         self._fetched: dict[int, Floats] = {}
+        self._sharing, self._shared_uses = False, nothing
+        self._first_begin: Floats | None = None
         self._updates = slots.group.updates
         if not self._updates:
             self._stepped = dict.fromkeys(range(len(parts)), nothing)
             self._on_host = {("weights", index, 0): nothing for index in range(len(parts))}
             self._used = set(range(len(parts)))
+        # Of the gradient that has left behind the last use: its part, when it was reduced, and when it began to leave.
+        self._leaving: tuple[int, Floats, Floats] | None = None
         self._joined: list[JobKey] = []
         self._crossing: tuple[Floats, Floats] | None = None
         self._pending: list[tuple[Use, Floats, int]] = []
@@ -104,7 +108,7 @@ class StageChannels:
         """When all channels have ended."""
         return np.max([*self._free.values()], axis=0)
 
-    def transfer(self, crossing: int, blocks: bool) -> Floats:
+    def transfer(self, crossing: int, blocks: bool, place: int) -> Floats:
         """Send and receive hidden states between two passes; from when on the second one counts.
 
         A transfer and a collective of states slow each other down on the links that both use, and copies slow down the transfer.
@@ -113,31 +117,50 @@ class StageChannels:
         Args:
             crossing: transfers, one each way at most.
             blocks: whether the next pass waits for them.
+            place: of the first use of the second pass.
         """
         row, end = self._of[self.slots.uses[0].index], self.computed
         if not crossing or not self._transfers:
             return end
-        self._left = dict(self._free)
+        self._left, self._leaving = dict(self._free), None
         self.leave()
         alone = row["transfer"] if blocks else crossing * row["transfer"]
         grown, crowd = 1.0 + self._transfer_shared, 1.0 + self._transfer_shared * (crossing if blocks else 1)
-        common = np.minimum(alone * grown, np.maximum(0.0, self._free["ranks"] - end) * crowd)
+        busy = np.maximum(0.0, self._free["ranks"] - end)
+        common = np.minimum(alone * grown, busy * crowd)
         self._join_later(common * (1.0 - 1.0 / crowd))
+        # What is left of them goes on beside the next collectives.
+        self._crossing = alone - common / grown, np.maximum(self._free["ranks"], end)
         if not blocks:
-            # What is left of them goes on beside the next collectives.
-            self._crossing = alone - common / grown, np.maximum(self._free["ranks"], end)
             return end
+        common = np.minimum(alone * grown, (busy + self._gathered_beside(place)) * crowd)
         copies = 2 * (self._free["in"] > end) + (self._free["out"] > end)
         taken = (alone + common * (1.0 - 1.0 / grown)) * self.slots.table[1].take(BETWEEN_RANKS + copies)
         self._free["compute"] = end + taken
         return end + alone
 
+    def _gathered_beside(self, place: int) -> Floats:
+        """Seconds of weights that are gathered from the end of a pass on: those of the next pass's second use.
+
+        Nothing loads any for its first use, which is behind this one.
+        """
+        if place + 1 >= len(self.slots.uses) or self.kind.offloads_weights:
+            return self._nothing
+        use, behind = self.slots.uses[place], self.slots.uses[place + 1]
+        job = self._jobs_of[behind.index]["gather"]
+        if job is None or behind.index not in self._stepped or not loads_weights(self._parts, behind, use):
+            return self._nothing
+        return job.seconds
+
     def _join_later(self, later: Floats) -> None:
         """Let the collective that goes on among ranks end later."""
         before = self._free["ranks"]
         self._free["ranks"] = before + later
-        # A use that waits for it begins later, too.
+        # A use that waits for it begins later, too, and so does a gradient that leaves behind it.
         self._ready = {use: np.where(ready == before, ready + later, ready) for use, ready in self._ready.items()}
+        if self._leaving is not None:
+            index, reduced, begun = self._leaving
+            self._leave_later(index, np.where(reduced == before, np.maximum(0.0, reduced + later - begun), 0.0))
         longer = later > 0
         # Which one it is depends on the strategy.
         for key in reversed(self._joined):
@@ -147,6 +170,16 @@ class StageChannels:
             last = longer & (ended >= before) & (ended > begun)
             self.ran[key] = begun, np.where(last, ended + later, ended)
             longer &= ~last
+
+    def _leave_later(self, index: int, later: Floats) -> None:
+        """Let the gradient that left last be gone later."""
+        moves = self._jobs_of[index]["gradients"]
+        if moves is None:
+            return
+        later = moves.choose(later, 0.0)
+        self._free["out"] = self._free["out"] + later
+        self._on_host["gradients", index, 0] = self._on_host["gradients", index, 0] + later
+        self._gone["gradients"][-1] = self._gone["gradients"][-1] + later
 
     def wait(self, until: Floats) -> None:
         """Let no use begin before a time; what has been loaded for it, or is on its way out, goes on meanwhile."""
@@ -231,20 +264,21 @@ class StageChannels:
 
     def _update_all(self) -> None:
         """Step 1."""
-        first, sweeps, slots = None, self._nothing, self.slots
+        slots, begins, ends = self.slots, [], []
         for index in range(len(self._parts)):
             jobs, after = self._jobs_of[index], max(index - 1, 0)
             slow = slots.of_update(after, "rest") if index else 1.0
             self._fetching[index], fetched = self._run("in", self._gone["states"][-2], jobs["states_in"], slow)
-            first = fetched if first is None else first
-            sweeps = sweeps + self._of[index]["sweep"]
+            begins.append(np.maximum(fetched, self._free["optimizer"]))
             _, stepped = self._run("optimizer", fetched, jobs["sweep"], 1.0)
+            ends.append(stepped)
             self._stepped[index] = self._store(
                 index, stepped, slots.of_update(index, "out"), slots.of_update(index, "gather")
             )
-        # Optimizer steps share the device with the first forward pass, which ends no earlier than both take together.
-        assert first is not None
-        self._shared = first + sweeps
+        # Begin and end of every optimizer step, as if nothing computed, and what they take up to there from the first on.
+        taken = np.cumsum([of_part["sweep"] for of_part in self._of], axis=0)
+        self._sweeps = np.array(begins), np.array(ends), begins[0] + taken
+        self._sharing = True
 
     def _store(self, index: int, stepped: Floats, out: Floats | float, ranks: Floats | float) -> Floats:
         """Store what an optimizer step has updated; the end of what a use of the part waits for.
@@ -262,6 +296,28 @@ class StageChannels:
         if self.kind.offloads_weights:
             self._hold("weights", index, stepped - self._of[index]["sweep"], self._on_host["weights", index, 0])
         return whole
+
+    def _beside_sweeps(self, use: Use, behind: Use | None, begin: Floats, end: Floats) -> Floats:
+        """The end of a use of the first forward passes, which share the device with optimizer steps.
+
+        A pass ends no earlier than all steps up to those of its own parts and all uses so far take together, and no earlier than
+        the uses so far beside as many steps as have begun: two kernels at a time halve each other.
+        """
+        if self._first_begin is None:
+            self._first_begin = begin
+        self._shared_uses = done = self._shared_uses + (end - begin)
+        if behind is not None and self._pass_of(behind) == self._pass_of(use):
+            return end
+        begun, stepped, taken = self._sweeps
+        further = (stepped - np.minimum(stepped, np.maximum(begun, self._first_begin))) * (begun < end)
+        ended = np.maximum(end, self._first_begin + done + np.minimum(done, further.sum(axis=0)))
+        if use.micro_batch == 0:
+            ended = np.maximum(ended, taken[use.index] + done)
+        self._sharing = use.index < len(self._parts) - 1
+        return ended
+
+    def _pass_of(self, use: Use) -> tuple[bool, int, int]:
+        return use.backward, use.micro_batch, self._parts[use.index].chunk
 
     def _step_beside(self, begin: Floats, end: Floats) -> Floats:
         """Optimizer steps of parts that are loaded while a use runs from `begin` to `end`; when both have ended."""
@@ -364,9 +420,8 @@ class StageChannels:
         self.leave()
         if behind is not None and not waits:
             self.load(behind, place)
-        if self._updates and not self.kind.offloads_weights and not use.backward and use.micro_batch == 0:
-            self._shared = self._shared + end - begin
-            end = np.maximum(end, self._shared) if use.index == len(self._parts) - 1 else end
+        if self._sharing:
+            end = self._beside_sweeps(use, behind, begin, end)
         end = self._step_beside(begin, end)
         self._free["compute"] = self.computed = self._last_use = end
         self._leaves = (use, end, place + 1)
@@ -423,6 +478,7 @@ class StageChannels:
             _, reduced = self._join_ranks(index, np.maximum(end, sum_there), name, scatter, key)
             self._hold("own_gradients", index, self._begun[index], reduced)
         moves = jobs["gradients"]
+        self._leaving = index, reduced, np.maximum(reduced, self._free["out"])
         _, left = self._run("out", reduced, moves, out, left_key)
         self._on_host["gradients", index, 0] = left
         self._hold("gradients", index, self._fetching[index] if use.micro_batch else self._begun[index], left)

@@ -248,7 +248,7 @@ def by_hand(
         around = (v - 1) * (sum(f) + sum(stage.waited for stage in stages[1:]) / v)
         if rounds:
             around = around + (v - 1) * min(stages[0].enter, 0.0) / rounds
-            back = sum(b) + sum(stage.drain for stage in stages) / v
+            back = sum(b) + sum(stage.round for stage in stages) / v
             cycles = max(rounds * rush, (v - 1) * back)
         there = back = 0.0
         for i in range(size - 1, s, -1):
@@ -275,7 +275,7 @@ def random_stage(draw: np.random.Generator, size: int | None = None) -> StageTim
     return StageTimes(
         forward=draw.uniform(0.5, 2, size),
         backward=draw.uniform(1, 3, size),
-        **{name: draw.uniform(0, 2, size) for name in ("first", "behind", "waited", "turn", "drain", "tail")},
+        **{name: draw.uniform(0, 2, size) for name in ("first", "behind", "waited", "turn", "round", "drain", "tail")},
         **{name: draw.uniform(-0.3, 0.6, size) for name in ("again", "rush")},
         enter=draw.uniform(-1, 2, size),
     )

@@ -321,8 +321,8 @@ class _Program:
         (entered, first), (left, all_gone, there) = begins, ends
         cycles: mathopt.LinearTypes = 0.0
         if rounds:
-            drained = [self._chosen(j, "drain") for j in range(len(stages))]
-            every_b = mathopt.fast_sum(self._backward) + mathopt.fast_sum(drained) / virtual
+            waited = [self._chosen(j, "round") for j in range(len(stages))]
+            every_b = mathopt.fast_sum(self._backward) + mathopt.fast_sum(waited) / virtual
             cycles = self._largest([rounds * b_again, (virtual - 1) * every_b])
         own, last = entered + warm * f_again, there + all_gone
         behind = b + warm * b_again + left if i < len(stages) - 1 else all_gone
