@@ -159,12 +159,14 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
     counted = nothing_updated
     if waits and table.kind.offloads_weights:
         # Parts are updated in front of their first use, so that waiting does not hide all of it.
-        begins = run(slots, *([PASSING] if ahead else []))
+        begins = run(slots, UPDATING, *([PASSING] if ahead else []))
         begins.play(forward_waits=True, passes=entered if ahead else passes.turned_back)
         waited = begins.mean("forward", range(1))
         if not ahead:
             counted = begins.mean("backward", range(1)) - turn
             turn = turn + counted
+        # While it waits it fetches the states of more parts, which are then on the device together.
+        updating.early += begins.early
         updating.later += begins.later
     # Not only the first backward passes are unlike the usual ones: gradients that have begun to leave hold up those behind them.
     settling = passes.settling(len(filling) if ahead else entered)
@@ -446,7 +448,7 @@ class _Run:
             self.early.append(peak + _saved(parts, self._sizes, range(use.index + 1)))
             return
         ended = _saved(parts, self._sizes, range(use.index + 1, len(parts)), chunk)
-        if passes.steps[place] in passes.emptying:
+        if passes.steps[place] in passes.spaced:
             # Backward passes in a row: more gradients wait to leave, and one pass fewer is in flight.
             ended = ended + _saved(parts, self._sizes, range(len(parts)), chunk)
         self.later.append(peak - ended)

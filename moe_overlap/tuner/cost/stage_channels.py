@@ -59,8 +59,8 @@ class StageChannels:
         self._sizes = slots.group.moved
         self._of = [slots.group.row(part.row) for part in parts]
         self._jobs_of = [slots.group.jobs(part.row) for part in parts]
-        # Updates in front of all uses may last as long as a forward pass.
-        self._place = len(parts)
+        # What updates in front of all uses leave behind may last up to the first backward pass.
+        self._place = next((place for place, use in enumerate(slots.uses) if use.backward), len(slots.uses))
         self.holds = True
         self._loaded: dict[Use, list[tuple[str, Floats]]] = {}
         self._fetching: dict[int, Floats] = {}

@@ -164,15 +164,16 @@ REPAIRED = {
     # Copies that updates leave behind last for several of many passes, here and on the first of unequal stages.
     "updates beside a few passes of many": (Corner(zero_level=1, offload=(0, 0, 1, 0), slow_host=True), 0.02, 0.1),
     "updates of shards": (Corner(zero_level=2, offload=(0, 0, 1, 0), slow_host=True, unequal=True), 0.02, 0.03),
-    "a layer beyond the fourth": (Corner(zero_level=1, offload=(0.5, 1, 0, 0.5), unequal=True), 0.006, NEAR),
+    # The first stage has the most to do: it never waits for gradients, as peaks of bytes have it.
+    "a layer beyond the fourth": (Corner(zero_level=1, offload=(0.5, 1, 0, 0.5), unequal=True), 0.006, 0.035),
     "the last passes come close upon each other": (
         Corner(zero_level=2, offload=(0.5, 0.5, 0, 0.5), recompute="full", interleaved=True),
-        0.012,
+        0.009,
         NEAR,
     ),
     "a backward pass that goes around was waited for": (
         Corner(zero_level=0, offload=(0.5, 0.5, 0, 1), recompute="full", interleaved=True),
-        0.019,
+        0.021,
         NEAR,
     ),
     "updates of all chunks share the device with the first pass": (
@@ -359,15 +360,16 @@ def test_all_corners() -> None:
     - Interleaved stages of which one is the slowest (up to 1.7 % above): transfers that fill and drain the pipeline are added,
       though that stage never waits for one. Adding them only to passes that wait is exact where all passes of a stage take as
       long, but 1 to 2 % below the list where the last chunk has the loss: the formula knows the mean of a stage's passes.
-    - Partial waits (up to 1.7 % below and 1.8 % above): copies that updates leave behind still slow down the first passes of
+    - Stages of which one keeps its states on the device (up to 1.8 % above): it updates beside the last copies of the other.
+    - Partial waits (up to 1.4 % below and 2.0 % above): copies that updates leave behind still slow down the first passes of
       the second stage, or hold up gradients, where these have waited for a short time; `pipeline.py` knows stages that have
-      waited for all of them, and such that have not waited.
+      waited for all of them, and such that have not waited. Bytes of the stage that has less to do, and so waits, differ most.
     """
     chosen = in_turn()
     found = {corner: errors(corner) for corner in chosen}
-    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 283
-    for is_plain, middle, most in ((True, 0.004, 0.013), (False, 0.006, 0.019)):
+    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 289
+    for is_plain, middle, most in ((True, 0.004, 0.009), (False, 0.006, 0.021)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.array([error for _, error in found.values()])
-    assert np.median(np.abs(bytes_)) < 0.02 and bytes_.min() > -0.125 and bytes_.max() < 0.22
+    assert np.median(np.abs(bytes_)) < 0.02 and bytes_.min() > -0.087 and bytes_.max() < 0.22
