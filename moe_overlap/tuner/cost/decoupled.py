@@ -97,7 +97,7 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
         waits: whether another stage stands before it.
     """
     passes = _Passes(parts, ahead, waits, table.kind.transfers_wait)
-    chunks, order, filling, emptying = passes.chunks, passes.order, passes.filling, passes.emptying
+    chunks, order, filling = passes.chunks, passes.order, passes.filling
     # Many strategies differ in their updates alone: all other runs play one of those.
     still, lanes = table.still
     still_slots = Slots(parts, passes.uses, still)
@@ -122,31 +122,16 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
     }
     nothing, nothing_updated = np.zeros_like(forward), np.zeros(len(lanes))
 
-    def beyond_of(run_of: _Run, steps: Sequence[Step]) -> Floats:
-        """Seconds of some passes of a chunk beyond the usual ones."""
-        return sum((run_of.taken[step] - usual[step] for step in steps), start=nothing)
-
-    def beyond(steps: Sequence[Step]) -> Floats:
-        """The same of a stage that is busy."""
-        return beyond_of(busy, steps)
-
     def updated(steps: Sequence[Step]) -> Floats:
-        """The same of passes with updates in front of them."""
+        """Seconds of passes with updates in front of them beyond the usual ones."""
         return sum((updating.taken[step] - usual[step][lanes] for step in steps), start=nothing_updated)
 
     entered = max(number for number, step in enumerate(filling) if step.micro_batch == 0) + 1
     # Where no pass follows, those between the chunks' first ones stand for more of them in longer pipelines.
     followed = filling[entered:] or [step for step in filling if step.micro_batch > 0]
-    again, rush = (beyond(steps) * len(chunks) / max(1, len(steps)) for steps in (followed, emptying))
-    ends = idle if ahead else busy
+    again = _each_beyond(busy, usual, followed, len(chunks))
+    rush, around, drain, tail = _emptied(passes, usual, busy, idle)
     apart = _apart(order, usual, (forward, backward), parts, still)
-    drain = beyond_of(ends, passes.closing) * len(chunks)
-    drain = drain if ahead else drain - len(emptying) * rush
-    around = beyond_of(ends, passes.awaited) * len(chunks) / max(1, len(passes.awaited)) if ahead else drain
-    tail, tail_busy = (each.played.ended - each.ends[order[-1]] for each in (ends, busy))
-    if ahead and not waits and len(chunks) == 1:
-        # Nothing stands in front of the first stage: what its last pass leaves where it has waited counts with that pass.
-        drain, tail = drain + tail - tail_busy, tail_busy
 
     def slowed(steps: Sequence[Step]) -> Floats:
         """Seconds by which what updates leave behind slows down some passes."""
@@ -172,7 +157,7 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
     settling = passes.settling(len(filling) if ahead else entered)
     # The passes up to the last chunk's first one are those of their chunks; what that leaves for the others counts behind them.
     chunks_apart = sum((apart[step] for step in order[:entered]), start=nothing)
-    turn = turn + (beyond_of(busy, settling) - chunks_apart)[lanes]
+    turn = turn + (_beyond(busy, usual, settling) - chunks_apart)[lanes]
     # The first stage always does all its updates. The passes that it makes before it has waited for a gradient are told apart.
     turned = len(filling) if ahead and not waits else len(order)
     return PlayedStage(
@@ -191,6 +176,33 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
         buffer_bytes=np.maximum(np.max(updating.later, axis=0), np.max([*bare.later, *idle.later], axis=0)[lanes]),
         update_bytes=np.max(updating.early, axis=0),
     )
+
+
+def _beyond(run: _Run, usual: Mapping[Step, Floats], steps: Sequence[Step]) -> Floats:
+    """Seconds of some passes of a chunk beyond the usual ones."""
+    return sum((run.taken[step] - usual[step] for step in steps), start=np.zeros_like(run.played.computed))
+
+
+def _each_beyond(run: _Run, usual: Mapping[Step, Floats], steps: Sequence[Step], chunks: int) -> Floats:
+    """The same of each of some passes on average, times the chunks."""
+    return _beyond(run, usual, steps) * chunks / max(1, len(steps))
+
+
+def _emptied(
+    passes: _Passes, usual: Mapping[Step, Floats], busy: _Run, idle: _Run
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """`rush`, `round`, `drain` and `tail` of PlayedStage, for the strategies that were played."""
+    chunks, ahead = len(passes.chunks), passes.ahead
+    ends = idle if ahead else busy
+    rush = _each_beyond(busy, usual, passes.emptying, chunks)
+    drain = _beyond(ends, usual, passes.closing) * chunks
+    drain = drain if ahead else drain - len(passes.emptying) * rush
+    around = _each_beyond(ends, usual, passes.awaited, chunks) if ahead else drain
+    tail, tail_busy = (each.played.ended - each.ends[passes.order[-1]] for each in (ends, busy))
+    if ahead and not passes.waits and chunks == 1:
+        # Nothing stands in front of the first stage: what its last pass leaves where it has waited counts with that pass.
+        drain, tail = drain + tail - tail_busy, tail_busy
+    return rush, around, drain, tail
 
 
 def _apart(
