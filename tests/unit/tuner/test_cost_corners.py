@@ -24,8 +24,8 @@ from moe_overlap.tuner.cost import analytic
 from moe_overlap.tuner.cost.analytic import prepare, price, price_family
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.links import LinkUse
-from moe_overlap.tuner.cost.prediction import moves_states, predict_plan
-from moe_overlap.tuner.cost.simulate.memory import live_bytes
+from moe_overlap.tuner.cost.prediction import closed_form, moves_states, predict_plan
+from moe_overlap.tuner.cost.simulate.memory import intervals, live_bytes
 from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.problem import Problem
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
@@ -176,6 +176,11 @@ REPAIRED = {
         0.021,
         NEAR,
     ),
+    "transfers share links with weights that are gathered ahead": (
+        Corner(zero_level=3, offload=(0, 1, 0, 0), recompute="full", unequal=True),
+        NEAR,
+        NEAR,
+    ),
     "updates of all chunks share the device with the first pass": (
         Corner(zero_level=0, offload=(0, 0, 0, 1), recompute="full", interleaved=True),
         0.008,
@@ -234,6 +239,8 @@ def test_repaired_corners(name: str) -> None:
         Corner(zero_level=2, offload=(1, 0, 1, 1), recompute="half"),
         Corner(zero_level=1, offload=(0.5, 1, 0, 1), recompute="half"),
         Corner(zero_level=0, offload=(0, 0.5, 1, 0), interleaved=True, unequal=True),
+        Corner(zero_level=1, offload=(1, 1, 0.5, 0)),
+        Corner(zero_level=0, offload=(0.5, 1, 1, 0.5), recompute="full"),
     ],
     ids=[
         "gradients that leave",
@@ -241,12 +248,14 @@ def test_repaired_corners(name: str) -> None:
         "and weights that come",
         "shards of a stage that has waited",
         "gradients of a stage that has waited",
-        "chunks of unlike layers",
+        "states that leave under passes of the next chunk",
+        "what comes for backward passes that are waited for",
+        "what comes for updates while a stage waits",
     ],
 )
 def test_peak_is_not_far_below_the_list(corner: Corner) -> None:
-    """What fits by the closed form must fit when it runs: these were 9 to 24 % below their lists."""
-    assert errors(corner)[1] > (-0.13 if corner.unequal else -0.01)
+    """What is searched for should fit when it runs: these were 7 to 24 % below their lists."""
+    assert errors(corner)[1] > (-0.03 if corner.offload[2] else -0.01)
 
 
 @pytest.mark.parametrize("corner", [corner for corner, _, _ in REPAIRED.values()][::5])
@@ -265,9 +274,23 @@ def list_answers(corner: Corner) -> None:
         peaks = stage.peak_bytes_by_category
         sent = 2.0 * listed.prices[rank].priced.family.boundary_bytes
         sent *= stage is predicted.stages[0] or corner.interleaved
-        kept = max(size for _, size in live_bytes(listed.ran(rank), partial(_layer_bytes, listed.prices[rank])))
+        ran, size_of = listed.ran(rank), partial(_layer_bytes, listed.prices[rank])
+        when, kept = max(live_bytes(ran, size_of), key=lambda point: point[1])
         assert stage.peak_bytes - peaks.temporaries - peaks.fragmentation - sent == pytest.approx(kept, abs=8)
-        assert peaks.activations >= 0 and peaks.communication >= sent
+        passing = ("moved.", "weights.", "dweights.")
+        there = (name for name, start, end in intervals(ran) if start <= when < end and name.startswith(passing))
+        assert peaks.communication - sent == pytest.approx(sum(map(size_of, there)), abs=8)
+
+
+def test_a_stage_in_the_middle_fetches_states_while_it_waits() -> None:
+    """Those of two parts are there together when its first forward pass begins; it was 16 % below its list."""
+    words = "--num-layers 16 --pipeline-model-parallel-size 4 --global-batch-size 96 --expert-model-parallel-size 4"
+    here = problem_of([*JOB, *words.split()], shipped_cluster("H100", 32), {"graphs": by_hand, "constants": CONSTANTS})
+    moved = Offload(weights=0.5, gradients=1.0, optimizer=1.0, activations=1.0)
+    stages = tuple(replace(stage, offload=moved) for stage in here.plan.stages)
+    plan = replace(here.plan, stages=stages)
+    closed, listed = (tell(plan, here).predicted.stages[2].peak_bytes for tell in (closed_form, predict_plan))
+    assert closed > 0.96 * listed
 
 
 def test_last_backward_passes_hold_one_pass_fewer() -> None:
