@@ -67,6 +67,7 @@ class PlayedStage:
             a row, as `rush` counts for the others. On a first stage of one chunk with what that makes its tail longer.
         rush: the same where it is right behind another one, and has not waited.
         tail: from its end until everything has been reduced and copied; on a first stage of one chunk where it has not waited.
+        copies: those of the tail in which all is reduced; of the first stage.
         buffer_bytes: peak of what is on the device for a while, less what of the activations in flight is not held at that time.
         update_bytes: peak beside the updates, which run before activations are held.
     """
@@ -83,6 +84,7 @@ class PlayedStage:
     drain: Floats
     rush: Floats
     tail: Floats
+    copies: Floats
     buffer_bytes: Floats
     update_bytes: Floats
 
@@ -130,7 +132,7 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
     # Where no pass follows, those between the chunks' first ones stand for more of them in longer pipelines.
     followed = filling[entered:] or [step for step in filling if step.micro_batch > 0]
     again = _each_beyond(busy, usual, followed, len(chunks))
-    rush, around, drain, tail = _emptied(passes, usual, busy, idle)
+    rush, around, drain, tail, copies = _emptied(passes, usual, busy, idle)
     apart = _apart(order, usual, (forward, backward), parts, still)
 
     def slowed(steps: Sequence[Step]) -> Floats:
@@ -173,6 +175,7 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
         drain=drain[lanes],
         rush=rush[lanes],
         tail=tail[lanes],
+        copies=copies[lanes],
         buffer_bytes=np.maximum(np.max(updating.later, axis=0), np.max([*bare.later, *idle.later], axis=0)[lanes]),
         update_bytes=np.max(updating.early, axis=0),
     )
@@ -190,8 +193,8 @@ def _each_beyond(run: _Run, usual: Mapping[Step, Floats], steps: Sequence[Step],
 
 def _emptied(
     passes: _Passes, usual: Mapping[Step, Floats], busy: _Run, idle: _Run
-) -> tuple[Floats, Floats, Floats, Floats]:
-    """`rush`, `round`, `drain` and `tail` of PlayedStage, for the strategies that were played."""
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """`rush`, `round`, `drain`, `tail` and `copies` of PlayedStage, for the strategies that were played."""
     chunks, ahead = len(passes.chunks), passes.ahead
     ends = idle if ahead else busy
     rush = _each_beyond(busy, usual, passes.emptying, chunks)
@@ -199,10 +202,11 @@ def _emptied(
     drain = drain if ahead else drain - len(passes.emptying) * rush
     around = _each_beyond(ends, usual, passes.awaited, chunks) if ahead else drain
     tail, tail_busy = (each.played.ended - each.ends[passes.order[-1]] for each in (ends, busy))
+    copies = ends.played.ended - ends.played.reduced if not passes.waits else np.zeros_like(tail)
     if ahead and not passes.waits and chunks == 1:
         # Nothing stands in front of the first stage: what its last pass leaves where it has waited counts with that pass.
         drain, tail = drain + tail - tail_busy, tail_busy
-    return rush, around, drain, tail
+    return rush, around, drain, tail, copies
 
 
 def _apart(

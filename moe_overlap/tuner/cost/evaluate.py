@@ -39,7 +39,7 @@ from moe_overlap.tuner.cost.stage import (
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
-EDGES = ("enter", "behind", "waited", "again", "turn", "round", "drain", "rush")
+EDGES = ("enter", "behind", "waited", "again", "turn", "round", "drain", "rush", "copies")
 """Extra seconds at the ends of a step, which only stages have whose parameter groups step by themselves."""
 PLAYED: Mapping[str, str] = MappingProxyType(
     {
@@ -101,6 +101,7 @@ class StageCosts:
     round_extra_seconds: Floats
     drain_extra_seconds: Floats
     rush_extra_seconds: Floats
+    copies_extra_seconds: Floats
     tail_seconds: Floats
     optimizer_seconds: Floats
     """Seconds of the update behind the last micro-batch; where parameter groups step by themselves it is 0 and the first

@@ -78,6 +78,8 @@ class StageTimes:
     """Seconds of a backward pass right behind another one beyond `backward`."""
     tail: Seconds = 0.0
     """From the end of the last backward pass to the end of all reductions and copies."""
+    copies: Seconds = 0.0
+    """Those of `tail` in which all is reduced, and copied alone. On the first stage: other stages update beside that."""
 
     @property
     def stable(self) -> Seconds:
@@ -127,7 +129,7 @@ class PipelineSeconds:
     filling: Seconds
     """Transfers that fill and drain the pipeline, beside what they add to the bubble."""
     update: Seconds
-    """The slowest optimizer, and what every step takes."""
+    """The slowest optimizer behind the last copies, and what every step takes."""
 
     @property
     def total(self) -> Seconds:
@@ -155,8 +157,8 @@ def pipeline_seconds(
         replace(stage, forward=stage.forward + transfer / 2, backward=stage.backward + transfer / 2)
         for stage, transfer in zip(stages, transfers, strict=True)
     ]
-    # Stages update at the same time, behind the norm that all of them wait for.
-    update = _largest(optimizer) + rules.fixed
+    # Stages update at the same time, behind the norm that all of them wait for, and that waits for no copies.
+    update = np.maximum(_largest(optimizer) - stages[0].copies, 0.0) + rules.fixed
     step = step_seconds(times, micro_batches, rules.virtual) * rules.uneven
     return PipelineSeconds(stages=tuple(times), transfers=tuple(transfers), step=step, filling=filling, update=update)
 

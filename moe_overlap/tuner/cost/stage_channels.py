@@ -108,6 +108,11 @@ class StageChannels:
         """When all channels have ended."""
         return np.max([*self._free.values()], axis=0)
 
+    @property
+    def reduced(self) -> Floats:
+        """When all computation and all collectives have ended."""
+        return np.maximum(self.computed, self._free["ranks"])
+
     def transfer(self, crossing: int, blocks: bool, place: int) -> Floats:
         """Send and receive hidden states between two passes; from when on the second one counts.
 

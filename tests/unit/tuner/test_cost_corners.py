@@ -181,6 +181,11 @@ REPAIRED = {
         NEAR,
         NEAR,
     ),
+    "a stage updates beside the last copies of the other": (
+        Corner(zero_level=0, offload=(0, 0.5, 0.5, 0.5), recompute="half", unequal=True),
+        NEAR,
+        0.022,
+    ),
     "updates of all chunks share the device with the first pass": (
         Corner(zero_level=0, offload=(0, 0, 0, 1), recompute="full", interleaved=True),
         0.008,
@@ -383,15 +388,14 @@ def test_all_corners() -> None:
     - Interleaved stages of which one is the slowest (up to 1.7 % above): transfers that fill and drain the pipeline are added,
       though that stage never waits for one. Adding them only to passes that wait is exact where all passes of a stage take as
       long, but 1 to 2 % below the list where the last chunk has the loss: the formula knows the mean of a stage's passes.
-    - Stages of which one keeps its states on the device (up to 1.8 % above): it updates beside the last copies of the other.
     - Partial waits (up to 1.4 % below and 2.0 % above): copies that updates leave behind still slow down the first passes of
       the second stage, or hold up gradients, where these have waited for a short time; `pipeline.py` knows stages that have
       waited for all of them, and such that have not waited. Bytes of the stage that has less to do, and so waits, differ most.
     """
     chosen = in_turn()
     found = {corner: errors(corner) for corner in chosen}
-    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 289
-    for is_plain, middle, most in ((True, 0.004, 0.009), (False, 0.006, 0.021)):
+    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 301
+    for is_plain, middle, most in ((True, 0.003, 0.009), (False, 0.006, 0.021)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.array([error for _, error in found.values()])

@@ -113,9 +113,10 @@ def test_candidates_off_the_frontier_make_no_pipeline_faster() -> None:
             )
             for _ in range(stages)
         ]
+        updates = draw.uniform(0, 8, stages).tolist()
         seconds = pipeline_seconds(
             [*others[:place], candidates, *others[place + 1 :]],
-            [*[0.5] * place, optimizer, *[0.5] * (stages - place - 1)],
+            [*updates[:place], optimizer, *updates[place + 1 :]],
             [0.1] * (stages - 1),
             [int(draw.integers(1, 9))] * stages,
             rules,

@@ -33,8 +33,9 @@ def random_options(draw: np.random.Generator, count: int, edges: float, unlike: 
     """Points that trade stable seconds for seconds of the first and last micro-batch; some do not fit."""
     layers = draw.integers(1, 4, count)
     work = layers * draw.uniform(0.5, 1.5, count)
-    names = ("first", "behind", "waited", "turn", "drain", "tail")
+    names = ("first", "behind", "waited", "turn", "round", "drain", "tail")
     extras = {name: edges * draw.uniform(0, 4, count) * draw.integers(0, 2, count) for name in names}
+    extras["copies"] = extras["tail"] * draw.uniform(0, 1, count)
     # Some passes take less than stable ones.
     for name in ("enter", "again", "rush"):
         extras[name] = min(edges, 1.0) * work * draw.uniform(-0.4, 0.8, count) * draw.integers(0, 2, count)

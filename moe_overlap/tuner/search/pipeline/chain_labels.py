@@ -3,7 +3,7 @@
 Contract. Problem and objective are stage_options.py's, with one chunk per stage and transfers that take equally long on every
 link (`applies`). The answer is the best of all choices; its seconds are `step_of_choice`'s.
 
-Label. Of the chains of pipeline.py, what the stages 0..k say to those behind them is seven numbers. m_s is what stage s does
+Label. Of the chains of pipeline.py, what the stages 0..k say to those behind them is eight numbers. m_s is what stage s does
 between its first and its last micro-batch. X and Y are what later stages add: the way of the first micro-batch to the end and
 back to stage k, and that of the last one.
 
@@ -11,8 +11,9 @@ back to stage k, and that of the last one.
     alone    max own_s + m_s + behind_s                first    max m_s + behind_s and the backward passes up to k: beside X
     last     max own_s + m_s and the forward passes    both     max m_s and all of these passes: beside X and Y
              up to k: beside Y                         update   the slowest optimizer
+    beside   the first stage's last copies, negative
 
-    step = max(alone, first + X, last + Y, both + X + Y) + update + what is there whatever is chosen
+    step = max(alone, first + X, last + Y, both + X + Y) + max(0, update + beside) + what is there whatever is chosen
 
 Every number is better small, and stays so whatever follows: of labels with the same layers and devices those on the Pareto
 frontier are kept. Steps of `choose_by_labels`:
@@ -51,8 +52,8 @@ LEVELS = 24
 """Intervals of the slowest stage's seconds, whose smallest sums are found each by itself."""
 AGREE = 1e-9
 """Share of a step by which the labels of a choice may be off its price, for rounding."""
-NUMBERS = ("come", "gone", "alone", "first", "last", "both", "update")
-COME, GONE, ALONE, FIRST, LAST, BOTH, UPDATE = range(len(NUMBERS))
+NUMBERS = ("come", "gone", "alone", "first", "last", "both", "update", "beside")
+COME, GONE, ALONE, FIRST, LAST, BOTH, UPDATE, BESIDE = range(len(NUMBERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,14 @@ class _Stage:
     drain: Floats
     tail: Floats
     optimizer: Floats
+    copies: Floats
     ahead: Floats
     """Further forward passes in front of the first backward pass."""
     behind: Floats
     """The last backward passes that are made in a row, without what is behind them."""
     middle: Floats
     """m of the docstring."""
+    is_first: bool
     is_last: bool
     has_steady: bool
 
@@ -155,15 +158,17 @@ class _Stage:
             drain=column["drain"],
             tail=column["tail"],
             optimizer=stage.optimizer[rows],
+            copies=column["copies"],
             ahead=warm * (forward + column["again"]),
             behind=backward + warm * (backward + column["rush"]),
             middle=column["turn"] + steady * (forward + backward) if steady else column["turn"],
+            is_first=place == 0,
             is_last=place == count - 1,
             has_steady=steady > 0,
         )
 
 
-_NEEDED = ("forward", "backward", "turn", "waited", "first", "behind", "drain", "tail", "again", "rush")
+_NEEDED = ("forward", "backward", "turn", "waited", "first", "behind", "drain", "tail", "copies", "again", "rush")
 
 
 def _radix(problem: PipelineProblem) -> list[int]:
@@ -176,10 +181,10 @@ def _radix(problem: PipelineProblem) -> list[int]:
 
 
 def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) -> Floats:
-    """[7, n] labels of some labels, each followed by a candidate.
+    """[8, n] labels of some labels, each followed by a candidate.
 
     Args:
-        labels: [7, L].
+        labels: [8, L].
         rows, columns: [n] of the labels and of the candidates.
     """
     before = labels[:, rows]
@@ -203,13 +208,15 @@ def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) 
     if stage.has_steady:
         result[BOTH] = np.maximum(result[BOTH], middle)
     result[UPDATE] = np.maximum(before[UPDATE], stage.optimizer[columns])
+    result[BESIDE] = -stage.copies[columns] if stage.is_first else before[BESIDE]
     return result
 
 
 def _seconds(labels: Floats, fixed: float) -> Floats:
     """Steps of whole pipelines."""
-    come, gone, alone, first, last, both, update = labels
-    return np.maximum(np.maximum(alone, first + come), np.maximum(last + gone, both + come + gone)) + update + fixed
+    come, gone, alone, first, last, both, update, beside = labels
+    step = np.maximum(np.maximum(alone, first + come), np.maximum(last + gone, both + come + gone))
+    return step + np.maximum(0.0, update + beside) + fixed
 
 
 class _Rest:
@@ -268,7 +275,7 @@ class _Rest:
 
     def bound(self, labels: Floats, states: Integers, place: int) -> Floats:
         """[n] seconds that no pipeline stays below that begins with these labels, whose next stage is this one."""
-        come, gone, alone, first, last, both, update = labels
+        come, gone, alone, first, last, both, update, beside = labels
         there, back = come + self.there[place][states], gone + self.back[place][states]
         step = np.maximum(np.maximum(alone, first + there), last + back)
         step = np.maximum(step, both + come + gone + self.ways[place][states])
@@ -277,7 +284,8 @@ class _Rest:
             for lower, sums in self._slowest:
                 slow = np.minimum(slow, sums[place][states] + lower)
             step = np.maximum(step, np.maximum(come, 0.0) + np.maximum(gone, 0.0) + slow)
-        return step + np.maximum(update, self.update[place][states]) + self._problem.rules.fixed
+        behind = np.maximum(0.0, np.maximum(update, self.update[place][states]) + beside)
+        return step + behind + self._problem.rules.fixed
 
 
 def _run(

@@ -262,7 +262,10 @@ class _Program:
             self._chain(i, step, (entered[i], entered[-1] + back), (left[i], gone[-1], there))
             there = there + self._forward[i]
             back = back + self._backward[i] + self._chosen(i, "turn") / virtual
-        update = self._largest([self._time(i, stage.optimizer) for i, stage in enumerate(problem.stages)])
+        copies = self._chosen(0, "copies")
+        update = self._largest(
+            [0.0, *(self._time(i, each.optimizer) - copies for i, each in enumerate(problem.stages))]
+        )
         self.model.minimize(step + filling + update)
 
     def _entered(self) -> Terms:

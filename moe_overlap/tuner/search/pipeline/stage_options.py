@@ -213,10 +213,11 @@ class AdditiveBound:
         for place, (stage, wait) in enumerate(zip(problem.stages, waits, strict=True)):
             stable = stage.column("forward") + stage.column("backward") + wait * stage.sent
             edges = stage.column("drain") + (stage.column("waited") if place else 0.0)
-            turn = stage.column("turn") if place == count - 1 or halves else np.zeros_like(stable)
+            turn = stage.column("turn") if place == count - 1 else np.zeros_like(stable)
             if halves:
-                # Where the stage is behind that of the chain, half of them counts.
-                edges, turn = np.minimum(edges, edges / 2), np.minimum(turn, turn / 2)
+                # Where the stage is behind that of the chain, half of them counts; in front of it no turn does.
+                turn = np.minimum(stage.column("turn"), turn / 2)
+                edges = np.minimum(edges, edges / 2)
             added = (stable + edges) / virtual + turn
             if not place:
                 added = added + stage.column("first") + stage.column("tail") + filling * stage.sent
@@ -225,7 +226,8 @@ class AdditiveBound:
             self.chains.append(np.where(stage.fits, self._chain(place, stable, halves), math.inf))
             self.sums.append(added)
         updates = [stage.optimizer[stage.fits].min(initial=math.inf) for stage in problem.stages]
-        self.fixed = problem.rules.fixed + max(updates)
+        beside = problem.stages[0].column("copies")[problem.stages[0].fits].max(initial=0.0)
+        self.fixed = problem.rules.fixed + max(0.0, max(updates) - beside)
 
     def _chain(self, place: int, stable: Floats, halves: bool) -> Floats:
         """[n] what passes of a stage add that stand between its first and its last micro-batch."""
@@ -240,7 +242,10 @@ class AdditiveBound:
             chain = chain + more * stage.column("again") + rounds * stage.column("rush")
             chain = chain if place else chain + virtual * stage.column("enter")
         if halves:
-            return (chain + warm / 2 * (stable + stage.column("again") + stage.column("rush"))) / virtual
+            # What the sums above have left out of its own turn; without a steady part one of both chains has none.
+            is_whole = steady and place < len(self._problem.stages) - 1
+            turn = np.maximum(stage.column("turn"), 0.0) * (1.0 if is_whole else 0.5)
+            return (chain + warm / 2 * (stable + stage.column("again") + stage.column("rush"))) / virtual + turn
         return chain / virtual + (stage.column("turn") if place < len(self._problem.stages) - 1 else 0.0)
 
     @cached_property

@@ -80,7 +80,7 @@ def objective_columns(times: StageTimes, optimizer: Floats, stage: int, stages: 
     # stages in front come behind it.
     halves = [times.stable] if is_last and not passes_again else [times.forward, times.backward]
     columns = [*halves, times.first, times.first + times.behind, times.turn, times.drain, times.tail, optimizer]
-    columns += [times.waited] if stage else []
+    columns += [times.waited] if stage else [-np.asarray(times.copies)]
     # Only these pass several micro-batches in one direction.
     columns += [times.again, times.rush] if not is_last or passes_again else []
     columns += [times.enter, times.round] if passes_again else []
