@@ -89,7 +89,7 @@ def simulated_until_ahead(
 
     Args:
         deadline: of `time.monotonic`, behind which nothing more is simulated.
-        most: to simulate.
+        most: to simulate, once one of them fits.
     Raises:
         ConfigError: all plans are on unlike meshes, and of those that were simulated none fits.
     """

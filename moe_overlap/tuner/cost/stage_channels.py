@@ -147,7 +147,7 @@ class StageChannels:
     def _gathered_beside(self, place: int) -> Floats:
         """Seconds of weights that are gathered from the end of a pass on: those of the next pass's second use.
 
-        Nothing loads any for its first use, which is behind this one.
+        Those of its first use, at this place, are gathered while the last use of the pass before computes.
         """
         if place + 1 >= len(self.slots.uses) or self.kind.offloads_weights:
             return self._nothing
