@@ -29,11 +29,12 @@ longer by `round` on each, as they have waited for it, the last one by `drain`, 
 copied: the end is that of the latest stage.
 
 Stages of unlike shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j where those
-are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer.
+are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer,
+but for what goes on beside the first stage's last `copies`, since the norm in front of updates waits for reductions alone.
 All of it is `pipeline_seconds`, which a prediction asks for one pipeline and a search for n at once: each field is a number, or
-[n] of them. Where all stages have as many micro-batches, a step is never shorter for any of a stage's seconds being longer: a
-candidate for a stage that another beats in all of them is in no best pipeline that this other is not in. Where forward passes
-take nothing, the formula is Alpa's: (G - 1) · max t_i + Σ t_i.
+[n] of them. Where all stages have as many micro-batches, a step is never shorter for any of a stage's seconds being longer (but
+`copies`, for which the opposite holds): a candidate for a stage that another beats in all of them is in no best pipeline that
+this other is not in. Where forward passes take nothing, the formula is Alpa's: (G - 1) · max t_i + Σ t_i.
 
 Source: Mist, section 5.3, equation (1), third term, which is the last stage's chain; `simulate/step.py` is the slow twin.
 """

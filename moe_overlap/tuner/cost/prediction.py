@@ -56,7 +56,7 @@ def estimate_plan(plan: Plan, problem: Problem) -> Prediction:
     """
     problem = problem.run_by(plan)
     analytic = closed_form(plan, problem)
-    if plan.transfers or any(stage.overlap.is_listed for stage in plan.stages):
+    if _follows_lists(plan):
         return with_lists(analytic, plan, problem)
     return analytic if problem.machine.refined == NOT_REFINED else with_refined(analytic, plan, problem)
 
@@ -70,8 +70,12 @@ def closed_form(plan: Plan, problem: Problem) -> Prediction:
 
 def moves_states(plan: Plan) -> bool:
     """Whether predictions of a plan are those of its lists because parameter groups step by themselves."""
-    is_listed = plan.transfers or any(stage.overlap.is_listed for stage in plan.stages)
-    return not is_listed and any(stage.is_decoupled for stage in plan.stages)
+    return not _follows_lists(plan) and any(stage.is_decoupled for stage in plan.stages)
+
+
+def _follows_lists(plan: Plan) -> bool:
+    """Whether stages overlap by their own lists or are of unlike shape."""
+    return bool(plan.transfers) or any(stage.overlap.is_listed for stage in plan.stages)
 
 
 def with_moved_states(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:

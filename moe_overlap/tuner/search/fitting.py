@@ -3,8 +3,7 @@
 1. `memory_changes` derives plans from the one that does not fit: modules or whole layers are recomputed, micro-batches halved,
    states sharded, the optimizer moved to host memory.
 2. Each is predicted as any other plan; of those that fit the fastest is the answer. Of whole layers as few are recomputed as
-   fit, found by bisection: a layer more never needs more memory. Where states move, bisection is by the closed form, and lists
-   say from there on which degree fits.
+   fit, found by bisection: a layer more never needs more memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction, stage_variants
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 from moe_overlap.tuner.cost.hardware import Features
-from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states, predict_plan
+from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.problem import Problem
 
 Capture = Callable[[Plan], Mapping[int, CapturedModel]]
@@ -72,9 +71,9 @@ def _least_that_fits(degrees: Degrees, problem: Problem, capture: Capture) -> tu
     if not all(_has_variants(stage, graphs[index]) for index, stage in enumerate(most.stages)):
         return None, None
 
-    def predicted(degree: int, predict: Callable[[Plan, Problem], Prediction] = estimate_plan) -> Prediction:
+    def predicted(degree: int) -> Prediction:
         plan = degrees[degree][1]
-        return predict(plan, replace(problem, plan=plan, graphs=graphs))
+        return predict_plan(plan, replace(problem, plan=plan, graphs=graphs))
 
     try:
         first, last = 0, len(degrees) - 1
@@ -88,13 +87,6 @@ def _least_that_fits(degrees: Degrees, problem: Problem, capture: Capture) -> tu
                 best, last = tried, middle
             else:
                 first = middle + 1
-        while moves_states(degrees[last][1]):
-            best = predicted(last, predict_plan)
-            if best.fits:
-                break
-            if last == len(degrees) - 1:
-                return degrees[last][0], None
-            last += 1
     except ConfigError:
         # An overlap that was decided for the plan as it stands may not go with the changed one.
         return None, None

@@ -265,26 +265,30 @@ def test_peak_is_not_far_below_the_list(corner: Corner) -> None:
 
 @pytest.mark.parametrize("corner", [corner for corner, _, _ in REPAIRED.values()][::5])
 def test_answers_are_those_of_the_list(corner: Corner) -> None:
-    list_answers(corner)
+    seconds, bytes_ = apart_from_list(corner)
+    # Where nothing moves the closed form is the answer.
+    assert seconds < (1e-9 if moves_states(plan_of(corner)) else 0.003) and bytes_ <= 8
 
 
-def list_answers(corner: Corner) -> None:
-    """Compare what a prediction says of a corner with its list: the step, and of every stage the bytes that the list keeps."""
+def apart_from_list(corner: Corner) -> tuple[float, float]:
+    """How far a prediction is from the list: seconds as a share of the step, and the most bytes of a stage.
+
+    Bytes of all that the list keeps, and of what is on the device for a while when that is most.
+    """
     plan, here = plan_of(corner), corner.problem
     listed, predicted = simulate_step(plan, here), predict_plan(plan, here).predicted
-    # Where nothing moves the closed form is the answer.
-    rel = 1e-9 if moves_states(plan) else 0.003
-    assert predicted.step_seconds == pytest.approx(listed.simulation.step_seconds, rel=rel)
+    apart = []
     for rank, stage in zip(listed.prices, predicted.stages, strict=True):
         peaks = stage.peak_bytes_by_category
         sent = 2.0 * listed.prices[rank].priced.family.boundary_bytes
         sent *= stage is predicted.stages[0] or corner.interleaved
         ran, size_of = listed.ran(rank), partial(_layer_bytes, listed.prices[rank])
         when, kept = max(live_bytes(ran, size_of), key=lambda point: point[1])
-        assert stage.peak_bytes - peaks.temporaries - peaks.fragmentation - sent == pytest.approx(kept, abs=8)
+        apart.append(abs(stage.peak_bytes - peaks.temporaries - peaks.fragmentation - sent - kept))
         passing = ("moved.", "weights.", "dweights.")
         there = (name for name, start, end in intervals(ran) if start <= when < end and name.startswith(passing))
-        assert peaks.communication - sent == pytest.approx(sum(map(size_of, there)), abs=8)
+        apart.append(abs(peaks.communication - sent - sum(map(size_of, there))))
+    return abs(predicted.step_seconds / listed.simulation.step_seconds - 1.0), max(apart)
 
 
 def test_a_stage_in_the_middle_fetches_states_while_it_waits() -> None:
@@ -375,8 +379,9 @@ def in_turn() -> list[Corner]:
 
 @pytest.mark.slow
 def test_answers_in_all_corners_are_those_of_the_list() -> None:
-    for corner in in_turn()[::5]:
-        list_answers(corner)
+    found = [apart_from_list(corner) for corner in in_turn()[::5] if moves_states(plan_of(corner))]
+    assert len(found) > 60
+    assert max(seconds for seconds, _ in found) < 1e-9 and max(bytes_ for _, bytes_ in found) <= 8
 
 
 @pytest.mark.slow
