@@ -80,7 +80,13 @@ class LayerCollectives:
                 asynchronous = getattr(arguments[-1], "asyncOp", True) if arguments else True
                 opened = recorder.start_inside(channel, blocks=not asynchronous)
             work = method(group, *arguments, **options)
-            return work if opened is None else _RecordedWork(work, recorder, opened)
+            if opened is None:
+                return work
+            if work is None:
+                # NCCL queues what its caller does not wait for later on the caller's own stream, and has no work to hand out.
+                recorder.wait_inside(opened, lambda: None)
+                return None
+            return _RecordedWork(work, recorder, opened)
 
         return start
 

@@ -350,6 +350,30 @@ def test_collectives_of_watched_groups_have_spans() -> None:
     assert [s.name for s in operator_spans(spans)] == ["L0.attention", "L0.mlp"]
 
 
+def test_collectives_of_a_backend_that_hands_out_no_work_have_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL from torch 2.8 on: None for what is not asynchronous; gloo always has a work."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    watched, made, x = dist.new_group([0]), recorder(), torch.ones(2)
+    allreduce = ProcessGroup.allreduce
+
+    def as_nccl(group: ProcessGroup, *arguments: Any) -> Any:
+        work = allreduce(group, *arguments)
+        work.wait()
+        return work if arguments[-1].asyncOp else None
+
+    monkeypatch.setattr(ProcessGroup, "allreduce", as_nccl)
+    with LayerCollectives(made, {watched: "tp"}).recorded():
+        made.begin("L0.attention")
+        assert dist.all_reduce(x, group=watched) is None
+        pending = dist.all_reduce(x, group=watched, async_op=True)
+        pending.wait()
+        made.begin("L0.mlp")
+    spans = made.spans()
+    assert [s.name for s in spans if s.channel == "tp"] == ["L0.attention"] * 2
+    assert [s.name for s in operator_spans(spans)] == ["L0.attention", "L0.mlp"]
+
+
 def test_a_recorder_that_covers_no_collectives_inside_operators_leaves_them_whole() -> None:
     recorder = SpanRecorder(Ticks(), inside=("tp",))
     recorder.covered = ("ep",)
