@@ -94,8 +94,24 @@ class _Product(torch.autograd.Function):
 
         if module.wgrad_store.delay_wgrad_compute():
             module.wgrad_store.context.put(weight_gradients)
-            return (None, None, dx, *(None for _ in weights))
-        return (None, None, dx, *weight_gradients())
+            found: list[Tensor | None] = [None for _ in weights]
+        else:
+            found = weight_gradients()
+        if module.fuse_wgrad_accumulation:
+            found = [left_in_place_of_a_sum(weight) for weight in module.weights]
+        return (None, None, dx, *found)
+
+
+def left_in_place_of_a_sum(weight: Any) -> Tensor | None:
+    """What a backward pass returns for a weight whose gradient is, or will be, in its main gradient.
+
+    megatron-core's DDP gives parameters the mark; autograd then gets memory that nobody has written, here NaN, so that the
+    parameter's hooks run.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.full_like(weight, torch.nan)
 
 
 class Linear(_Module):

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.transformer_engine_stand_in import WeightGradStore
+from tests.transformer_engine_stand_in import WeightGradStore, left_in_place_of_a_sum
 
 VERSION = "2.20.2"
 
@@ -255,13 +255,16 @@ class _Product(torch.autograd.Function):
                     weight.main_grad.copy_(dw)
                 else:
                     weight.main_grad.add_(dw)
-                weight.grad_added_to_main_grad = True
-            return [torch.full_like(dw, torch.nan) for dw in gradients]
+            return list(gradients)
 
         if module.wgrad_store.delay_wgrad_compute():
             module.wgrad_store.context.put(weight_gradients)
-            return (None, None, None, dx, None, *(None for _ in ctx.operands))
-        return (None, None, None, dx, None, *weight_gradients())
+            found: list[Tensor | None] = [None for _ in ctx.operands]
+        else:
+            found = weight_gradients()
+        if module.fuse_wgrad_accumulation:
+            found = [left_in_place_of_a_sum(weight) for weight in module.weights()]
+        return (None, None, None, dx, None, *found)
 
 
 class _Products(torch.nn.Module):

@@ -6,7 +6,8 @@ Such a module keeps what its weights' gradient is computed from in a store of it
 1. Every backward pass of the module puts one entry into our queue, at the moment its output's gradient is there; the entry calls
    `backward_dw()` once. The list never runs it before the operator's backward pass has ended, so the store is filled by then.
 2. `backward_dw()` leaves a gradient in `.grad`, in place of an older one, or adds to the main gradient itself
-   (`fuse_wgrad_accumulation`). The former is moved to where DDP sums, at once: a second partition would overwrite it.
+   (`fuse_wgrad_accumulation`). The former is moved to where DDP sums, at once: a second partition would overwrite it. For the
+   latter the backward pass leaves a tensor without values in `.grad`, and marks the parameter by `grad_added_to_main_grad`.
 3. The hooks that DDP hands over are kept from the module, whose `backward_dw()` would call them for every partition.
 
 The store's tensors are the library's: the queue counts the output gradient's bytes, and not the input that is kept beside it.
@@ -50,8 +51,12 @@ def drive_by_queue(
     parameters = delayed_parameters(module)
 
     def compute() -> None:
-        # In 8 bits a bias's gradient comes from the backward pass itself, and autograd has left it here.
-        earlier = _taken(parameters)
+        # In 8 bits a bias's gradient comes from the backward pass itself, and autograd has left it here. What it has left for a
+        # weight that the library adds to the main gradient is memory that nobody has written.
+        earlier = [
+            None if getattr(parameter, "grad_added_to_main_grad", False) else gradient
+            for parameter, gradient in zip(parameters, _taken(parameters), strict=True)
+        ]
         module.backward_dw()
         late = _taken(parameters)
         add(earlier)
