@@ -1,7 +1,8 @@
 """The optimizer of one rank, able to step one layer at a time.
 
 megatron-core's distributed optimizer holds the state (ZeRO-1); its inner torch optimizer steps parameter by parameter, so
-stepping the layers one after the other is bitwise the same as stepping them at once.
+stepping the layers one after the other is bitwise the same as stepping them at once. The fused optimizers of Transformer Engine
+and apex count their steps by parameter group and not by parameter: see `_StepCounts`.
 
 A *part* here is what one optimizer instruction of the list updates: `embedding`, `L3`, `mtp0` or `head`, all parameters of it
 that this rank holds. torch's own parameter groups (weight decay or not, dense or expert) cut across the parts.
@@ -13,7 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,30 +39,8 @@ class PreparedGradients:
     zeros: int | None
 
 
-class LayerwiseOptimizer(Protocol):
-    """An optimizer whose step can be spread over the instruction list."""
-
-    parts: tuple[str, ...]
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of every loss of the step before its backward pass; 1 where gradients are not scaled."""
-
-    def prepare(self) -> PreparedGradients:
-        """Take over the reduced gradients, undo the loss scale, clip them by the global norm."""
-
-    def step(self, part: str) -> None:
-        """Update the parameters of one part: `embedding`, `L3`, `mtp0`, `head`."""
-
-    def publish(self) -> None:
-        """Make the updated weights visible to every replica. All parts must have been stepped."""
-
-    def zero_grad(self) -> None:
-        """Clear the gradients for the next step."""
-
-
 class MegatronLayerwiseOptimizer:
-    """`LayerwiseOptimizer` over megatron-core's chained distributed optimizers.
+    """Steps one parameter group of the list at a time, over megatron-core's chained distributed optimizers.
 
     Args:
         optimizer: megatron-core's optimizer of the chunks (get_megatron_optimizer).
@@ -93,6 +72,7 @@ class MegatronLayerwiseOptimizer:
         # Of the whole stage: a check of this rank's shards alone would stop some ranks and leave the others in a collective.
         self._parts_of_stage = frozenset(part_of.values())
         self._stepped: set[str] = set()
+        self._counts: list[_StepCounts] = []
 
     @property
     def loss_scale(self) -> float:
@@ -103,6 +83,7 @@ class MegatronLayerwiseOptimizer:
     def prepare(self) -> PreparedGradients:
         """Take over the reduced gradients, undo the loss scale, clip them by the global norm."""
         self._stepped.clear()
+        self._counts = [_StepCounts(inner.optimizer.param_groups) for inner in self.megatron.chained_optimizers]
         if self._scaler is None:
             self.megatron.prepare_grads()
         elif self._overflowed():
@@ -114,7 +95,12 @@ class MegatronLayerwiseOptimizer:
                 if parameters:
                     # Dense and expert weights have optimizers of their own and are clipped by the one norm of the
                     # model.
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=norm)
+                    clip_grad_by_total_norm_fp32(
+                        parameters,
+                        max_norm=self._clip_grad,
+                        total_norm=norm,
+                        use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                    )
         return PreparedGradients(norm, self._zero_gradients() if self._count_zeros else None)
 
     def _overflowed(self) -> bool:
@@ -163,7 +149,7 @@ class MegatronLayerwiseOptimizer:
         """Update the parameters of one part. A part that only other ranks hold needs nothing from this one."""
         assert part not in self._stepped, f"{part} was stepped before"
         self._stepped.add(part)
-        for inner, shards in zip(self.megatron.chained_optimizers, self._shards, strict=True):
+        for inner, shards, counts in zip(self.megatron.chained_optimizers, self._shards, self._counts, strict=True):
             if part not in shards:
                 continue
             # The inner optimizer is shown this part's shards only, in its own parameter groups: rates and decay stay theirs.
@@ -172,7 +158,7 @@ class MegatronLayerwiseOptimizer:
             try:
                 for group, members in zip(groups, shards[part], strict=True):
                     group["params"] = members
-                inner.optimizer.step()
+                counts.step(inner.optimizer)
             finally:
                 for group, members in zip(groups, whole, strict=True):
                     group["params"] = members
@@ -182,8 +168,13 @@ class MegatronLayerwiseOptimizer:
         """Copy master weights to the model, and gather them unless that is left for later."""
         missing = self._parts_of_stage - self._stepped
         assert not missing, f"parts without a step: {sorted(missing)}"
-        for inner in self.megatron.chained_optimizers:
-            inner._copy_main_params_to_model_params()
+        for inner, counts in zip(self.megatron.chained_optimizers, self._counts, strict=True):
+            counts.publish()
+            if inner.config.reuse_grad_buf_for_mxfp8_param_ag:
+                # mxfp8 weights are no views of the buffer that is gathered, which is that of the gradients.
+                inner._copy_main_params_to_param_buffer()
+            else:
+                inner._copy_main_params_to_model_params()
         if not self._gathers_later:
             self.gather()
 
@@ -197,6 +188,44 @@ class MegatronLayerwiseOptimizer:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
+
+
+class _StepCounts:
+    """The steps that an inner optimizer has made, where it counts them by parameter group.
+
+    A fused Adam adds one to the count of every group that has parameters whenever it is called, and corrects its moments by the
+    count. A step of the model that calls it for each layer would count every layer. So each call begins at the counts of the
+    step before, and the groups take the next ones when all layers have been stepped.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._groups = groups
+        self._before = [_copied(group.get("step")) for group in groups]
+        self._after = [_copied(count) for count in self._before]
+
+    def step(self, optimizer: Any) -> None:
+        """Have the optimizer step the parameters that its groups show now."""
+        self._show(self._before)
+        optimizer.step()
+        for place, group in enumerate(self._groups):
+            if group["params"]:
+                self._after[place] = _copied(group.get("step"))
+
+    def publish(self) -> None:
+        """Count the step of the whole model."""
+        self._show(self._after)
+
+    def _show(self, counts: Sequence[Any]) -> None:
+        for group, count in zip(self._groups, counts, strict=True):
+            if count is not None:
+                group["step"] = _copied(count)
+            elif "step" in group:
+                del group["step"]
+
+
+def _copied(count: Any) -> Any:
+    """A count of its own: one on the device is added to in place."""
+    return count.clone() if isinstance(count, torch.Tensor) else count
 
 
 def part_order(part: str) -> tuple[int, int]:

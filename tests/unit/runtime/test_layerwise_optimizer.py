@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.training.checkpoint.optimizer_state import step_count
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer, part_order
 from tests.unit.runtime.one_process import MOE, SHARED, loss_of, small
 
@@ -77,6 +78,90 @@ def test_layer_by_layer_equals_a_whole_step(name: str) -> None:
     in_half = made.config.optimizer.bf16 or made.config.precision.fp16
     rounding = 1e-2 if in_half else 1e-5  # the shards are fp32, the parameters bf16 or fp16
     assert layerwise.parameter_norm() == pytest.approx(float(sum(norms)) ** 0.5, rel=rounding)
+
+
+class CountsByGroup(torch.optim.Optimizer):
+    """An Adam that counts as the fused ones of Transformer Engine and apex: one step of each group with parameters per call."""
+
+    def __init__(self, groups: list[dict[str, Any]], on_device: bool) -> None:
+        super().__init__([torch.empty(0)], {})
+        self.param_groups, self.on_device = groups, on_device
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            if self.on_device:  # added to in place, where the count must not reach the host
+                group.setdefault("step", torch.zeros((), dtype=torch.int)).add_(1)
+            else:
+                group["step"] = group.get("step", 0) + 1
+            steps, (first, second) = int(group["step"]), group["betas"]
+            for shard in group["params"]:
+                state = self.state[shard]
+                if not state:
+                    state |= {name: torch.zeros_like(shard) for name in ("exp_avg", "exp_avg_sq")}
+                state["exp_avg"].lerp_(shard.grad, 1 - first)
+                state["exp_avg_sq"].mul_(second).addcmul_(shard.grad, shard.grad, value=1 - second)
+                root = (state["exp_avg_sq"] / (1 - second**steps)).sqrt() + group["eps"]
+                shard.mul_(1 - group["lr"] * group["weight_decay"])
+                shard.addcdiv_(state["exp_avg"] / (1 - first**steps), root, value=-group["lr"])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_optimizer_that_counts_by_group_counts_steps_of_the_model(on_device: bool) -> None:
+    """Each layer is corrected for the bias of as many steps as the model has made, and a checkpoint can say how many."""
+    made = small(f"{MOE} {SHARED}")
+    (reference, whole), (chunk, optimizer) = made.wrapped(), made.wrapped()
+    for each in (whole, optimizer):
+        for inner in each.chained_optimizers:
+            inner.optimizer = CountsByGroup(inner.optimizer.param_groups, on_device)
+    layerwise = MegatronLayerwiseOptimizer(optimizer, [chunk], made.config.optimizer.clip_grad)
+    for seed, order in enumerate(ORDERS):
+        run_backward(reference, seed)
+        whole.zero_grad()
+        whole.step()
+        run_backward(chunk, seed)
+        optimizer.zero_grad()
+        layerwise.prepare()
+        for part in order:
+            layerwise.step(part)
+        layerwise.publish()
+        expected = dict(reference.named_parameters())
+        assert all(torch.equal(value, expected[name]) for name, value in chunk.named_parameters())
+        assert step_count(optimizer) == step_count(whole) == seed + 1
+
+
+def test_gradients_that_stand_apart_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The precision-aware optimizer reads `decoupled_grad`, whose type may be another than the shard's."""
+    made = small(MOE)
+    chunk, optimizer = made.wrapped()
+    layerwise = MegatronLayerwiseOptimizer(optimizer, [chunk], 1e-3)
+    run_backward(chunk, 0)
+    for inner in optimizer.chained_optimizers:
+        monkeypatch.setattr(inner.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", True)
+    norm = layerwise.prepare().norm
+    shards = [shard for inner in optimizer.chained_optimizers for shard in inner.get_parameters()]
+    assert all(shard.grad is None for shard in shards)
+    clipped = sum(float(shard.decoupled_grad.square().sum()) for shard in shards) ** 0.5
+    assert norm > 1e-2 and clipped == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_weights_that_are_no_views_of_the_gathered_buffer_are_copied_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mxfp8 weights, whose buffer is that of the gradients: megatron-core has a copy of its own for them."""
+    made = small(MOE)
+    chunk, optimizer = made.wrapped()
+    layerwise, called = MegatronLayerwiseOptimizer(optimizer, [chunk], 1.0), []
+    for inner in optimizer.chained_optimizers:
+        monkeypatch.setattr(inner.config, "reuse_grad_buf_for_mxfp8_param_ag", True)
+        for name in ("_copy_main_params_to_param_buffer", "_copy_main_params_to_model_params"):
+            monkeypatch.setattr(inner, name, lambda name=name: called.append(name))
+    run_backward(chunk, 0)
+    layerwise.prepare()
+    for part in layerwise.parts:
+        layerwise.step(part)
+    layerwise.publish()
+    assert called == ["_copy_main_params_to_param_buffer"] * len(optimizer.chained_optimizers)
 
 
 def test_one_part_moves_alone_and_the_rest_is_asked_for() -> None:
