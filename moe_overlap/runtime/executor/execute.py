@@ -72,8 +72,10 @@ class StageTransfers:
             request = dist.isend(outgoing, dst=peer, group=communicator)
             assert request is not None
             if outgoing.is_cuda:
-                # The channel's stream waits for NCCL's, the host does not: what waits for this transfer waits for the stream.
+                # The channel's stream waits for NCCL's, the host does not: what waits for this transfer waits for the stream, and
+                # the allocator knows of it. Nothing waits for a send before the step's end, which would hold its tensor so long.
                 request.wait()
+                return self._recorder.ending(span, lambda: None)
             return self._recorder.ending(span, lambda: _wait_and_release(request, outgoing))
         arriving = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
         span = self._recorder.started(i)
