@@ -206,8 +206,8 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         )
         speak(failure_line(error, kind, place), waits=kind == "peer")
         return 1
-    finally:
-        dist.destroy_process_group()
+    # A rank that has failed leaves without: NCCL would wait for collectives that it never joins, until its peers time out.
+    dist.destroy_process_group()
     return 0
 
 
