@@ -270,6 +270,7 @@ class ListedRun:
         prediction_layers: multi-token-prediction layers, if any.
         parallel_block: how attention and MLP run side by side in a layer, if they do.
         recompute_granularity, recompute_modules: as Megatron's flags name them.
+        offloading: the flag by which layers or modules move their activations to the host, if one does.
         static_capacity: whether every expert's input is padded to its capacity, so that no counts travel.
         fp8_recipe: how products in 8 bits are scaled; None where none are.
         weights_in_fp8: whether weights are held, and gathered, in 8 bits.
@@ -289,6 +290,7 @@ class ListedRun:
     recompute_modules: tuple[str, ...] = ()
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    offloading: str | None = None
     static_capacity: bool = False
     fp8_recipe: str | None = None
     weights_in_fp8: bool = False
@@ -316,6 +318,8 @@ def require_listable(run: ListedRun, why: str, capacity_chunks: int = 1) -> None
     again = run.recompute_granularity
     rule = "capacity chunks that are recomputed are not executed"
     require(again is None or capacity_chunks == 1, "--recompute-granularity", again, rule, fix)
+    rule = f"{why} runs layers operator by operator, and only megatron-core's own passes offload activations"
+    require(run.offloading is None, str(run.offloading), "", rule, fix)
     require_listed_recipe(run, why)
 
 

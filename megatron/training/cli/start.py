@@ -126,6 +126,23 @@ def _not_executed(config: Config) -> Iterator[ConfigError]:
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"
         fix = f"use {stages} or drop it; --dry-run accepts it"
         yield ConfigError("--microbatch-group-size-per-virtual-pipeline-stage", group, rule, fix)
+    yield from _optimizers_not_executed(config)
+
+
+def _optimizers_not_executed(config: Config) -> Iterator[ConfigError]:
+    """States of the optimizer that are kept, stepped or gathered in a way that this fork does not follow."""
+    precision, parallel = config.precision, config.parallel
+    if config.device.optimizer_cpu_offload:
+        rule = "parameters are updated layer by layer, and this optimizer updates all of them at once"
+        yield ConfigError("--optimizer-cpu-offload", "", rule, DRY_RUN)
+    if precision.use_precision_aware_optimizer and (config.checkpoint.save or config.checkpoint.load):
+        rule = "checkpoints hold its states in 32 bits only, as this fork writes and reads them"
+        fix = "drop it, or --save and --load; --dry-run accepts it"
+        yield ConfigError("--use-precision-aware-optimizer", "", rule, fix)
+    if precision.reuse_grad_buf_for_mxfp8_param_ag and parallel.overlap_param_gather:
+        rule = "weights that are gathered later would be copied to a buffer that already sums gradients"
+        fix = "drop one of the two; --dry-run accepts them"
+        yield ConfigError("--reuse-grad-buf-for-mxfp8-param-ag", "", f"{rule} (--overlap-param-gather)", fix)
 
 
 def quiet_libraries() -> None:

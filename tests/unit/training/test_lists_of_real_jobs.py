@@ -60,9 +60,9 @@ def test_the_record_is_up_to_date(answers: list[Answer]) -> None:
             "transformer_engine; drop the flag, or start where they are; --dry-run accepts it",
         ),
         (
-            "--optimizer-cpu-offload",
-            "--optimizer-cpu-offload: needs a GPU: this machine lacks a GPU; "
-            "drop the flag, or start where they are; --dry-run accepts it",
+            "--use-precision-aware-optimizer",
+            "--use-precision-aware-optimizer: needs Transformer Engine on a GPU: this machine lacks a GPU and "
+            "transformer_engine; drop the flag, or start where they are; --dry-run accepts it",
         ),
     ],
 )
@@ -82,13 +82,30 @@ def test_what_needs_a_gpu_stops_a_start_on_the_cpu_only(words: str, line: str) -
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 3",
         "--use-torch-fsdp2",
+        "--optimizer-cpu-offload",
+        "--use-precision-aware-optimizer --exp-avg-dtype bf16 --save runs/a",
+        "--use-precision-aware-optimizer --load runs/a",
     ],
 )
 def test_what_is_not_executed_stops_a_start_anywhere(words: str) -> None:
     parsed = parse([*SMALL.split(), *words.split()])
     for machine in (CPU, GPU):
-        with pytest.raises(ConfigError, match="; .*--dry-run accepts it$"):
+        with pytest.raises(ConfigError, match="; .*--dry-run accepts (it|them)$"):
             require_startable(parsed, machine)
+
+
+def test_optimizers_that_the_update_does_not_follow_stop_a_start_where_all_else_is_there() -> None:
+    offloaded, aware = "--optimizer-cpu-offload", "--use-precision-aware-optimizer"
+    shared = "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+    for words, flag in (
+        (offloaded, offloaded),
+        (aware, None),
+        (f"{aware} --save runs/a", aware),
+        (shared, None),
+        (f"{shared} --overlap-grad-reduce --overlap-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"),
+    ):
+        found = [obstacle.subject for obstacle in obstacles(parse([*SMALL.split(), *words.split()]), GPU)]
+        assert found == ([] if flag is None else [flag]), words
 
 
 def test_context_parallelism_starts_however_upstream_would_send_keys_and_values() -> None:

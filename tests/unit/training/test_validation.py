@@ -204,6 +204,18 @@ RULES = [
         "use 1, or --recompute-method block",
     ),
     (
+        f"{OVERLAP} --defer-weight-gradients --cpu-offloading-num-layers 2",
+        2,
+        "--cpu-offloading-num-layers: --defer-weight-gradients runs layers operator by operator, and only megatron-core's own "
+        "passes offload activations; drop it or --defer-weight-gradients",
+    ),
+    (
+        f"{OVERLAP} --moe-overlap-partitions 2 --fine-grained-activation-offloading --offload-modules core_attn",
+        2,
+        "--fine-grained-activation-offloading: --moe-overlap-partitions runs layers operator by operator, and only "
+        "megatron-core's own passes offload activations; drop it or --moe-overlap-partitions",
+    ),
+    (
         f"{OVERLAP} {PREDICTION} --defer-weight-gradients",
         2,
         "--mtp-num-layers 2: --defer-weight-gradients overlaps the layers of the decoder alone; "

@@ -62,10 +62,18 @@ def listed_run(config: Config) -> ListedRun:
         recompute_modules=parallel.recompute_modules or (),
         hidden_dropout=config.model.hidden_dropout,
         attention_dropout=config.model.attention_dropout,
+        offloading=_offloading_flag(config),
         static_capacity=static_capacity_factor(config) is not None,
         fp8_recipe=config.precision.fp8_recipe if config.precision.fp8 else None,
         weights_in_fp8=config.precision.fp8_param_gather,
     )
+
+
+def _offloading_flag(config: Config) -> str | None:
+    """The flag by which activations wait on the host, or None where they stay."""
+    if config.device.cpu_offloading_num_layers:
+        return "--cpu-offloading-num-layers"
+    return "--fine-grained-activation-offloading" if config.device.fine_grained_activation_offloading else None
 
 
 def static_capacity_factor(config: Config) -> float | None:
