@@ -4,9 +4,10 @@ Kinds are those of DeepSeek-V3 with prediction layers, as captured (a first run 
 and MoE layers, as they are and recomputed, prediction layer, head.
 
 shared: 5,952 strategies (ZeRO 1 to 3 and four offload ratios) times 2,816 shapes: dense layers, layers, recomputed layers,
-micro-batches in flight. A search does this for every layout and micro-batch. The evaluator is made anew in every repeat.
-apart: as many strategies at one shape each, so that no table serves two stages.
-A complete stage has seconds of a stable, the first and the last micro-batch, seconds of the optimizer, and peak bytes.
+micro-batches in flight; a call prices so many of them as the stages of one layout have (LOT). It is the call that searches make
+for every layout and micro-batch, and predictions for their one strategy. The evaluator is made anew in every repeat.
+apart: 2,000 strategies at one shape, so that no play of a stage serves two shapes.
+A complete stage has all seconds of `pipeline.StageTimes`, those of its optimizer, its bytes by category and their sum.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ RATIOS = {
 """The ratios of Mist's search; weights are offloaded only where gradients are: 31 pairs."""
 MOST_DENSE, MOST_LAYERS, MOST_IN_FLIGHT = 3, 8, 16
 APART = 2000
+LOT = 64
+"""Shapes of a call: sixteen stages with four choices of recomputation."""
 
 
 def strategies(data: float, expert_data: float) -> Strategy:
@@ -134,11 +137,13 @@ def main() -> None:
     chosen = np.random.default_rng(1).permutation(count)[:APART]
     evaluator, apart = made(strategy), made(some(strategy, chosen))
 
-    def together() -> object:
-        return evaluator.anew().totals(shapes)
+    def together() -> None:
+        priced = evaluator.anew()
+        for start in range(0, size, LOT):
+            assert priced.costs(shapes.some(slice(start, start + LOT))).peak_bytes.all()
 
-    def alone() -> object:
-        return apart.anew().totals(shapes.some(slice(0, 1)))
+    def alone() -> None:
+        assert apart.anew().costs(shapes.some(slice(0, 1))).peak_bytes.all()
 
     figures = {
         "shared": measure(together, count * size, arguments.repeats),

@@ -575,7 +575,7 @@ def _stage(priced: Priced, column: int, times: StageTimes, transfer: float, prov
     peaks = {name: int(values[0, column]) for name, values in priced.costs.peaks.items()}
     return PredictedStage(
         stable_seconds=float(times.stable),
-        first_seconds=float(times.stable + times.first),
+        first_seconds=float(times.stable + times.first + times.turn),
         last_seconds=float(times.stable + times.drain + times.tail),
         peak_bytes=sum(peaks.values()),
         peak_bytes_by_category=PeakBytes(**peaks),

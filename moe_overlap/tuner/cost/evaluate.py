@@ -1,8 +1,8 @@
 """Seconds and bytes of complete stages, for many strategies and shapes at once: what predictions and searches are made of.
 
 1. `StageEvaluator` is made once for a layout and a micro-batch: kinds of parts, and N strategies about their states.
-2. `costs` answers for M shapes of a stage (layers, recomputation, micro-batches in flight) with every category of bytes, `totals`
-   for millions of stages with what a search compares. Predictions ask `costs` for one strategy and the shapes of their stages.
+2. `costs` answers for M shapes of a stage (layers, recomputation, micro-batches in flight): seconds by the names of `StageTimes`,
+   bytes by CATEGORIES. Predictions ask for one strategy, searches for all of them.
 
 A shape is a sequence of runs: a run repeats one kind of part. Sums over layers are matrix products. Where parameter groups step
 by themselves the seconds are no sums; they grow by the same amount with every further layer of a long run, so decoupled.py plays
@@ -21,7 +21,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.decoupled import PlayedStage, play_stage
+from moe_overlap.tuner.cost.decoupled import play_stage
 from moe_overlap.tuner.cost.interference import Concurrent, Interference
 from moe_overlap.tuner.cost.slots import ListKind, Part, SlotTable
 from moe_overlap.tuner.cost.stage import (
@@ -48,10 +48,8 @@ PLAYED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Fields of `StageTimes`, and of `StageCosts`: seconds that are no sums over layers where parameter groups step by themselves."""
-COMPARED: Mapping[str, str] = MappingProxyType(
-    {name: PLAYED[name] for name in ("forward", "backward", "first", "turn", "drain", "tail")}
-)
-"""Those of PLAYED that `StageTotals` are made of."""
+NOTED = (*PLAYED, "buffer_bytes", "update_bytes")
+"""What is kept of a play, in the order of its rows."""
 SHORT = 4
 """Layers of a run that are played."""
 PlayKey = tuple[tuple[Part, ...], bool, bool]
@@ -59,7 +57,7 @@ PlayKey = tuple[tuple[Part, ...], bool, bool]
 FEW = 1 << 12
 """Numbers that are compared faster than the sets of kinds among them are found."""
 BLOCK = 1 << 16
-"""Stages worked on at a time, few enough to stay in the cache."""
+"""Numbers of a term worked on at a time, few enough to stay in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,26 +125,19 @@ class StageCosts:
         return self.forward_seconds + self.backward_seconds
 
     @property
-    def last_extra_seconds(self) -> Floats:
-        """Seconds that the last micro-batch adds."""
+    def first_beyond_seconds(self) -> Floats:
+        """Seconds of the first micro-batch beyond a stable one."""
+        return self.first_extra_seconds + self.turn_extra_seconds
+
+    @property
+    def last_beyond_seconds(self) -> Floats:
+        """Seconds of the last micro-batch beyond a stable one."""
         return self.drain_extra_seconds + self.tail_seconds
 
     @property
     def peak_bytes(self) -> Floats:
         """Peak bytes over all categories."""
         return np.sum([*self.peaks.values()], axis=0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageTotals:
-    """The figures of stages that a search compares; [N, M] each."""
-
-    stable_seconds: Floats
-    first_seconds: Floats
-    """The first micro-batch of a step: forward, backward, and what it adds."""
-    last_seconds: Floats
-    optimizer_seconds: Floats
-    peak_bytes: Floats
 
 
 class StageEvaluator:
@@ -173,7 +164,7 @@ class StageEvaluator:
         self._concurrent, self._fragmentation = concurrent, fragmentation
         self.terms: LayerTerms = layer_terms(kinds, strategy, rates, concurrent)
         self._decoupled = is_decoupled(strategy)
-        self._played: dict[PlayKey, list[PlayedStage]] = {}
+        self._played: dict[PlayKey, list[Floats]] = {}
 
     @property
     def pass_seconds(self) -> tuple[Floats, Floats]:
@@ -202,25 +193,38 @@ class StageEvaluator:
 
     def costs(self, shapes: StageShapes) -> StageCosts:
         """Costs of every strategy [N] at every shape [M]."""
-        seconds, peaks = self._priced(shapes, PLAYED)
-        return StageCosts(**seconds, peaks=peaks)
+        strategies, size = self.terms.weights.shape[1], shapes.counts.shape[1]
+        seconds = np.zeros((len(PLAYED) + 1, strategies, size))
+        peaks = np.empty((len(CATEGORIES), strategies, size))
+        rows = max(1, BLOCK // strategies)
+        for start in range(0, size, rows):
+            block = slice(start, start + rows)
+            self._price(shapes.some(block), seconds[:, :, block], peaks[:, :, block])
+        names = (*PLAYED.values(), "optimizer_seconds")
+        return StageCosts(**dict(zip(names, seconds, strict=True)), peaks=dict(zip(CATEGORIES, peaks, strict=True)))
 
-    def _priced(self, shapes: StageShapes, played: Mapping[str, str]) -> tuple[dict[str, Floats], dict[str, Floats]]:
-        """Seconds of StageCosts, of PLAYED some alone, and its peaks."""
+    def _price(self, shapes: StageShapes, seconds: Floats, peaks: Floats) -> None:
+        """Write the costs of some shapes.
+
+        Args:
+            seconds: by PLAYED, and those of the optimizer behind all passes; zeros.
+            peaks: by CATEGORIES.
+        """
         terms = self.terms
         layers = np.zeros((terms.weights.shape[0], shapes.counts.shape[1]))
         once = np.zeros_like(layers)
         for run, count in zip(shapes.runs, shapes.counts, strict=True):
             layers[run.row] += count
             once[run.row] += count * run.held_once
-        flying = once + (layers - once) * shapes.in_flight
-        seconds = self._coupled(layers, played)
-        activations = terms.saved.T @ flying
+        activations = terms.saved.T @ (once + (layers - once) * shapes.in_flight)
         working = _largest(terms.working, layers > 0)
         buffers = np.zeros_like(activations)
+        # Where parameter groups step together seconds are sums over the layers.
+        for row, of_kinds in self._summed.items():
+            seconds[row, ~self._decoupled] = of_kinds @ layers
         if self._decoupled.any():
-            self._decouple(shapes, activations, seconds, buffers, played)
-        peaks = {
+            self._decouple(shapes, activations, seconds, buffers)
+        by_category = {
             "parameters": terms.weights.T @ layers,
             "gradients": terms.gradients.T @ layers,
             "optimizer": terms.optimizer.T @ layers,
@@ -230,69 +234,44 @@ class StageEvaluator:
             # States are allocated once and leave no holes.
             "fragmentation": self._fragmentation * (activations + working),
         }
-        return seconds, peaks
+        for row, name in enumerate(CATEGORIES):
+            peaks[row] = by_category[name]
 
-    def totals(self, shapes: StageShapes) -> StageTotals:
-        """The same for millions of stages: nothing is kept by category."""
-        names = [field.name for field in fields(StageTotals)]
-        size, strategies = shapes.counts.shape[1], self.terms.weights.shape[1]
-        result = {name: np.empty((strategies, size)) for name in names}
-        rows = max(1, BLOCK // strategies)
-        for start in range(0, size, rows):
-            block = slice(start, start + rows)
-            seconds, peaks = self._priced(shapes.some(block), COMPARED)
-            stable = seconds["forward_seconds"] + seconds["backward_seconds"]
-            result["stable_seconds"][:, block] = stable
-            first = stable + seconds["first_extra_seconds"] + seconds["turn_extra_seconds"]
-            result["first_seconds"][:, block] = first
-            result["last_seconds"][:, block] = stable + (seconds["drain_extra_seconds"] + seconds["tail_seconds"])
-            result["optimizer_seconds"][:, block] = seconds["optimizer_seconds"]
-            result["peak_bytes"][:, block] = np.sum([*peaks.values()], axis=0)
-        return StageTotals(**result)
-
-    def _coupled(self, layers: Floats, played: Mapping[str, str]) -> dict[str, Floats]:
-        """Seconds of stages whose parameter groups step together: sums over the layers."""
-        terms = self.terms
-        seconds = {
-            "forward_seconds": terms.forward_seconds.T @ layers,
-            "backward_seconds": terms.backward_seconds.T @ layers,
-            "first_extra_seconds": terms.first_extra_seconds.T @ layers,
-            "tail_seconds": terms.last_extra_seconds.T @ layers,
-            "optimizer_seconds": terms.optimizer_seconds.T @ layers,
+    @cached_property
+    def _summed(self) -> dict[int, Floats]:
+        """Row of the seconds in `_price` -> [N', K] seconds of each kind, for strategies whose parameter groups step together."""
+        if self._decoupled.all():
+            return {}
+        terms, rows = self.terms, (*PLAYED.values(), "optimizer_seconds")
+        named = {
+            "forward_seconds": terms.forward_seconds,
+            "backward_seconds": terms.backward_seconds,
+            "first_extra_seconds": terms.first_extra_seconds,
+            "tail_seconds": terms.last_extra_seconds,
+            "optimizer_seconds": terms.optimizer_seconds,
         }
-        for field in played.values():
-            if field not in seconds:
-                seconds[field] = np.zeros_like(seconds["forward_seconds"])
-        return seconds
+        return {rows.index(name): of_kinds[:, ~self._decoupled].T for name, of_kinds in named.items()}
 
-    def _decouple(
-        self,
-        shapes: StageShapes,
-        activations: Floats,
-        seconds: dict[str, Floats],
-        buffers: Floats,
-        played: Mapping[str, str],
-    ) -> None:
-        """Put what is played in the place of sums, for strategies whose parameter groups step by themselves."""
+    def _decouple(self, shapes: StageShapes, activations: Floats, seconds: Floats, buffers: Floats) -> None:
+        """Write what is played, for strategies whose parameter groups step by themselves."""
         for counts, shorter, places in _short(shapes):
             beyond = shapes.counts[:, places] - counts[:, None]
             longer = np.flatnonzero(beyond.any(axis=1))
             base = self._play(shapes, counts)
             less = [self._play(shapes, fewer) for fewer in shorter]
             for number, (members, _) in enumerate(self._groups):
-                grid = np.ix_(members, places)
-                names = (*played, "buffer_bytes", "update_bytes")
                 fewer = [of_group[number] for of_group in less]
-                values = _extended(base[number], fewer, beyond[longer], names, bool((counts > SHORT).any()))
-                for name, field in played.items():
-                    seconds[field][grid] = values[name]
-                seconds["optimizer_seconds"][grid] = 0.0
+                noted = _extended(base[number], fewer, beyond[longer], bool((counts > SHORT).any()))
+                # Shapes that differ in what they hold alone mostly follow one another: a slice is written faster than places.
+                is_row = places[-1] - places[0] == len(places) - 1
+                grid = (members, slice(places[0], places[-1] + 1)) if is_row else (members[:, None], places)
+                seconds[:-1, *grid] = noted[: len(PLAYED)]
+                buffer_bytes, update_bytes = noted[len(PLAYED) :]
                 # Updates stand in front of the passes, when few activations are held.
-                update = values["update_bytes"] - activations[grid]
-                buffers[grid] = np.maximum(values["buffer_bytes"], update)
+                buffers[grid] = np.maximum(buffer_bytes, update_bytes - activations[grid])
 
-    def _play(self, shapes: StageShapes, counts: Floats) -> list[PlayedStage]:
-        """A stage of so many parts in each run, for each group of strategies."""
+    def _play(self, shapes: StageShapes, counts: Floats) -> list[Floats]:
+        """[len(NOTED), N] of a stage of so many parts in each run, for each group of strategies."""
         key = _play_key(shapes, counts)
         if key not in self._played:
             self._played[key] = [_played(key, table) for _, table in self._groups]
@@ -334,7 +313,7 @@ def play_together(wanted: Sequence[tuple[StageEvaluator, Sequence[PlayKey]]]) ->
             ends = [np.cumsum([len(member._groups[n][0]) for member in members]) for n in range(len(together))]
             for number, member in enumerate(members):
                 member._played[key] = [
-                    _lanes(played, slice(end[number] - len(group[0]), end[number]))
+                    played[:, end[number] - len(group[0]) : end[number]].copy()
                     for played, end, group in zip(together, ends, member._groups, strict=True)
                 ]
 
@@ -370,14 +349,10 @@ def _beside(values: Sequence[UseSeconds] | Sequence[UseBytes]) -> dict[str, Floa
     }
 
 
-def _lanes(played: PlayedStage, own: slice) -> PlayedStage:
-    """The part of a played stage that belongs to some of its strategies."""
-    return PlayedStage(**{field.name: getattr(played, field.name)[own].copy() for field in fields(PlayedStage)})
-
-
-def _played(key: PlayKey, table: SlotTable) -> PlayedStage:
+def _played(key: PlayKey, table: SlotTable) -> Floats:
     parts, is_first, is_last = key
-    return play_stage(parts, table, ahead=0 if is_last else 1, waits=not is_first)
+    played = play_stage(parts, table, ahead=0 if is_last else 1, waits=not is_first)
+    return np.stack([getattr(played, name) for name in NOTED])
 
 
 def _play_key(shapes: StageShapes, counts: Floats) -> PlayKey:
@@ -408,29 +383,27 @@ def _kept(shapes: StageShapes) -> Floats:
     return kept
 
 
-def _extended(
-    base: PlayedStage, less: Sequence[PlayedStage], beyond: Floats, names: Sequence[str], is_longer: bool = False
-) -> dict[str, Floats]:
-    """[N, M] values of stages with longer runs than were played: each further part adds what the last one has added.
+def _extended(base: Floats, less: Sequence[Floats], beyond: Floats, is_longer: bool) -> Floats:
+    """[len(NOTED), N, M] of stages with longer runs than were played: each further part adds what the last one has added.
 
     Args:
+        base: [len(NOTED), N] of the stage that was played.
         less: the stage with one part less in each of the runs [R] that are longer.
         beyond: [R, M] parts that were not played.
-        names: of the values.
         is_longer: whether a run is played at more than SHORT layers.
     """
-    values = {}
-    for name in names:
-        start = getattr(base, name)
-        added = np.stack([start - getattr(shorter, name) for shorter in less], axis=1) if less else None
-        if added is not None and name == "buffer_bytes":
-            # Buffers of three uses are there at a time: a further layer adds none. A longer pass shows fewer beside its end than
-            # the list has; so that what fits runs, the shorter one counts where both were played.
-            added = np.zeros_like(added)
-            start = np.maximum(start, less[0].buffer_bytes) if is_longer else start
-        more = added @ beyond if added is not None else np.zeros((len(start), beyond.shape[1]))
-        values[name] = start[:, None] + more
-    return values
+    if not less:
+        return np.repeat(base[:, :, None], beyond.shape[1], axis=2)
+    # Buffers of three uses are there at a time: a further layer adds none. A longer pass shows fewer beside its end than the list
+    # has; so that what fits runs, the shorter one counts where both were played.
+    buffers, start = NOTED.index("buffer_bytes"), base
+    added = np.stack([base - shorter for shorter in less], axis=2)
+    added[buffers] = 0.0
+    if is_longer:
+        start = base.copy()
+        start[buffers] = np.maximum(base[buffers], less[0][buffers])
+    extended: Floats = start[:, :, None] + added @ beyond
+    return extended
 
 
 def runs_of(parts: Sequence[Part]) -> tuple[tuple[Part, ...], list[float]]:

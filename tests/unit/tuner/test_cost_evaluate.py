@@ -13,7 +13,7 @@ from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Offload, Plan, Recompute
 from moe_overlap.tuner.cost.analytic import prepare, price, stage_evaluator
-from moe_overlap.tuner.cost.evaluate import StageEvaluator, StageShapes, StageTotals, runs_of
+from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, runs_of
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.layer import Setting, alone_seconds, kernel_seconds, part_cost
@@ -68,7 +68,7 @@ def test_the_batch_equals_each_predicted_plan(stages: int) -> None:
     whole = plan_of(stages, strategy, 0, 4)
     (family,) = prepare(whole, here.model, here.graphs, here.features)
     evaluator = stage_evaluator(whole, here.model, family, here.machine, here.features, strategy)
-    batches: list[StageTotals] = []
+    batches: list[StageCosts] = []
     choices = (1, 2, 4)
     for column in family.stages:
         runs, counts = runs_of(family.parts[column])
@@ -83,7 +83,7 @@ def test_the_batch_equals_each_predicted_plan(stages: int) -> None:
             is_last=column == stages - 1,
             boundary_bytes=family.boundary_bytes if stages > 1 else 0.0,
         )
-        batches.append(evaluator.totals(shapes))
+        batches.append(evaluator.costs(shapes))
     transfers = price(whole, here.model, (family,), here.machine, here.features).breakdown["exposed_transfer_seconds"]
     assert (transfers > 0) == (stages > 1)
     for number in range(count):
@@ -93,8 +93,11 @@ def test_the_batch_equals_each_predicted_plan(stages: int) -> None:
         found = price(plan, here.model, families, here.machine, here.features)
         waits = found.breakdown["exposed_transfer_seconds"] / plan.stages[0].gradient_accumulation_steps
         for batch, one in zip(batches, found.predicted.stages, strict=True):
-            assert batch.stable_seconds[number, place] + waits == pytest.approx(one.stable_seconds, rel=1e-9)
-            assert batch.last_seconds[number, place] + waits == pytest.approx(one.last_seconds, rel=1e-9)
+            stable = batch.stable_seconds[number, place] + waits
+            first, last = batch.first_beyond_seconds[number, place], batch.last_beyond_seconds[number, place]
+            assert stable == pytest.approx(one.stable_seconds, rel=1e-9)
+            assert stable + first == pytest.approx(one.first_seconds, rel=1e-9)
+            assert stable + last == pytest.approx(one.last_seconds, rel=1e-9)
             assert batch.peak_bytes[number, place] == pytest.approx(one.peak_bytes, abs=8)
 
 
@@ -156,19 +159,19 @@ def shapes_of(*counts: tuple[int, int, int]) -> StageShapes:
     )
 
 
-def step(totals: StageTotals) -> np.ndarray:
+def step(costs: StageCosts) -> np.ndarray:
     """Seconds of a step of eight micro-batches of a stage by itself."""
-    return 6 * totals.stable_seconds + totals.first_seconds + totals.last_seconds + totals.optimizer_seconds
+    return 8 * costs.stable_seconds + costs.first_beyond_seconds + costs.last_beyond_seconds + costs.optimizer_seconds
 
 
 def test_more_layers_take_longer_and_hold_more_than_their_weights() -> None:
     evaluator, kinds, strategy, _ = random_evaluator(np.random.default_rng(3))
-    totals = evaluator.totals(shapes_of((1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1), (4, 4, 1), (8, 4, 1)))
+    costs = evaluator.costs(shapes_of((1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1), (4, 4, 1), (8, 4, 1)))
     # A round-off of queues that are full or not; never more than a thousandth.
-    assert (np.diff(totals.stable_seconds, axis=1) > -1e-3 * totals.stable_seconds[:, 1:]).all()
-    assert (np.diff(step(totals), axis=1) > -1e-3 * step(totals)[:, 1:]).all()
+    assert (np.diff(costs.stable_seconds, axis=1) > -1e-3 * costs.stable_seconds[:, 1:]).all()
+    assert (np.diff(step(costs), axis=1) > -1e-3 * step(costs)[:, 1:]).all()
     # Which buffers are there together depends on when they come and go.
-    assert (np.diff(totals.peak_bytes, axis=1) > -0.1 * totals.peak_bytes[:, 1:]).all()
+    assert (np.diff(costs.peak_bytes, axis=1) > -0.1 * costs.peak_bytes[:, 1:]).all()
     shares = np.where(strategy.zero_level >= 3, 1.0, 0.0)[:, None]
     dense, experts = kinds.dense_parameters, kinds.expert_parameters
     replicas = (strategy.data[:, None], strategy.expert_data[:, None])
@@ -177,7 +180,7 @@ def test_more_layers_take_longer_and_hold_more_than_their_weights() -> None:
         for parameters, ranks in zip((dense, experts), replicas, strict=True)
     )
     weights = 2.0 * (kept * (1 - strategy.offload_weights[:, None])) @ shapes_of((8, 4, 1)).counts[:, 0]
-    assert (totals.peak_bytes[:, -1] >= weights).all()
+    assert (costs.peak_bytes[:, -1] >= weights).all()
 
 
 @pytest.mark.parametrize("slower", ["dense_scatter", "expert_scatter", "host_copy", "optimizer_sweep"])
@@ -185,7 +188,7 @@ def test_slower_links_and_copies_never_save_time(slower: str) -> None:
     evaluator, kinds, strategy, rates = random_evaluator(np.random.default_rng(4))
     twice = evaluator_of(kinds, strategy, replace(rates, **{slower: 2 * getattr(rates, slower)}))
     shapes = shapes_of((2, 1, 1), (3, 3, 1), (5, 3, 1))
-    fast, slow = step(evaluator.totals(shapes)), step(twice.totals(shapes))
+    fast, slow = step(evaluator.costs(shapes)), step(twice.costs(shapes))
     assert (slow[:, :2] > 0.999 * fast[:, :2]).all()
     # The last shape is extrapolated from two shorter ones, whose queues may be full to different degrees.
     assert (slow > 0.96 * fast).all() and (slow < 0.995 * fast).mean() < 0.01

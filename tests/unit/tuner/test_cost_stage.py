@@ -1,10 +1,11 @@
-"""Stages in closed form: against plain loops, and the fast sums against the full ones."""
+"""Stages in closed form: against plain loops, and many at once against each by itself."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from moe_overlap.tuner.cost import evaluate
 from moe_overlap.tuner.cost.evaluate import CATEGORIES, StageCosts, StageEvaluator, StageShapes
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.slots import Part
@@ -90,17 +91,8 @@ def test_bytes_of_a_stage_are_those_counted_by_hand() -> None:
                 assert costs.peaks[category][n, m] == pytest.approx(expected[category]), (category, n, m)
 
 
-def test_sums_for_a_search_equal_the_full_ones() -> None:
-    """Millions of stages at a time, and each by itself."""
-    full = costs_of(STRATEGY, RATES, COUNTS, IN_FLIGHT)
-    fast = evaluator(STRATEGY, RATES).totals(shapes(COUNTS, IN_FLIGHT))
-    np.testing.assert_allclose(fast.stable_seconds, full.stable_seconds)
-    np.testing.assert_allclose(
-        fast.first_seconds, full.stable_seconds + full.first_extra_seconds + full.turn_extra_seconds
-    )
-    np.testing.assert_allclose(fast.last_seconds, full.stable_seconds + full.last_extra_seconds)
-    np.testing.assert_allclose(fast.optimizer_seconds, full.optimizer_seconds)
-    np.testing.assert_allclose(fast.peak_bytes, full.peak_bytes)
+def test_many_strategies_and_shapes_cost_what_each_costs_by_itself() -> None:
+    together = costs_of(STRATEGY, RATES, COUNTS, IN_FLIGHT)
     for n, place in enumerate(random.integers(0, SHAPES, STRATEGIES)):
         alone, rates = (
             type(values)(
@@ -111,9 +103,22 @@ def test_sums_for_a_search_equal_the_full_ones() -> None:
             )
             for values in (STRATEGY, RATES)
         )
-        one = evaluator(alone, rates).totals(shapes(COUNTS[:, [place]], IN_FLIGHT[[place]]))
-        for name in type(one).__dataclass_fields__:
-            np.testing.assert_allclose(getattr(one, name)[0, 0], getattr(fast, name)[n, place], rtol=1e-12)
+        one = evaluator(alone, rates).costs(shapes(COUNTS[:, [place]], IN_FLIGHT[[place]]))
+        for name, seconds in one.times.items():
+            np.testing.assert_allclose(seconds[0, 0], together.times[name][n, place], rtol=1e-12, atol=1e-15)
+        for name, held in one.peaks.items():
+            np.testing.assert_allclose(held[0, 0], together.peaks[name][n, place], rtol=1e-12)
+
+
+def test_shapes_in_blocks_cost_what_they_cost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = costs_of(STRATEGY, RATES, COUNTS, IN_FLIGHT)
+    monkeypatch.setattr(evaluate, "BLOCK", 7 * STRATEGIES)
+    in_blocks = costs_of(STRATEGY, RATES, COUNTS, IN_FLIGHT)
+    assert SHAPES % 7 and at_once.peaks.keys() == in_blocks.peaks.keys()
+    np.testing.assert_allclose(in_blocks.peak_bytes, at_once.peak_bytes, rtol=1e-12)
+    np.testing.assert_allclose(in_blocks.optimizer_seconds, at_once.optimizer_seconds, rtol=1e-12)
+    for name, seconds in at_once.times.items():
+        np.testing.assert_allclose(in_blocks.times[name], seconds, rtol=1e-12, atol=1e-15)
 
 
 def test_more_sharding_and_offloading_hold_less_and_cost_time() -> None:
