@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,12 @@ pytestmark = pytest.mark.usefixtures("two_ranks")
 MOST_OPERATORS, MOST_KERNELS = 302, 117
 """Most operators per extra partition, layer and micro-batch, forward and backward: with views, detached tensors and allocations,
 which cost a host less, and without. An RMSNorm counts as one kernel each way, as torch's for CUDA (`fake_ranks.py`)."""
+
+
+def test_the_documented_limits_are_these() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
+    assert f"No more than {MOST_OPERATORS} operators are launched" in text
+    assert f"no more than {MOST_KERNELS} kernels among them" in text
 
 
 def launched(partitions: int) -> tuple[float, float]:
