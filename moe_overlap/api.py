@@ -35,7 +35,7 @@ from moe_overlap.launching import launching_of
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
-from moe_overlap.report.tuning import LEFT_OUT, Tuned
+from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import Graphs, Tell, cached_graphs, cpu_graphs
 from moe_overlap.tuner.capture.graph import CapturedModel
@@ -52,6 +52,7 @@ from moe_overlap.tuner.search.dispatchers import uncalibrated
 from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
+from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 
 
 class Options(TypedDict, total=False):
@@ -147,7 +148,7 @@ def tune(
         problem, refinement = refine(problem, traces)
     decision = decide_overlap(problem, limits, solver_seconds, None if refinement is None else refinement.steps)
     arguments, dropped = arguments_to_run(words, decision.chosen.decided, job.config)
-    if replays and any(stage.overlap.is_listed for stage in decision.chosen.decided.stages):
+    if replays and decision.chosen.decided.is_listed:
         arguments = (*arguments, GRAPHS_FLAG)
     elif replays:
         dropped = (*dropped, GRAPHS_FLAG)
@@ -168,7 +169,7 @@ def tune(
 
 def _require_open(plan: Plan) -> None:
     """Refuse a plan that leaves the search nothing to decide."""
-    if any(stage.overlap.is_listed for stage in plan.stages):
+    if plan.is_listed:
         fix = "drop --moe-overlap-* and --plan"
         raise ConfigError("--overlap-only", "", "the flags decide an overlap by hand", fix)
     if all(stage.expert * stage.expert_tensor == 1 for stage in plan.stages):
@@ -184,7 +185,7 @@ def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[
         config: what they were read into.
     """
     arguments = tuple(expand_files(words))
-    if not any(stage.overlap.is_listed for stage in plan.stages):
+    if not plan.is_listed:
         return arguments, ()
     kept: list[str] = []
     dropped: dict[str, None] = {}

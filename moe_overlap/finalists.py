@@ -139,7 +139,7 @@ def _simulated(finalist: Finalist, deadline: float) -> Finalist | None:
         return finalist
     if finalist.lacks_lists:
         return _with_lists(finalist)
-    if _is_listed(finalist):
+    if finalist.plan.is_simulated:
         return finalist
     ratio = listed_seconds(finalist.plan, finalist.problem) / finalist.seconds
     return dataclasses.replace(finalist, simulated=ratio)
@@ -149,18 +149,13 @@ def _none_is_left() -> ConfigError:
     return ConfigError("the search", "", "no plan is left whose simulated lists fit", "use more GPUs")
 
 
-def _is_listed(finalist: Finalist) -> bool:
-    """The prediction of a plan that overlaps, or whose stages are unlike, is of its simulated lists already."""
-    return bool(finalist.plan.transfers) or any(stage.overlap.is_listed for stage in finalist.plan.stages)
-
-
 def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
     """The fastest first, as simulated; but of those within TIE of it the one that needs the least memory leads.
 
     Before that, one that needs no library of its own for dispatching tokens. Predictions that were not simulated stand behind
     simulated steps: among many the one that errs the furthest would lead.
     """
-    known = [finalist for finalist in finalists if _is_listed(finalist) or finalist.simulated is not None]
+    known = [finalist for finalist in finalists if finalist.plan.is_simulated or finalist.simulated is not None]
     known = sorted(known or finalists, key=lambda finalist: finalist.simulated_seconds)
     others = [finalist for finalist in finalists if all(finalist is not other for other in known)]
     ordered = [*known, *sorted(others, key=lambda finalist: finalist.seconds)]

@@ -98,7 +98,7 @@ def read_job(
     for stage in decided.stages:
         groups = model.num_attention_heads if model.latent_attention is not None else model.num_query_groups
         require_context_heads(reading.flags, stage.context, max(1, groups // stage.tensor))
-    is_listed = plan is None and any(stage.overlap.is_listed for stage in decided.stages)
+    is_listed = plan is None and decided.is_listed
     if is_listed and zero_level(reading.flags) == 0:
         assumed = (*assumed, ALWAYS_SHARDED)
     if config.overlap.moe_overlap_cuda_graphs and not _is_local(reading.flags) and _defers(decided):
@@ -152,7 +152,7 @@ def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flag
         return plan_of_run(config, model, num_gpus)
     decided = plan_from_flags(config, model, num_gpus)
     # Overlap by instruction lists is this fork's own, whose optimizer is always distributed: what `plan_from_flags` says.
-    if any(stage.overlap.is_listed for stage in decided.stages) and not is_sharded_by_fsdp(flags):
+    if decided.is_listed and not is_sharded_by_fsdp(flags):
         return decided
     activations = offloaded_layers(flags, model.num_layers) / model.num_layers
     return _with_offloaded(with_zero_level(decided, zero_level(flags)), activations, offloaded_states(flags))

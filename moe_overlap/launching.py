@@ -12,15 +12,13 @@ from dataclasses import replace
 
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.plan import Plan
+from moe_overlap.report.answer import WORTH_A_LOOK
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.cost.host import Launching
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.write.upstream_rules import is_upstream_plan
 from moe_overlap.tuner.write.upstream_values import values_of
-
-WORTH_A_LOOK = 0.05
-"""Share of the step from which on graphs are predicted."""
 
 
 def launching_of(
@@ -47,7 +45,7 @@ def launching_of(
     if seconds < WORTH_A_LOOK * step_seconds:
         return Launching(seconds=seconds)
     graphs: tuple[str, ...] = (GRAPHS_FLAG,)
-    if any(stage.overlap.is_listed for stage in plan.stages) or plan.transfers:
+    if plan.is_simulated:
         graphed = problem.replaying(True)
         is_allowed = replays_lists and problem.listed.graphs_refusal is None and not problem.features.listed_graphs
     else:

@@ -20,7 +20,6 @@ from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.job import read_job
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.report.search import Finalist
-from moe_overlap.report.tuning import REPLACED
 from moe_overlap.tuner.capture.cache import PRECISIONS
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
@@ -29,6 +28,7 @@ from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import argument_file, is_format_of_fsdp, layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
+from moe_overlap.tuner.write.flags_left_out import REPLACED
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
 GROUPED_PRODUCTS = "--moe-grouped-gemm"

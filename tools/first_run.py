@@ -214,7 +214,7 @@ def read_command(argv: Sequence[str]) -> FirstRun:
     if plan.stages[0].expert != ranks:
         size = parsed.config.parallel.expert_model_parallel_size
         raise ConfigError("--expert-model-parallel-size", size, f"{ranks} processes share one link", f"use {ranks}")
-    if any(stage.overlap.is_listed for stage in plan.stages):
+    if plan.is_listed:
         raise ConfigError(
             "--moe-overlap-*", "", "how to overlap is what this run finds out", "drop the flags of overlap"
         )

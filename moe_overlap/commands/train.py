@@ -312,7 +312,7 @@ def _nccl_ctas(config: Config, plan: Plan) -> int | None:
     if not torch.cuda.is_available() or config.parallel.distributed_backend != "nccl":
         return None
     multiprocessors = torch.cuda.get_device_properties().multi_processor_count
-    return nccl_ctas(config, os.environ, multiprocessors, is_listed=any(s.overlap.is_listed for s in plan.stages))
+    return nccl_ctas(config, os.environ, multiprocessors, is_listed=plan.is_listed)
 
 
 def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders:

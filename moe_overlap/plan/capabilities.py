@@ -125,7 +125,7 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
     if plan.mtp_stage not in (None, plan.loss_stage):
         rule = "prediction layers run on the stage of the loss"
         raise ConfigError(f"{source} mtp_stage", plan.mtp_stage, rule, f"write {plan.loss_stage}")
-    if plan.mtp_stage is not None and any(stage.overlap.is_listed for stage in plan.stages):
+    if plan.mtp_stage is not None and plan.is_listed:
         rule = "multi-token prediction is not overlapped, and here layers are"
         raise ConfigError(f"{source} mtp_stage", plan.mtp_stage, rule, "write null or overlap nothing")
     for path, stage in _stages(plan):
@@ -147,7 +147,7 @@ def refuse_narrow_precision(plan: Plan, subject: str, value: str, fix: str) -> N
         subject, value: the field or flag that asks for it.
         fix: the rest of the error.
     """
-    if plan.precision == "nvfp4" and any(stage.overlap.is_listed for stage in plan.stages):
+    if plan.precision == "nvfp4" and plan.is_listed:
         rule = "layers that overlap are not executed in 4 bits: their products would run in the weights' type"
         raise ConfigError(subject, value, rule, fix)
 
@@ -190,7 +190,7 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     _refuse_differences(plan, UNIFORM_FIELDS, source)
     if plan.stages[0].recompute.granularity != "selective":  # which counts the layers of each stage
         _refuse_differences(plan, ("recompute.layers",), source)
-    if not any(stage.overlap.is_listed for stage in plan.stages):
+    if not plan.is_listed:
         _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 
 

@@ -5,7 +5,7 @@ Ranges are half open, `(first, last)` -> first, …, last - 1. Ranks are global;
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moe_overlap.plan.overlap import MAY_BE_MISSING, NO_OVERLAP, StageOverlap
@@ -201,6 +201,16 @@ class Plan:
     all ranks know all sizes, so that no counts are sent and no host waits for them. Null: the routed rows travel, and counts."""
 
     @property
+    def is_listed(self) -> bool:
+        """Whether a stage overlaps by its instruction list, so that the executor runs the plan."""
+        return any(stage.overlap.is_listed for stage in self.stages)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether no closed form knows the seconds of its step: it overlaps, or has stages of unlike shape."""
+        return self.is_listed or bool(self.transfers)
+
+    @property
     def has_pairs(self) -> bool:
         """Whether a stage runs the backward pass of one micro-batch beside the forward pass of another."""
         return any(stage.overlap.micro_batches_in_flight > 1 for stage in self.stages)
@@ -209,6 +219,12 @@ class Plan:
     def world_size(self) -> int:
         """Ranks of the run."""
         return sum(len(stage.devices.ranks) for stage in self.stages)
+
+    def with_micro_batches(self, count: int) -> Plan:
+        """The plan with so many micro-batches of a step, whose samples are as many fewer or more."""
+        whole = self.stages[0].gradient_accumulation_steps
+        stages = tuple(replace(stage, gradient_accumulation_steps=count) for stage in self.stages)
+        return replace(self, stages=stages, global_batch_size=self.global_batch_size * count // whole)
 
     def stage_of(self, rank: int) -> int:
         """Index of the stage that holds a rank; ValueError where none does."""

@@ -17,7 +17,7 @@ from moe_overlap.report.answer import WORTH_A_LOOK, Answer, answer_lines, expose
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
-from moe_overlap.report.tuning import GRAPHS, LEFT_OUT, Tuned, graphs_help, graphs_json, graphs_lines
+from moe_overlap.report.tuning import GRAPHS, Tuned, graphs_help, graphs_json, graphs_lines
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.host import Launching
 from moe_overlap.tuner.problem import Problem
@@ -29,6 +29,7 @@ from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
+from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script, words_to_add
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 

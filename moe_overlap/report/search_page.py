@@ -9,7 +9,7 @@ from moe_overlap.report.html import CandidateRow, Report
 from moe_overlap.report.search import PlanSearch, answer_of
 from moe_overlap.report.sensitivity import Competitor, memory_sensitivity, network_sensitivity, skew_sensitivity
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
-from moe_overlap.tuner.search.layer.candidates import few_micro_batches
+from moe_overlap.tuner.search.layer.slots import enough_micro_batches, shortened
 
 ON_FRONTIER = "on the frontier of seconds and memory"
 COMPETING = 4
@@ -75,4 +75,5 @@ def _rows(search: PlanSearch, runners_up: Sequence[RunnerUp]) -> list[CandidateR
 
 def shown_step(plan: Competitor) -> SimulatedStep:
     """The step of a plan with few micro-batches, enough to see how the stages fill and drain."""
-    return simulate_step(few_micro_batches(plan.plan), plan.problem)
+    few = shortened(plan.plan, enough_micro_batches(len(plan.plan.stages)))
+    return simulate_step(few, plan.problem)

@@ -7,10 +7,9 @@ why each was not chosen; --verbose has every way that was tried, and the mechani
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB, start_flags
@@ -24,28 +23,7 @@ from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate
 from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
 from moe_overlap.tuner.search.layer.overlap import WORTH, GraphsChoice
-
-SENT = "layers that overlap send their rows by this fork's irregular dispatcher"
-OVERLAPPED = "this fork overlaps all-to-alls by its own instruction lists"
-REPLACED: Mapping[str, str] = MappingProxyType(
-    {
-        "--overlap-moe-expert-parallel-comm": OVERLAPPED,
-        "--delay-wgrad-compute": "this fork defers weight gradients by its own instruction lists",
-        "--moe-shared-expert-overlap": OVERLAPPED,
-    }
-)
-"""Flags of Megatron-LM that this runtime does otherwise, and how."""
-LEFT_OUT: Mapping[str, str] = MappingProxyType(
-    {
-        **REPLACED,
-        "--moe-enable-deepep": SENT,
-        "--moe-flex-dispatcher-backend": SENT,
-        "--moe-deepep-num-sms": SENT,
-        "--moe-hybridep-num-sms": SENT,
-        GRAPHS: "captures the operators of instruction lists, and nothing is overlapped",
-    }
-)
-"""Flags that a run with overlap goes without, and why."""
+from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -162,7 +162,7 @@ def make_runner(context: RunContext) -> StepRunner:
     One stage that overlaps puts every stage on the executor: the two name and order their transfers differently, so a stage of
     one kind would wait for ever for messages of the other.
     """
-    if not any(stage.overlap.is_listed for stage in context.plan.stages):
+    if not context.plan.is_listed:
         if context.graph_stream is not None:
             rule = "captures the operators of instruction lists, and this run follows none"
             raise ConfigError("--moe-overlap-cuda-graphs", "", rule, "drop it, or overlap something")

@@ -132,7 +132,7 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: in
     fields["intra_expt_dp"] = fields["expt_dp"]
     fields["inter_dist_opt"] = None
     collection = ProcessGroupCollection(**fields)
-    transfers = _transfer_groups(plan, timeout, ctas) if any(stage.overlap.is_listed for stage in plan.stages) else {}
+    transfers = _transfer_groups(plan, timeout, ctas) if plan.is_listed else {}
     return StageGroups(stage=stage_index, collection=collection, world=dist.group.WORLD, transfers=transfers)
 
 

@@ -251,15 +251,12 @@ class _Product(torch.autograd.Function):
             if not module.fuse_wgrad_accumulation:
                 return list(gradients)
             for weight, dw in zip(module.weights(), gradients, strict=True):
-                if is_first:
-                    weight.main_grad.copy_(dw)
-                else:
-                    weight.main_grad.add_(dw)
+                weight.main_grad.copy_(dw) if is_first else weight.main_grad.add_(dw)
             return list(gradients)
 
+        found: list[Tensor | None] = [None for _ in ctx.operands]
         if module.wgrad_store.delay_wgrad_compute():
             module.wgrad_store.context.put(weight_gradients)
-            found: list[Tensor | None] = [None for _ in ctx.operands]
         else:
             found = weight_gradients()
         if module.fuse_wgrad_accumulation:

@@ -52,7 +52,7 @@ COMMUNICATION = ("collective", "point-to-point")
 
 def in_issue_order(plan: Plan, instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """The list of one rank with the waits of the runner that will follow it."""
-    if any(stage.overlap.is_listed for stage in plan.stages):
+    if plan.is_listed:
         return queued_one_by_one(instructions) if plan.host_runs_ahead else issued_one_by_one(instructions)
     if plan.transfers:
         return tuple(instructions)

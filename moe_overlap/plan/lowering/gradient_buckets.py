@@ -27,14 +27,14 @@ from dataclasses import dataclass
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind
+from moe_overlap.plan.instructions import COMPUTE, DATA, Instruction, Kind
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL, EXPERT_CHANNEL
 from moe_overlap.plan.operators import NORM, OperatorKind, state_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import PartSize
 
-DATA_CHANNEL = "dp"
+DATA_CHANNEL = DATA
 NORM_BYTES = 4
 NORM_BUFFER = "norm"
 

@@ -28,7 +28,7 @@ from functools import cache
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import COMPUTE, parse_access, placed, saved_for
+from moe_overlap.plan.instructions import COMPUTE, EXPERT, parse_access, placed, saved_for
 from moe_overlap.plan.lowering.deferral import behind_send, keeps_gradients, named_part, split_weights
 from moe_overlap.plan.lowering.dependencies import Draft
 from moe_overlap.plan.lowering.interleave import CutBuffers, Part, stage_major
@@ -252,7 +252,7 @@ def recompute_groups(recompute: Recompute, layers: Sequence[int]) -> list[Recomp
     return groups[::-1]
 
 
-EXPERT_CHANNEL, COUNT_CHANNEL = "ep", "ep.counts"
+EXPERT_CHANNEL, COUNT_CHANNEL = EXPERT, f"{EXPERT}.counts"
 """Counts travel in a group of their own, beside the rows of other partitions: whoever waits for them waits for no rows."""
 
 

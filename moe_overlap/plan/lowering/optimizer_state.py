@@ -221,7 +221,7 @@ def _at(draft: Draft, use: Use | None) -> Draft:
 
 
 # Under `state`, which is there when a step starts: the first updates clip by the norm of the step before.
-NORM = "state.norm"
+NORM_STATE = "state.norm"
 T = TypeVar("T")
 
 
@@ -290,7 +290,7 @@ class DecoupledLowering:
             for part, micro_batch in complete.get(place, ()):
                 self._gradient(part, draft.chunk, micro_batch, is_last=last[part] == place)
         totals = tuple(f"gradient.{part}" for part in names)
-        self.to.append(norm_of(plan, totals, NORM))
+        self.to.append(norm_of(plan, totals, NORM_STATE))
 
     def _two_back(self, what: Copied) -> tuple[int, ...]:
         """The instruction that must have ended so that no more than the part before still holds its share of something."""
@@ -308,7 +308,7 @@ class DecoupledLowering:
             kind="optimizer",
             name=state_operator(OperatorKind.OPTIMIZER, part),
             channel=OPTIMIZER,
-            reads=(*parts.sums(part), *parts.states(part), NORM),
+            reads=(*parts.sums(part), *parts.states(part), NORM_STATE),
             writes=(*parts.stored(part), *parts.states(part)),
         )
         number = self.to.append(step, (*self._earliest, *(self._ended if offload.weights > 0 else ())))

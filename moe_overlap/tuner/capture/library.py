@@ -40,7 +40,7 @@ DECIDING = 8
 class BlockLibrary:
     """The graphs of one model, with one choice of what is recomputed, under any layout.
 
-    Its requests differ in their layouts only, and in the padding of the vocabulary that goes with them (`library_key`).
+    Its requests differ in their layouts only, and in the padding of the vocabulary that goes with them (`_without_layout`).
 
     Args:
         capture: captures a request, or knows its capture.
@@ -352,11 +352,6 @@ def _ends(requests: Iterable[Request]) -> set[End]:
 def _ranks(layout: Layout) -> tuple[tuple[str, int], ...]:
     axes = ("tensor", "context", "expert", "expert_tensor")
     return tuple((axis, getattr(layout, axis)) for axis in axes if getattr(layout, axis) > 1)
-
-
-def library_key(request: Request) -> str:
-    """The same for requests that one library answers."""
-    return _without_layout(request).sha256()
 
 
 def _without_layout(request: Request) -> Request:

@@ -2,7 +2,7 @@
 
 1. `named` gives every operator and storage of a part a name that does not depend on its place in the lists, and folds what is
    there once for every expert of a rank into one: weights and their gradients, and stretches of operators that run for one
-   expert after the other (`_Stretches`), such as those that add an expert's bias to its rows.
+   expert after the other, such as those that add an expert's bias to its rows.
 2. `numbered` turns names into places again, for a number of experts, with sizes from the caller. Of a single part it gives
    back exactly that part, which `named` checks.
 """

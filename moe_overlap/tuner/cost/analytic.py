@@ -4,7 +4,7 @@ Terms. A *part* of the model is a kind of layer, the embedding or the head, as t
 that differ in their layers and ranks only; a plan of equal stages has one.
 1. `prepare` evaluates operators and bytes of the parts, and counts them by stage, before any rate is known.
 2. `price` adds rates: each part is priced alone (`layer.py`, `memory.py`), stages are sums of parts under the decisions about
-   their states, and a step is the pipeline of its stages and the optimizer (`stage.py`).
+   their states (`evaluate.py`), and a step is the pipeline of its stages and the optimizer (`pipeline.py`).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import OpTable, peak_tflops, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, lone_share, pipeline_seconds, spent_on
-from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
 from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
+from moe_overlap.tuner.cost.use_slowdowns import Part as StagePart
 
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
@@ -390,7 +390,7 @@ def setting_of(
         experts=max(1, model.num_experts),
         load=machine.load,
         lookup=machine.lookup,
-        replays=replays_of(plan, features) if any(one.overlap.is_listed for one in plan.stages) else UNLISTED,
+        replays=replays_of(plan, features) if plan.is_listed else UNLISTED,
         alone=lone_share(len(plan.stages), len(stage.chunks), stage.gradient_accumulation_steps),
         two_at_work=features.overlap_experts or plan.has_pairs,
     )

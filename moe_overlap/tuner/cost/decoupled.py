@@ -2,8 +2,8 @@
 
 Terms. A part is a parameter group: embedding, a layer, a prediction layer, head. A use is one pass of one micro-batch through it.
 Contract. The times are those of the list that plan/lowering/optimizer_state.py writes, with uses in place of operators: its waits
-are here, with the number of the step there. What runs at the same time slows each other down: at first as slots say (slots.py),
-with what goes on from earlier slots as long as both run, then as is read off such a play (overlaps.py).
+are here, with the number of the step there. What runs at the same time slows each other down: at first as slots say
+(use_slowdowns.py), with what goes on from earlier slots as long as both run, then as is read off such a play (overlaps.py).
 1. The updates in front of the first forward pass; where weights are offloaded in front of the first use of each part.
 2. What a use needs is loaded while the use before it computes, and waits for the end of the last use that has ended.
 3. Saved activations leave behind a forward use, gradients behind a backward use.
@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, one_f_one_b
 from moe_overlap.tuner.cost.overlaps import Slowed, slowdowns_of
-from moe_overlap.tuner.cost.slots import Part, Slots, SlotTable, Use
 from moe_overlap.tuner.cost.stage import UseBytes
 from moe_overlap.tuner.cost.stage_channels import StageChannels
+from moe_overlap.tuner.cost.use_slowdowns import Part, SlowdownTable, Use, UseSlowdowns
 
 Floats = NDArray[np.float64]
 ROUNDS = 2
@@ -47,27 +47,21 @@ GROUP = 2
 
 @dataclass(frozen=True, slots=True)
 class PlayedStage:
-    """Seconds of the passes of a stage; [N] each. What is not said to wait has its input in time.
+    """Seconds of a stage by the names of `pipeline.StageTimes`, as they are read off its plays; [N] each.
 
     Attributes:
         forward, backward: of a micro-batch that all further ones repeat.
-        first: of the first forward pass of a chunk beyond a part of `forward`, with the updates in front of it.
-        enter: of all passes from there to the first one of the last chunk beyond such parts.
-        behind: of the passes after those beyond what they take without updates, which leave copies and collectives behind; on the
-            last stage without what `turn` has of that.
-        waited: of the first forward pass beyond `forward`, where the stage has waited for its input long enough for every update.
-        again: of a forward pass right behind another one, beyond `forward`.
-        turn: of the first backward pass beyond `backward`: no sum of gradients is there yet; and of the passes behind it until
-            they are usual ones. On the first stage with what slows down the passes from there on: copies that updates have left
-            behind.
-        round: of a backward pass beyond `backward`, where the stage has waited for it long enough for all that it leaves; on the
-            last stage as `drain`.
-        drain: of the last backward pass of a chunk beyond a part of `backward`, times the chunks. All stages but the last have
-            waited for it, as long as the stage behind takes for the pass; on the last stage it is that of the first of several in
-            a row, as `rush` counts for the others. On a first stage of one chunk with what that makes its tail longer.
-        rush: the same where it is right behind another one, and has not waited.
-        tail: from its end until everything has been reduced and copied; on a first stage of one chunk where it has not waited.
-        copies: those of the tail in which all is reduced; of the first stage.
+        first: for the first pass of a chunk; `forward` counts there in equal parts for the chunks.
+        behind: what the passes after the updates take with them beyond what they take without; on the last stage without what
+            `turn` has of that.
+        turn: on the first stage with what slows down the passes from there on: copies that updates have left behind.
+        round: behind a wait in which all is done that the stage could do; on the last stage as `drain`.
+        drain: for one chunk's pass, times the chunks. All stages but the last have waited as long as the stage behind takes for
+            the pass; on the last stage it is that of the first of several in a row, as `rush` counts for the others. On a first
+            stage of one chunk with what that makes its tail longer.
+        rush: times the chunks, too.
+        tail: on a first stage of one chunk where it has not waited.
+        copies: of the first stage; 0 elsewhere.
         buffer_bytes: peak of what is on the device for a while, less what of the activations in flight is not held at that time.
         update_bytes: peak beside the updates, which run before activations are held.
     """
@@ -89,7 +83,7 @@ class PlayedStage:
     update_bytes: Floats
 
 
-def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool) -> PlayedStage:
+def play_stage(parts: Sequence[Part], table: SlowdownTable, ahead: int, waits: bool) -> PlayedStage:
     """Seconds of a stage.
 
     Args:
@@ -102,10 +96,10 @@ def play_stage(parts: Sequence[Part], table: SlotTable, ahead: int, waits: bool)
     chunks, order, filling = passes.chunks, passes.order, passes.filling
     # Many strategies differ in their updates alone: all other runs play one of those.
     still, lanes = table.still
-    still_slots = Slots(parts, passes.uses, still)
-    slots = Slots(parts, passes.uses, table)
+    still_slots = UseSlowdowns(parts, passes.uses, still)
+    slots = UseSlowdowns(parts, passes.uses, table)
 
-    def run(given: Slots, *noted: str, slowed: Slowed | None = None, notes: bool = False) -> _Run:
+    def run(given: UseSlowdowns, *noted: str, slowed: Slowed | None = None, notes: bool = False) -> _Run:
         return _Run(StageChannels(parts, given, slowed, notes), passes, noted)
 
     # Memory: beside updates there is most where nothing waits, and gradients on their way are most where the stage has waited.
@@ -214,7 +208,7 @@ def _apart(
     usual: Mapping[Step, Floats],
     both: tuple[Floats, Floats],
     parts: Sequence[Part],
-    table: SlotTable,
+    table: SlowdownTable,
 ) -> dict[Step, Floats]:
     """Seconds of each usual pass beyond the mean over the chunks, without what its parts take by themselves beyond theirs.
 

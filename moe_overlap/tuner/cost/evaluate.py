@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.decoupled import play_stage
 from moe_overlap.tuner.cost.interference import Concurrent, Interference
-from moe_overlap.tuner.cost.slots import ListKind, Part, SlotTable
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
     LayerTerms,
@@ -36,6 +35,7 @@ from moe_overlap.tuner.cost.stage import (
     use_bytes,
     use_seconds,
 )
+from moe_overlap.tuner.cost.use_slowdowns import ListKind, Part, SlowdownTable
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
@@ -177,7 +177,7 @@ class StageEvaluator:
         return StageEvaluator(*arguments)
 
     @cached_property
-    def _groups(self) -> list[tuple[NDArray[np.intp], SlotTable]]:
+    def _groups(self) -> list[tuple[NDArray[np.intp], SlowdownTable]]:
         """Strategies whose lists have one order, with the seconds of their uses."""
         moves, scatters = self._strategy.offload_weights > 0, self._strategy.zero_level >= 2
         groups = []
@@ -188,7 +188,7 @@ class StageEvaluator:
                 strategy, rates = _part_of(self._strategy, members), _rates_of(self.rates, members)
                 seconds = use_seconds(self._kinds, strategy, rates)
                 sizes = use_bytes(self._kinds, strategy, rates)
-                groups.append((members, SlotTable(seconds, sizes, kind, self._factors)))
+                groups.append((members, SlowdownTable(seconds, sizes, kind, self._factors)))
         return groups
 
     def costs(self, shapes: StageShapes) -> StageCosts:
@@ -303,7 +303,7 @@ def play_together(wanted: Sequence[tuple[StageEvaluator, Sequence[PlayKey]]]) ->
     for evaluator, keys in wanted:
         for key in keys:
             by_key.setdefault(key, []).append(evaluator)
-    tables: dict[tuple[int, ...], list[SlotTable]] = {}
+    tables: dict[tuple[int, ...], list[SlowdownTable]] = {}
     for key, evaluators in by_key.items():
         for members in _alike(evaluators):
             own = tuple(id(member) for member in members)
@@ -331,14 +331,14 @@ def _alike(evaluators: Sequence[StageEvaluator]) -> list[list[StageEvaluator]]:
     return [members for _, members in groups]
 
 
-def _side_by_side(evaluators: Sequence[StageEvaluator]) -> list[SlotTable]:
+def _side_by_side(evaluators: Sequence[StageEvaluator]) -> list[SlowdownTable]:
     """Seconds and bytes of the uses of several evaluators, for each group of strategies."""
     joint = []
     for of_group in zip(*(evaluator._groups for evaluator in evaluators), strict=True):
         first = of_group[0][1]
         seconds = UseSeconds(**_beside([table.seconds for _, table in of_group]))
         sizes = UseBytes(**_beside([table.sizes for _, table in of_group]))
-        joint.append(SlotTable(seconds, sizes, first.kind, first.factors))
+        joint.append(SlowdownTable(seconds, sizes, first.kind, first.factors))
     return joint
 
 
@@ -349,7 +349,7 @@ def _beside(values: Sequence[UseSeconds] | Sequence[UseBytes]) -> dict[str, Floa
     }
 
 
-def _played(key: PlayKey, table: SlotTable) -> Floats:
+def _played(key: PlayKey, table: SlowdownTable) -> Floats:
     parts, is_first, is_last = key
     played = play_stage(parts, table, ahead=0 if is_last else 1, waits=not is_first)
     return np.stack([getattr(played, name) for name in NOTED])

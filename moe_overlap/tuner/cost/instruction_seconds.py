@@ -28,7 +28,7 @@ from moe_overlap.plan.instructions import (
     parse_buffer,
 )
 from moe_overlap.plan.lowering.deferral import backward_of
-from moe_overlap.plan.lowering.optimizer_state import NORM as NORM_STATE
+from moe_overlap.plan.lowering.optimizer_state import NORM_STATE
 from moe_overlap.plan.operators import (
     BACKWARD,
     COMBINE,
@@ -420,7 +420,7 @@ class StagePrices:
         table, cost = self.priced.family.tables[row], self.priced.parts[row]
         samples, length = self.stage.micro_batch_size, self.plan.sequence_length
         # One stage that overlaps puts every stage on the executor.
-        is_listed = any(stage.overlap.is_listed for stage in self.plan.stages)
+        is_listed = self.plan.is_listed
         part = as_listed(table.part) if is_listed else table.part
         setting, beside = self.priced.setting, self._beside.get(row)
         if beside:

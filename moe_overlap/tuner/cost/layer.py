@@ -460,7 +460,7 @@ def _with_exposed(cost: PartCost, left: float, alone: float) -> PartCost:
 
 
 Key = tuple[str, str, str]
-"""Operator, weight and suffix, as in `operators.Operator`."""
+"""Operator, weight and suffix, as in `OperatorId` (plan/operators.py)."""
 
 
 def operator_seconds(

@@ -43,11 +43,6 @@ class Group:
     links: NodeGroup
 
     @property
-    def domains(self) -> int:
-        """NVLink domains the group spans."""
-        return -(-self.size // self.per_domain)
-
-    @property
     def nodes(self) -> int:
         """Nodes the group spans."""
         return -(-self.size // self.per_node)

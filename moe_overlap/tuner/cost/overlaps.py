@@ -1,10 +1,10 @@
 """Slowdowns of the jobs of a stage, read off when they ran.
 
-Slots (slots.py) let what belongs to one use start at once. In the list copies go on from earlier uses beside those that later
-ones begin, and start as they find room, so that they meet other work than their slots say. A play of a stage tells when every
-job ran (`StageChannels.ran`); here each job's rate is averaged over that time, by the work that went on beside it. Played again
-at these rates jobs run at other times, whose slowdowns differ by little: the second time around they are nearly those of the
-list. Where three streams or more are busy, each of the others is taken to be busy beside a job independently of the rest.
+Slots (use_slowdowns.py) let what belongs to one use start at once. In the list copies go on from earlier uses beside those that
+later ones begin, and start as they find room, so that they meet other work than their slots say. A play of a stage tells when
+every job ran (`StageChannels.ran`); here each job's rate is averaged over that time, by the work that went on beside it. Played
+again at these rates jobs run at other times, whose slowdowns differ by little: the second time around they are nearly those of
+the list. Where three streams or more are busy, each of the others is taken to be busy beside a job independently of the rest.
 
 Method. Jobs of one task (such as all gathers) follow each other, and so do those of another: job p of the one can meet jobs p + d
 of the other alone, where d is looked for outwards until nothing meets. Tokens travel in a share of a use; in that share it keeps

@@ -55,28 +55,28 @@ Seconds: TypeAlias = float | NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Seconds of one stage of a pipeline."""
+    """Seconds of one stage of a pipeline. Those of single passes are what they take beyond `forward` or `backward`."""
 
     forward: Seconds
     backward: Seconds
     first: Seconds = 0.0
-    """Seconds of the first forward pass beyond `forward`, its input there from the start, with the updates in front of it."""
+    """Of the first forward pass, with the updates in front of it, where its input is there from the start."""
     enter: Seconds = 0.0
-    """Seconds of the forward passes from there to the first one of the last chunk beyond `forward`; two micro-batches in turn."""
+    """Of the forward passes behind that one, up to the first one of the last model chunk, where two micro-batches take turns."""
     behind: Seconds = 0.0
-    """Seconds by which copies and collectives that updates leave behind slow down all passes after those."""
+    """Seconds by which copies and collectives that updates have left behind slow down the passes after those."""
     waited: Seconds = 0.0
-    """The same where the stage has waited for its input."""
+    """Of the first forward pass, in place of `first`, where the stage has waited for it long enough for all its updates."""
     again: Seconds = 0.0
-    """Seconds of a forward pass right behind another one beyond `forward`."""
+    """Of a forward pass that follows another forward pass of the stage."""
     turn: Seconds = 0.0
-    """Seconds of the first backward pass beyond `backward`."""
+    """Of the first backward pass, and of the passes behind it until they are stable."""
     round: Seconds = 0.0
-    """Seconds of a backward pass that the stage has waited for beyond `backward`, on the way once around all stages."""
+    """Of a backward pass that the stage has waited for, on the way once around all stages."""
     drain: Seconds = 0.0
-    """Seconds of the last backward pass beyond `backward`, where the stage has waited for it."""
+    """Of the last backward pass, where the stage has waited for it."""
     rush: Seconds = 0.0
-    """Seconds of a backward pass right behind another one beyond `backward`."""
+    """Of a backward pass that follows another backward pass of the stage."""
     tail: Seconds = 0.0
     """From the end of the last backward pass to the end of all reductions and copies."""
     copies: Seconds = 0.0

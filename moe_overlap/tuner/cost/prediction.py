@@ -28,7 +28,7 @@ from moe_overlap.tuner.cost.simulate.engine import Ran
 from moe_overlap.tuner.cost.simulate.memory import STAYING, intervals
 from moe_overlap.tuner.cost.simulate.step import (
     SimulatedStep,
-    few_micro_batches,
+    played_micro_batches,
     simulate_step,
     step_of_many,
     with_lists,
@@ -49,14 +49,15 @@ def predict_plan(plan: Plan, problem: Problem) -> Prediction:
 
 
 def estimate_plan(plan: Plan, problem: Problem) -> Prediction:
-    """The same without lists of states that move, which take seconds: for comparisons of many plans with each other.
+    """Seconds and bytes of a plan for comparing many of them: as `predict_plan`, but by closed form where states move, as
+    simulating those lists takes seconds each.
 
     Raises:
         ConfigError: as `predict_plan`.
     """
     problem = problem.run_by(plan)
     analytic = closed_form(plan, problem)
-    if _follows_lists(plan):
+    if plan.is_simulated:
         return with_lists(analytic, plan, problem)
     return analytic if problem.machine.refined == NOT_REFINED else with_refined(analytic, plan, problem)
 
@@ -70,12 +71,7 @@ def closed_form(plan: Plan, problem: Problem) -> Prediction:
 
 def moves_states(plan: Plan) -> bool:
     """Whether predictions of a plan are those of its lists because parameter groups step by themselves."""
-    return not _follows_lists(plan) and any(stage.is_decoupled for stage in plan.stages)
-
-
-def _follows_lists(plan: Plan) -> bool:
-    """Whether stages overlap by their own lists or are of unlike shape."""
-    return bool(plan.transfers) or any(stage.overlap.is_listed for stage in plan.stages)
+    return not plan.is_simulated and any(stage.is_decoupled for stage in plan.stages)
 
 
 def with_moved_states(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
@@ -87,12 +83,12 @@ def with_moved_states(closed: Prediction, plan: Plan, problem: Problem) -> Predi
     played: dict[int, SimulatedStep] = {}
 
     def step(micro_batches: int) -> float:
-        played[micro_batches] = simulate_step(_of(plan, micro_batches), problem)
+        played[micro_batches] = simulate_step(plan.with_micro_batches(micro_batches), problem)
         return played[micro_batches].simulation.step_seconds
 
     count, stages = plan.stages[0].gradient_accumulation_steps, len(plan.stages)
     scaled = _scaled(closed, step_of_many(step, count, stages) / closed.predicted.step_seconds)
-    longest = played[few_micro_batches(count, stages)]
+    longest = played[played_micro_batches(count, stages)]
     kept = (
         _with_kept(stage, longest, rank, problem)
         for stage, rank in zip(scaled.predicted.stages, longest.prices, strict=True)
@@ -110,18 +106,11 @@ def with_refined(closed: Prediction, plan: Plan, problem: Problem) -> Prediction
     def step(at: Problem) -> float:
         count = plan.stages[0].gradient_accumulation_steps
         return step_of_many(
-            lambda few: simulate_step(_of(plan, few), at).simulation.step_seconds, count, len(plan.stages)
+            lambda few: simulate_step(plan.with_micro_batches(few), at).simulation.step_seconds, count, len(plan.stages)
         )
 
     # A ratio of two simulations: what simulated and analytic steps see differently cancels.
     return _scaled(closed, step(problem) / step(problem.refined_by(NOT_REFINED)))
-
-
-def _of(plan: Plan, micro_batches: int) -> Plan:
-    """The plan with another number of micro-batches."""
-    return replace(
-        plan, stages=tuple(replace(stage, gradient_accumulation_steps=micro_batches) for stage in plan.stages)
-    )
 
 
 def _scaled(closed: Prediction, scale: float) -> Prediction:

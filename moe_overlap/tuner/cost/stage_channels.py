@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.overlaps import JobKey, Ran, Slowed
-from moe_overlap.tuner.cost.slots import BETWEEN_RANKS, Job, Part, Slots, Use, loads_weights
+from moe_overlap.tuner.cost.use_slowdowns import BETWEEN_RANKS, Job, Part, Use, UseSlowdowns, loads_weights
 
 Floats = NDArray[np.float64]
 SLOT_TASKS = {
@@ -27,7 +27,7 @@ SLOT_TASKS = {
     "scatter": "scatter",
     "left": "out",
 } | dict.fromkeys(("activations", "gradients"), "rest")
-"""Jobs of uses -> tasks of slots (slots.py)."""
+"""Jobs of uses -> tasks of slots (use_slowdowns.py)."""
 RECENT = 5
 """Uses whose buffers may still be on the device."""
 
@@ -43,7 +43,9 @@ class StageChannels:
         slowed: how many times as long they take as alone; None where slots say it.
     """
 
-    def __init__(self, parts: Sequence[Part], slots: Slots, slowed: Slowed | None = None, notes: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[Part], slots: UseSlowdowns, slowed: Slowed | None = None, notes: bool = False
+    ) -> None:
         """Channels on which nothing has run.
 
         Args:

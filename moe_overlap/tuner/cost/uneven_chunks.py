@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved
 from moe_overlap.tuner.cost.pipeline import StageTimes, step_seconds
-from moe_overlap.tuner.cost.slots import Part
+from moe_overlap.tuner.cost.use_slowdowns import Part
 
 Floats = NDArray[np.float64]
 FEW = 4

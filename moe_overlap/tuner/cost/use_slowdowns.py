@@ -12,7 +12,7 @@ Method. All tasks that may start do so at once. Whatever runs is slowed down by 
 their rates where that is one link. When a task ends the rates are new, until none is left: at most as many rounds as tasks. A
 slot's tasks are slower than alone by the ratio that is returned.
 
-`SlotTable` keeps the slots of a group of strategies, `Slots` finds those of the uses of one stage.
+`SlowdownTable` keeps the slots of a group of strategies, `UseSlowdowns` finds those of the uses of one stage.
 
 Legend: P slots, N strategies.
 Source: Mist, algorithm 1, with the order of tasks on a channel beside it.
@@ -180,8 +180,8 @@ def _job(seconds: Floats) -> Job | None:
     return Job(seconds, has, np.where(has, 0.0, -np.inf))
 
 
-class SlotTable:
-    """How much slower the tasks of slots are than alone (slots.py), for one group of strategies; a slot is priced once.
+class SlowdownTable:
+    """How much slower the tasks of slots are than alone, for one group of strategies; a slot is priced once.
 
     Attributes:
         updates: whether parts are updated.
@@ -219,7 +219,7 @@ class SlotTable:
         return {(name, row): values[row] for name, values in sized.items() for row in rows if values[row].any()}
 
     @cached_property
-    def still(self) -> tuple[SlotTable, NDArray[np.intp]]:
+    def still(self) -> tuple[SlowdownTable, NDArray[np.intp]]:
         """The same where nothing is updated, and the place there of each strategy [N]: many differ in their updates alone."""
         rows = [
             getattr(values, field.name)
@@ -232,7 +232,7 @@ class SlotTable:
         words = lanes.view(np.dtype((np.void, lanes.dtype.itemsize * lanes.shape[1])))[:, 0]
         _, first, place = np.unique(words, return_index=True, return_inverse=True)
         seconds, sizes = UseSeconds(**_still(self.seconds, first)), UseBytes(**_still(self.sizes, first))
-        return SlotTable(seconds, sizes, self.kind, self.factors, updates=False), place
+        return SlowdownTable(seconds, sizes, self.kind, self.factors, updates=False), place
 
     def __contains__(self, key: SlotKey) -> bool:
         return key in self._known
@@ -272,10 +272,10 @@ SlotKey = tuple[object, ...]
 """The key of a slot: kinds and passes of its uses, and what they load and leave."""
 
 
-class Slots:
+class UseSlowdowns:
     """The slots of the uses of one stage, and of its updates."""
 
-    def __init__(self, parts: Sequence[Part], uses: Sequence[Use], table: SlotTable) -> None:
+    def __init__(self, parts: Sequence[Part], uses: Sequence[Use], table: SlowdownTable) -> None:
         self._parts, self.uses, self.group, self._kind = parts, uses, table, table.kind
         self.last = max(use.micro_batch for use in uses)
         self.table = table.table

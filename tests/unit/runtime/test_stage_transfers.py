@@ -36,7 +36,7 @@ class Ticks:
 
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_started_send_holds_its_tensor_on_the_host_alone(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
-    """gloo's transfer reads it until it is waited for; NCCL's is ordered by its stream, and nothing waits until the step's end."""
+    """gloo's transfer reads it until it is waited for; NCCL's is ordered by its stream, and nothing waits till the step ends."""
     waited: list[str] = []
     work = SimpleNamespace(wait=lambda: waited.append("wait"))
     monkeypatch.setattr(dist, "isend", lambda tensor, dst, group: work)

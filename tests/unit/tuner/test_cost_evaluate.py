@@ -19,8 +19,8 @@ from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.layer import Setting, alone_seconds, kernel_seconds, part_cost
 from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds, point_to_point_seconds
 from moe_overlap.tuner.cost.operators import CostClassCode, tabulate
-from moe_overlap.tuner.cost.slots import Part
 from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
+from moe_overlap.tuner.cost.use_slowdowns import Part
 from moe_overlap.tuner.problem import Problem
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
 

@@ -10,9 +10,9 @@ import pytest
 from moe_overlap.tuner.cost.decoupled import PASSING, _Passes, _Run
 from moe_overlap.tuner.cost.interference import slowed_down
 from moe_overlap.tuner.cost.overlaps import slowdowns_of
-from moe_overlap.tuner.cost.slots import ListKind, Part, Slots, SlotTable
 from moe_overlap.tuner.cost.stage import UseBytes, UseSeconds
 from moe_overlap.tuner.cost.stage_channels import StageChannels
+from moe_overlap.tuner.cost.use_slowdowns import ListKind, Part, SlowdownTable, UseSlowdowns
 
 TABLE = slowed_down(0.5).table
 """Beside one other stream everything takes 1.5 times as long, beside two twice as long."""
@@ -67,7 +67,7 @@ def test_strategies_that_differ_in_their_updates_alone_are_one_without_them() ->
         values[:, 1] = 2.0
     sizes["gradients"][:, 2] = 2.0
     kind = ListKind(offloads_weights=False, scatters=False)
-    still, places = SlotTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still
+    still, places = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still
     assert places[0] == places[1] != places[2]
     assert still.sizes.gradients[0, places].tolist() == [1, 1, 2] and not still.seconds.sweep.any()
 
@@ -84,8 +84,10 @@ def test_a_run_that_has_been_forked_goes_on_as_one_that_has_not() -> None:
     seconds["gradients"][:, 2] = 0.0
     kind, parts = ListKind(offloads_weights=False, scatters=False), [Part(0), Part(1)]
     passes = _Passes(parts, ahead=1, waits=False, transfers_wait=True)
-    table = SlotTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still[0]
-    whole, first = (_Run(StageChannels(parts, Slots(parts, passes.uses, table)), passes, [PASSING]) for _ in range(2))
+    table = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still[0]
+    whole, first = (
+        _Run(StageChannels(parts, UseSlowdowns(parts, passes.uses, table)), passes, [PASSING]) for _ in range(2)
+    )
     whole.play(forward_waits=False)
     first.play(forward_waits=False, until=passes.drained)
     other = first.fork()
@@ -104,8 +106,8 @@ def test_last_backward_passes_of_chunks_come_as_far_apart_as_the_stage_behind_ma
     parts = [Part(0), Part(0, chunk=1)]
     passes = _Passes(parts, ahead=1, waits=False, transfers_wait=True)
     kind = ListKind(offloads_weights=False, scatters=False)
-    table = SlotTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still[0]
-    run = _Run(StageChannels(parts, Slots(parts, passes.uses, table)), passes, [])
+    table = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still[0]
+    run = _Run(StageChannels(parts, UseSlowdowns(parts, passes.uses, table)), passes, [])
     run.play(forward_waits=False, drains=dict.fromkeys(passes.order, np.array([5.0])))
     *_, second_last, last = passes.emptying
     assert (passes.awaited, passes.spaced) == (passes.emptying[:2], passes.emptying[2:])

@@ -8,8 +8,8 @@ import pytest
 from moe_overlap.tuner.cost import evaluate
 from moe_overlap.tuner.cost.evaluate import CATEGORIES, StageCosts, StageEvaluator, StageShapes
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
-from moe_overlap.tuner.cost.slots import Part
 from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
+from moe_overlap.tuner.cost.use_slowdowns import Part
 
 KINDS, STRATEGIES, SHAPES = 3, 24, 10
 random = np.random.default_rng(7)

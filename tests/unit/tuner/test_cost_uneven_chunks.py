@@ -8,8 +8,8 @@ import pytest
 from moe_overlap.api import Options, predict, simulated
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.tuner.cost import uneven_chunks
-from moe_overlap.tuner.cost.slots import Part
 from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
+from moe_overlap.tuner.cost.use_slowdowns import Part
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
 
 OPTIONS: Options = {"graphs": by_hand, "constants": CONSTANTS}

@@ -124,7 +124,7 @@ def test_predicted_seconds_are_those_of_the_simulated_list(
     assert stage.seconds <= stage.separate_seconds + 1e-12 and stage.seconds < stage.uncut_seconds
     # Layers that are not cut start their all-to-alls as soon as they can; a run without a list waits for each of them.
     with monkeypatch.context() as at_once:
-        if not any(stage.overlap.is_listed for stage in job.plan.stages):
+        if not job.plan.is_listed:
             at_once.setattr(lower, "in_issue_order", lambda plan, instructions: tuple(instructions))
         before = job.step(job.plan).simulation.step_seconds
     after = job.step(found.plan).simulation.step_seconds

@@ -2,8 +2,8 @@
 
 Which lists. One rank stands for every stage; where stages of unlike shape send tiles to each other, all ranks are simulated. A
 list names the waits of the runner that will follow it (plan/lowering/dependencies.py), so the simulator adds none. Work that
-runs at the same time is slowed down as the analytic cost says (`analytic.concurrency`); where nothing overlaps, a simulated
-step and the analytic one (stage.py) agree.
+runs at the same time is slowed down as the analytic cost says (`machine.concurrency`); where nothing overlaps, a simulated
+step and the analytic one (pipeline.py) agree.
 
 Steps of stages that overlap by their own lists (`StageOverlap.is_listed`) or are of unlike shape:
 1. The step is that of the simulated lists, in place of the analytic one; the seconds of a micro-batch, what it exposes, and the
@@ -218,12 +218,12 @@ def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) 
     Args:
         play: seconds of a step of so many; called for few of them, beyond which a group takes as long as the last one.
     """
-    few = few_micro_batches(micro_batches, stages)
+    few = played_micro_batches(micro_batches, stages)
     beyond, seconds = (micro_batches - few) // stages, play(few)
     return seconds if not beyond else seconds + beyond * (seconds - play(few - stages))
 
 
-def few_micro_batches(micro_batches: int, stages: int) -> int:
+def played_micro_batches(micro_batches: int, stages: int) -> int:
     """The most micro-batches that `step_of_many` plays."""
     # Whole groups are left out: the remainder decides how an interleaved pipeline fills and drains, so it must stay.
     return micro_batches - stages * max(0, -(-(micro_batches - GROUPS * stages) // stages))
@@ -255,16 +255,14 @@ class _Lists:
             found.append(replace(_as_stage(known[key], self.plan, index), kept_by_graphs=kept))
         return found
 
-    def of(self, micro_batches: int) -> Plan:
-        """The plan with another number of them."""
-        stages = (replace(stage, gradient_accumulation_steps=micro_batches) for stage in self.plan.stages)
-        return replace(self.plan, stages=tuple(stages))
-
     def written(
         self, ones: Sequence[_Alone], micro_batches: int
     ) -> dict[int, tuple[list[Instruction], dict[int, float]]]:
         """Rank of each stage -> its list of so many micro-batches, compressed to contacts, and their seconds."""
-        return {one.compressed.rank: compressed_list(one.compressed, self.of(micro_batches)) for one in ones}
+        return {
+            one.compressed.rank: compressed_list(one.compressed, self.plan.with_micro_batches(micro_batches))
+            for one in ones
+        }
 
     def seconds(
         self,
@@ -279,7 +277,7 @@ class _Lists:
         Args:
             written_of: `written` of these stages, where it is asked for more than once.
         """
-        plan = self.of(micro_batches)
+        plan = self.plan.with_micro_batches(micro_batches)
         # Parameter groups that step by themselves move states across the blocks, so these lists are not compressed.
         if any(stage.is_decoupled for stage in plan.stages):
             return simulate_step(plan, self.problem).simulation.step_seconds
@@ -387,7 +385,7 @@ def _kept_by_graphs(listed: _Lists, index: int, here: StagePrices) -> float:
     if not here.priced.setting.replays.captured:
         return 0.0
     count = min(listed.micro_batches, max(GROUPS, UNDER_WAY * len(listed.plan.stages)))
-    plan, stage = listed.of(count), listed.plan.stages[index]
+    plan, stage = listed.plan.with_micro_batches(count), listed.plan.stages[index]
     made = lower_rank(plan, listed.problem.model, stage.devices.ranks[0])
     family, rows = here.priced.family, {here.row(f"L{layer}") for layer in stage.layers}
     working = max(family.sizes[row].working for row in rows)

@@ -40,7 +40,7 @@ from moe_overlap.tuner.problem import LIMIT_FLAGS, Problem
 from moe_overlap.tuner.search.hidden import Way
 from moe_overlap.tuner.search.layer.mechanisms import Mix, entries_of, with_entries
 from moe_overlap.tuner.search.layer.partition_ranges import PartitionedPlan, partition_ranges
-from moe_overlap.tuner.search.layer.slots import shortened, with_slots
+from moe_overlap.tuner.search.layer.slots import enough_micro_batches, shortened, with_slots
 from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
 
 PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"
@@ -289,7 +289,7 @@ class Candidates:
         """First rank of every stage -> prices that have read a list of a few micro-batches."""
         prices = {}
         # Prices are of operators, not of micro-batches: the list of a few shows all of them.
-        few = few_micro_batches(plan)
+        few = shortened(plan, enough_micro_batches(len(plan.stages)))
         for stage, of_stage in zip(few.stages, price_stages(few, self.problem), strict=True):
             of_stage.read(lower_rank(few, self.problem.model, stage.devices.ranks[0]))
             prices[stage.devices.ranks[0]] = of_stage
@@ -337,8 +337,3 @@ def free_bytes(prediction: Prediction) -> list[float]:
     """By stage, the bytes by which what it needs may grow until it does not fit."""
     most = prediction.capacity_bytes / prediction.memory.high
     return [max(0.0, most - needed_bytes(stage)) for stage in prediction.predicted.stages]
-
-
-def few_micro_batches(plan: Plan) -> Plan:
-    """The plan with at least four micro-batches and a whole round of its stages, where it has as many."""
-    return shortened(plan, len(plan.stages) * -(-4 // len(plan.stages)))

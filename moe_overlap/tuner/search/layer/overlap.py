@@ -23,8 +23,9 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
-from moe_overlap.tuner.search.layer.candidates import PLAIN, WHOLE, Candidate, Candidates, few_micro_batches
+from moe_overlap.tuner.search.layer.candidates import PLAIN, WHOLE, Candidate, Candidates
 from moe_overlap.tuner.search.layer.mechanisms import Mix, layer_classes, mix_mechanisms
+from moe_overlap.tuner.search.layer.slots import enough_micro_batches, shortened
 
 WORTH = 0.01
 """Share of the baseline's step by which another must be shorter: predictions are no better."""
@@ -112,7 +113,7 @@ def decide_overlap(
         chosen=chosen,
         others=tuple(others),
         mix=mix,
-        step=simulate_step(few_micro_batches(chosen.decided), problem),
+        step=simulate_step(shortened(chosen.decided, enough_micro_batches(len(chosen.decided.stages))), problem),
         baseline_seconds=baseline.seconds,
         graphs=graphs_choice(chosen, sorted([*predicted, *left_out], key=lambda each: each.seconds), problem),
     )
@@ -127,12 +128,12 @@ def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Pr
         None where there is no other way: no candidate has lists that may be replayed.
     """
     if problem.features.listed_graphs:
-        if not _is_listed(chosen):
+        if not chosen.decided.is_listed:
             return None
         return GraphsChoice(is_on=True, name=chosen.name, other=predict_plan(chosen.decided, problem.replaying(False)))
     # What a library puts aside itself is not replayed, so neither is a plan that needs it.
     undeferred = problem.listed.library_defers
-    others = [each for each in predicted if _is_listed(each) and not (undeferred and each.schedule is not None)]
+    others = [each for each in predicted if each.decided.is_listed and not (undeferred and each.schedule is not None)]
     if not others:
         return None
     if problem.listed.graphs_refusal is not None:
@@ -142,10 +143,6 @@ def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Pr
         for each in others[:REPLAYED]
     )
     return min(replayed, key=lambda choice: choice.order)
-
-
-def _is_listed(candidate: Candidate) -> bool:
-    return any(stage.overlap.is_listed for stage in candidate.decided.stages)
 
 
 def choose(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:

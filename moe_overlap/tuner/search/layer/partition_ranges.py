@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -228,7 +227,6 @@ class StageRanges:
         uncut_seconds: without partitions.
         excluded: why ranges with an all-to-all may not be cut: the first range with a reason, layers apart, and the reason.
         evaluations: prices asked for; `simulated`: pipelines among them that were unlike all before.
-        solve_seconds: what the search took.
     """
 
     ranges: tuple[ChosenRange, ...]
@@ -239,7 +237,6 @@ class StageRanges:
     excluded: tuple[tuple[str, str], ...]
     evaluations: int
     simulated: int
-    solve_seconds: float
 
 
 def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimits | None) -> StagePlan:
@@ -282,7 +279,6 @@ class StageSearch:
 
     def solve(self) -> StageRanges:
         """Chunk after chunk; seconds and counts are sums."""
-        begun = time.perf_counter()
         form = Form.of(self.model, self.stage)
         chunks = [_ChunkSearch(self, form, range(*chunk)) for chunk in self.stage.chunks]
         answers = [(chunk, chunk.solve()) for chunk in chunks]
@@ -295,7 +291,6 @@ class StageSearch:
             excluded=tuple(self._excluded.values()),
             evaluations=sum(answer.evaluations for _, answer in answers),
             simulated=self.prices.simulated,
-            solve_seconds=time.perf_counter() - begun,
         )
 
     @property

@@ -39,6 +39,9 @@ from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate.engine import Ran
 from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient, LayerSpan
 
+FEWEST_MICRO_BATCHES = 4
+"""Micro-batches of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines
+need it."""
 SUMMED = (BufferRole.GRADIENT, BufferRole.D_WEIGHTS)
 """Buffers on the device that computation only adds to."""
 
@@ -275,9 +278,12 @@ def without_pieces(plan: Plan) -> Plan:
 def shortened(plan: Plan, micro_batches: int) -> Plan:
     """The plan with fewer micro-batches a step, for simulations; the same where it has no more."""
     whole = plan.stages[0].gradient_accumulation_steps
-    count = min(whole, micro_batches)
-    stages = tuple(replace(stage, gradient_accumulation_steps=count) for stage in plan.stages)
-    return replace(plan, stages=stages, global_batch_size=plan.global_batch_size // whole * count)
+    return plan.with_micro_batches(min(whole, micro_batches))
+
+
+def enough_micro_batches(stages: int) -> int:
+    """The fewest whole rounds of the stages that show how a step fills, goes on and drains."""
+    return stages * -(-FEWEST_MICRO_BATCHES // stages)
 
 
 def with_slots(plan: Plan, slots: Sequence[Slots], max_deferred_bytes: int) -> Plan:

@@ -50,6 +50,7 @@ from moe_overlap.tuner.search.layer.slots import (
     ChunkProblem,
     Slots,
     chunk_problem,
+    enough_micro_batches,
     idle_seconds,
     named_slots,
     program_order,
@@ -162,9 +163,6 @@ def _filled(chunk: ChunkProblem, send: SendSlot | None, assignment: Assignment, 
     return Filled(chunk, kept, send, behind(send, chunk.gradients, kept))
 
 
-FEWEST_MICRO_BATCHES = 4
-"""Micro-batches of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines
-need it."""
 UNBOUNDED = 1 << 62
 """Bytes to hold while it is found out what may stand where."""
 
@@ -246,7 +244,7 @@ def schedule_weight_gradients(
     model = problem.model
     stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
     # As many as the pipeline has stages show its ends and its steady state; all of them would only repeat the latter.
-    micro_batches = _most_micro_batches(len(plan.stages))
+    micro_batches = enough_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
     order = [with_rest_behind(program_order(plan, index, model), plan, index, model) for index in stages]
     if not any(order):
@@ -255,7 +253,7 @@ def schedule_weight_gradients(
     # Step 1. Unbounded, or lowering would run some of them early for lack of memory, and those had no labels.
     deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
     prices = _stage_prices(deferred, problem)
-    problems = _problems(deferred, prices, limits.max_deferred_bytes)
+    problems = _problems(prices, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
     solutions = {(one.stage, one.chunk): one.solution for one in chunks}
     sends = _sends(deferred, model, prices, problems)
@@ -272,11 +270,6 @@ def schedule_weight_gradients(
     chosen = min(plans, key=lambda choice: round(seconds[choice], DIGITS))
     in_bubble_slots = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
     return Schedule(plans[chosen], chosen, seconds, tuple(chunks), in_bubble_slots)
-
-
-def _most_micro_batches(stages: int) -> int:
-    """Micro-batches of a simulated step: the fewest whole rounds of the stages that are enough."""
-    return stages * -(-FEWEST_MICRO_BATCHES // stages)
 
 
 def _check(limits: DeferralLimits) -> None:
@@ -308,11 +301,11 @@ def _stage_prices(deferred: Plan, problem: Problem) -> list[StagePrices]:
     return prices
 
 
-def _problems(deferred: Plan, prices: Sequence[StagePrices], max_bytes: int) -> dict[Place, ChunkProblem]:
+def _problems(prices: Sequence[StagePrices], max_bytes: int) -> dict[Place, ChunkProblem]:
     """Step 1: how long all-to-alls keep a stage waiting that waits for no other.
 
     Args:
-        deferred: with every weight gradient in program order; `prices` are its own.
+        prices: of the plan with every weight gradient in program order.
     """
     problems: dict[Place, ChunkProblem] = {}
     for index, here in enumerate(prices):
