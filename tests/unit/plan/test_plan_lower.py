@@ -76,18 +76,36 @@ def sweep() -> list[tuple[Plan, ModelDescription]]:
     return made
 
 
-def test_every_list_is_sound() -> None:
+def test_every_list_is_sound_and_whole_runs_finish() -> None:
+    """One lowering of every plan of the sweep serves all three checks."""
     for plan, model in sweep():
         validate_plan(plan, model)
-        for rank in range(plan.world_size):
-            made = lower_rank(plan, model, rank)
+        lists = {rank: lower_rank(plan, model, rank) for rank in range(plan.world_size)}
+        for made in lists.values():
             check_races(made)
-            assert [i.id for i in made] == list(range(len(made)))
-            for instruction in made:
-                operator = parse_operator(instruction.name)
-                assert operator.is_collective == (instruction.kind == "collective") or plan.world_size == 1
-                assert operator.is_point_to_point == (instruction.kind == "point-to-point")
-                assert (instruction.channel == "compute") == (instruction.kind in ("compute", "optimizer"))
+            check_names(made, plan.world_size)
+            check_mirrors(made)
+        assert run_together({rank: list(made) for rank, made in lists.items()})
+
+
+def check_names(made: Sequence[Instruction], world_size: int) -> None:
+    """Numbers follow one another, and what an instruction is follows from its name."""
+    assert [i.id for i in made] == list(range(len(made)))
+    for instruction in made:
+        operator = parse_operator(instruction.name)
+        assert operator.is_collective == (instruction.kind == "collective") or world_size == 1
+        assert operator.is_point_to_point == (instruction.kind == "point-to-point")
+        assert (instruction.channel == "compute") == (instruction.kind in ("compute", "optimizer"))
+
+
+def check_mirrors(made: Sequence[Instruction]) -> None:
+    """Each operator but the counts runs once forward and once backward per micro-batch."""
+    passes = [i for i in made if i.micro_batch is not None and not i.name.startswith(("send", "receive"))]
+    passes = [i for i in passes if not i.name.endswith(".recompute")]
+    forward = {(i.name, i.micro_batch) for i in passes if not i.name.endswith(".backward")}
+    backward = {(i.name.removesuffix(".backward"), i.micro_batch) for i in passes if i.name.endswith(".backward")}
+    assert len(passes) == len(forward) + len(backward)
+    assert {key for key in forward if not key[0].endswith(".count")} == backward
 
 
 def test_lower_returns_no_list_that_has_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,23 +141,6 @@ def test_lower_returns_no_list_that_waits_for_good(monkeypatch: pytest.MonkeyPat
     for stage in plan.stages:
         with pytest.raises(ScheduleError, match="two different operations meet"):
             lower(plan, model, stage.devices.ranks[0])
-
-
-def test_every_pass_has_its_mirror() -> None:
-    """Each operator but the counts runs once forward and once backward per micro-batch."""
-    for plan, model in sweep():
-        for rank in range(plan.world_size):
-            made = [i for i in lower_rank(plan, model, rank) if i.micro_batch is not None and "receive" not in i.name]
-            made = [i for i in made if not i.name.startswith("send") and not i.name.endswith(".recompute")]
-            forward = {(i.name, i.micro_batch) for i in made if not i.name.endswith(".backward")}
-            backward = {(i.name.removesuffix(".backward"), i.micro_batch) for i in made if i.name.endswith(".backward")}
-            assert len(made) == len(forward) + len(backward)
-            assert {key for key in forward if not key[0].endswith(".count")} == backward
-
-
-def test_whole_runs_finish() -> None:
-    for plan, model in sweep():
-        assert run_together({rank: list(lower_rank(plan, model, rank)) for rank in range(plan.world_size)})
 
 
 def test_one_channel_for_all_transfers_would_block() -> None:
