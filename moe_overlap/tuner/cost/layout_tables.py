@@ -1,60 +1,29 @@
-"""Operators and bytes of one part of a model under many layouts at once, from captured blocks. Numpy only.
+"""Operators of one part of a model under many layouts at once, from captured blocks. Numpy only.
 
 `LayoutTables` groups layouts whose graphs are the same but for sizes and evaluates every size of a group in one product of
-matrices. The numbers are those of `operators.tabulate` and `memory.kept_bytes`, `memory.peak_bytes` for each layout, in double
-precision. Legend: N operators, L layouts.
+matrices. The numbers are those of `operators.tabulate` for each layout, in double precision. Legend: L layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.capture.blocks import expert_replicas, is_of_expert
 from moe_overlap.tuner.capture.composition import Composite
-from moe_overlap.tuner.capture.expression import evaluate
-from moe_overlap.tuner.capture.graph import Op, Part
+from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.capture.kernels import KERNELS
 from moe_overlap.tuner.capture.library import BlockLibrary
-from moe_overlap.tuner.capture.names import numbered, operator_order, storage_order
+from moe_overlap.tuner.capture.names import numbered, operator_order
 from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.capture.scaling import Degrees, ScalingMatrix, UndeterminedError
-from moe_overlap.tuner.cost.memory import lifetimes
 from moe_overlap.tuner.cost.operators import OpTable, resized, tabulate
 
 Floats = NDArray[np.float64]
 GroupKey = tuple[int, int]
 """Identity of a composite, and the experts of a rank where they decide how many operators there are."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutTable:
-    """A part under layouts that run the same operators."""
-
-    places: tuple[int, ...]
-    """The layouts, by their places among those asked for."""
-    like: OpTable
-    """The table of a layout that runs the same operators: whatever is no size is that of all of them. N and order are its."""
-    flops: Floats
-    """[N, L]"""
-    bytes: Floats
-    """[N, L]"""
-    shapes: tuple[Floats, ...]
-    """[axes, L] for each operator."""
-    payloads: Floats
-    """[collectives, L], in the order of `like.collectives`."""
-    kept_bytes: Floats
-    """[L] kept by one micro-batch between the passes."""
-    peak_bytes: Floats
-    """[L] the larger peak of the two passes."""
-    dense_parameter_bytes: Floats
-    """[L] of parameters with the replicas of dense layers."""
-    expert_parameter_bytes: Floats
-    """[L] of parameters with replicas of their own."""
 
 
 class LayoutTables:
@@ -76,7 +45,7 @@ class LayoutTables:
             [layouts] A table each; those of equal sizes share one. None where captured blocks do not tell.
         """
         tables: list[OpTable | None] = [None] * len(requests)
-        members, _ = self._grouped(kind, requests, b)
+        members = self._grouped(kind, requests, b)
         for key, places in members.items():
             group = self._groups[key]
             found: Sequence[OpTable | None]
@@ -88,31 +57,12 @@ class LayoutTables:
                 tables[place] = table
         return tables
 
-    def tables(self, kind: str, requests: Sequence[Request], b: int, s: int) -> tuple[LayoutTable, ...]:
-        """A kind of part under many layouts.
-
-        Raises:
-            CaptureError: a layout must be captured and cannot be.
-        """
-        members, alone = self._grouped(kind, requests, b)
-        tables = []
-        for key, places in members.items():
-            try:
-                tables.append(self._groups[key].table([requests[place] for place in places], places, b, s))
-            except UndeterminedError:
-                alone += places
-        for place in alone:
-            tables.append(_alone(self._library.model(requests[place]).part(kind, samples=b), place, b, s))
-        return tuple(tables)
-
-    def _grouped(self, kind: str, requests: Sequence[Request], b: int) -> tuple[dict[GroupKey, list[int]], list[int]]:
-        """The places of requests by their group, and of those that have none."""
+    def _grouped(self, kind: str, requests: Sequence[Request], b: int) -> dict[GroupKey, list[int]]:
+        """The places of requests by their group; those that have none are left out."""
         members: dict[GroupKey, list[int]] = {}
-        alone: list[int] = []
         for place, request in enumerate(requests):
             composite = self._library.graph_of(kind, request, b)
             if composite is None:
-                alone.append(place)
                 continue
             # Where operators run for one expert after the other, layouts run the same ones only with as many experts.
             key = id(composite), _experts(request) if composite.runs_each_expert else 0
@@ -121,10 +71,9 @@ class LayoutTables:
                     # The group holds the composite, so no other gets its identity.
                     self._groups[key] = _Group(composite, request)
                 except UndeterminedError:
-                    alone.append(place)
                     continue
             members.setdefault(key, []).append(place)
-        return members, alone
+        return members
 
 
 class _Group:
@@ -140,15 +89,7 @@ class _Group:
         self._rows = {size: row for row, size in enumerate(sizes)}
         self._matrix = ScalingMatrix([composite.scalings[size] for size in sizes])
         part = numbered(whole, request.layout, _experts(request), composite.sizes(_degrees(request)))
-        names = [name for name, _ in storage_order(whole, _experts(request))]
-        spans = lifetimes(part)
-        change: Floats = np.zeros((len(part.ops) + 1, len(spans)))
-        for column, (first, last) in enumerate(spans.values()):
-            change[first, column] += 1
-            change[last + 1, column] -= 1
-        self._part, self._alive = part, np.cumsum(change, axis=0)[:-1]
-        self._live = [self._rows[names[index], "bytes", 0] for index in spans]
-        self._kept = [self._rows[names[index], "bytes", 0] for index in part.saved]
+        self._part = part
         self._names = operator_order(whole, _experts(request))
         self._first: dict[tuple[int, int], OpTable] = {}
         self._resized: dict[tuple[int, int, bytes], OpTable] = {}
@@ -157,7 +98,7 @@ class _Group:
         """The operators under some layouts.
 
         Raises:
-            UndeterminedError: as `table`.
+            UndeterminedError: captured values do not decide one of them.
         """
         values = self._matrix.values([_degrees(request) for request in requests], b, s)[self._operator_rows]
         keys = [(b, s, sizes.tobytes()) for sizes in np.ascontiguousarray(values.T)]
@@ -206,46 +147,6 @@ class _Group:
             sent = [float(payload[column]) for payload in payloads]
             yield resized(like, shapes, all_flops[:, column], all_moved[:, column], sent)
 
-    def table(self, requests: Sequence[Request], places: Sequence[int], b: int, s: int) -> LayoutTable:
-        """The table of some layouts.
-
-        Raises:
-            UndeterminedError: captured values do not decide one of them.
-        """
-        values, rows, part = self._matrix.values([_degrees(r) for r in requests], b, s), self._rows, self._part
-        like = self._like(b, s)
-        moved, shapes, payloads = [], [], []
-        for name, op in zip(self._names, part.ops, strict=True):
-            shapes.append(values[[rows[name, "shape", axis] for axis in range(len(op.shape))]])
-            moved.append(values[rows[name, "bytes", 0]])
-            if op.collective is not None:
-                payloads.append(values[rows[name, "payload", 0]])
-        dense, of_experts = self._parameters(requests, values)
-        return LayoutTable(
-            places=tuple(places),
-            like=like,
-            flops=np.array([_flops(op, shape, len(requests)) for op, shape in zip(part.ops, shapes, strict=True)]),
-            bytes=np.array(moved),
-            shapes=tuple(shapes),
-            payloads=np.array(payloads).reshape(len(payloads), len(requests)),
-            kept_bytes=values[self._kept].sum(axis=0),
-            peak_bytes=(self._alive @ values[self._live]).max(axis=0),
-            dense_parameter_bytes=dense,
-            expert_parameter_bytes=of_experts,
-        )
-
-    def _parameters(self, requests: Sequence[Request], values: Floats) -> tuple[Floats, Floats]:
-        dense, of_experts = np.zeros(len(requests)), np.zeros(len(requests))
-        own = np.array([expert_replicas(request.layout) == "edp" for request in requests])
-        for name, entry in self._composite.whole.storages.items():
-            if entry.storage.role == "parameter":
-                total = values[self._rows[name, "bytes", 0]]
-                if entry.per_expert:
-                    total = total * [_experts(request) for request in requests]
-                moves = own if is_of_expert(entry.storage) else np.zeros_like(own)
-                of_experts, dense = of_experts + total * moves, dense + total * ~moves
-        return dense, of_experts
-
 
 def _degrees(request: Request) -> Degrees:
     return Degrees.of(request.layout, request.model)
@@ -253,17 +154,6 @@ def _degrees(request: Request) -> Degrees:
 
 def _experts(request: Request) -> int:
     return request.model.num_experts // request.layout.expert
-
-
-def _live(part: Part, storages: Floats) -> tuple[Floats, Floats]:
-    """Bytes kept between the passes and the peak inside of one, [L] each; `storages` [storages, L]."""
-    spans = lifetimes(part)
-    change = np.zeros((len(part.ops) + 1, len(spans)))
-    for column, (first, last) in enumerate(spans.values()):
-        change[first, column] += 1
-        change[last + 1, column] -= 1
-    alive = np.cumsum(change, axis=0)[:-1] @ storages[list(spans)]
-    return storages[list(part.saved)].sum(axis=0), alive.max(axis=0)
 
 
 def _flops(op: Op, shape: Floats, count: int) -> Floats:
@@ -282,26 +172,3 @@ def _flops(op: Op, shape: Floats, count: int) -> Floats:
     pairs = (visible * key - visible**2 / 2) * query / (key - sinks)
     result: Floats = 2.0 * batch * heads * pairs * (first * width + second * value_width)
     return result
-
-
-def _alone(part: Part, place: int, b: int, s: int) -> LayoutTable:
-    """The table of one layout."""
-    table = tabulate(part, b, s)
-    sizes: Floats = np.asarray(evaluate([storage.bytes for storage in part.storages], b, s), dtype=np.float64)[:, None]
-    kept, peak = _live(part, sizes)
-    parameters = {"dp": 0.0, "edp": 0.0}
-    for storage in part.storages:
-        if storage.role == "parameter":
-            parameters[storage.replicas or "dp"] += float(sizes[storage.id, 0])
-    return LayoutTable(
-        places=(place,),
-        like=table,
-        flops=table.flops[:, None],
-        bytes=table.bytes[:, None],
-        shapes=tuple(np.array(shape)[:, None] for shape in table.shapes),
-        payloads=np.array([payload for _, _, payload in table.collectives])[:, None],
-        kept_bytes=kept,
-        peak_bytes=peak,
-        dense_parameter_bytes=np.array([parameters["dp"]]),
-        expert_parameter_bytes=np.array([parameters["edp"]]),
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,20 +50,15 @@ def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
     return {index: (first[index], last[index]) for index in first}
 
 
-def live_bytes(part: Part, phase: Phase, b: Any, s: Any) -> Values:
+def alive_bytes(part: Part, phase: Phase, spans: Mapping[int, tuple[int, int]], sizes: Values) -> Values:
     """Bytes alive at each operator of a pass; a result counts from the operator that makes it.
 
     Args:
-        b, s: samples and tokens; arrays broadcast.
+        spans: as `lifetimes` has them.
+        sizes: [storages, *shape].
     Returns:
         [operators of the pass, *shape]. In the backward pass what the forward pass left is alive at the start.
     """
-    spans = lifetimes(part)
-    return _alive(part, phase, spans, evaluate([storage.bytes for storage in part.storages], b, s))
-
-
-def _alive(part: Part, phase: Phase, spans: Mapping[int, tuple[int, int]], sizes: Values) -> Values:
-    """Bytes alive at each operator of a pass, from the sizes of all storages; as `live_bytes`."""
     ids = [op.id for op in part.ops if op.phase == phase]
     # Ordered by operator, memory taken and given back adds up to what is alive.
     change = np.zeros((len(part.ops) + 1, len(spans)))
@@ -73,34 +67,6 @@ def _alive(part: Part, phase: Phase, spans: Mapping[int, tuple[int, int]], sizes
         change[last + 1, column] -= 1
     alive: Values = np.tensordot(np.cumsum(change, axis=0)[ids], sizes[list(spans)], axes=1)
     return alive
-
-
-def peak_bytes(part: Part, phase: Phase, b: Any, s: Any) -> Values:
-    """Peak of the bytes alive in a pass."""
-    alive: Values = live_bytes(part, phase, b, s).max(axis=0)
-    return alive
-
-
-def kept_bytes(part: Part, b: Any, s: Any) -> Values:
-    """Bytes that one micro-batch keeps between the passes, its input hidden states included where they are kept."""
-    sizes = evaluate([part.storages[index].bytes for index in part.saved], b, s)
-    total: Values = sizes.sum(axis=0)
-    return total
-
-
-def peak_of_sequence(parts: Sequence[Part], b: int, s: int) -> float:
-    """Peak bytes of parts run one after another, all forward, then all backward, with one micro-batch in flight.
-
-    The slow twin of a stage's sums: beside the bytes alive in a part, it counts those that the other parts keep at that time.
-    """
-    kept, peak = 0.0, 0.0
-    for part in parts:
-        peak = max(peak, kept + float(peak_bytes(part, "forward", b, s)))
-        kept += float(kept_bytes(part, b, s))
-    for part in reversed(parts):
-        kept -= float(kept_bytes(part, b, s))
-        peak = max(peak, kept + float(peak_bytes(part, "backward", b, s)))
-    return peak
 
 
 Floats = NDArray[np.float64]
@@ -139,7 +105,7 @@ def part_bytes(
         sizes = _loss_in_place(part, sizes)
     kept = float(sizes[list(part.saved)].sum())
     alive = lifetimes(part)
-    most = max(float(_alive(part, phase, alive, sizes).max()) for phase in PHASES)
+    most = max(float(alive_bytes(part, phase, alive, sizes).max()) for phase in PHASES)
     grown = _grows(part, sizes) * (load - 1.0)
     scores, kept_scores = _scores(table, features)
     return PartBytes(

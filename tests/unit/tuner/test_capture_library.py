@@ -17,13 +17,11 @@ from moe_overlap.tuner.capture.blocks import NotComposableError
 from moe_overlap.tuner.capture.cache import CaptureFiles, save_captured
 from moe_overlap.tuner.capture.composition import Composer, Sample
 from moe_overlap.tuner.capture.expression import B, Expression, S
-from moe_overlap.tuner.capture.graph import PHASES, CapturedModel, Layout
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.capture.library import BlockLibrary, Libraries
 from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.capture.scaling import Degrees, Samples, UndeterminedError, dense_products, routed_products
-from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.layout_tables import LayoutTables
-from moe_overlap.tuner.cost.memory import kept_bytes, part_bytes, peak_bytes
 from moe_overlap.tuner.cost.operators import tabulate
 from tests.unit.tuner.capture_cases import MOE, request
 from tests.unit.tuner.made_layers import EXPERTS, HEADS, Extra, Tape, captured
@@ -127,25 +125,15 @@ def test_tables_of_many_layouts_are_those_of_each(biases: bool) -> None:
     library = BlockLibrary(partial(captured, biases=biases))
     library.prepare(requests())
     asked, b, s = requests(), 2, 512
-    seen = []
-    for table in LayoutTables(library).tables("moe", asked, b, s):
-        for column, place in enumerate(table.places):
-            seen.append(place)
-            (part,) = captured(asked[place], biases=biases).parts
-            expected = tabulate(part, b, s)
-            assert table.flops[:, column] == pytest.approx(expected.flops, rel=1e-12)
-            assert table.bytes[:, column] == pytest.approx(expected.bytes, rel=1e-12)
-            payloads = [payload for _, _, payload in expected.collectives]
-            assert table.payloads[:, column] == pytest.approx(payloads, rel=1e-12)
-            sizes = [tuple(shape[:, column]) for shape in table.shapes]
-            assert sizes == [pytest.approx(shape, rel=1e-12) for shape in expected.shapes]
-            peak = max(float(peak_bytes(part, phase, b, s)) for phase in PHASES)
-            assert table.peak_bytes[column] == pytest.approx(peak, rel=1e-12)
-            assert table.kept_bytes[column] == pytest.approx(float(kept_bytes(part, b, s)), rel=1e-12)
-            held = part_bytes(expected, b, s, 1.0, Features())
-            assert table.dense_parameter_bytes[column] == pytest.approx(held.dense_parameters, rel=1e-12)
-            assert table.expert_parameter_bytes[column] == pytest.approx(held.expert_parameters, rel=1e-12)
-    assert sorted(seen) == list(range(len(asked)))
+    for each, table in zip(asked, LayoutTables(library).operators("moe", asked, b, s), strict=True):
+        (part,) = captured(each, biases=biases).parts
+        expected = tabulate(part, b, s)
+        assert table is not None
+        assert table.flops == pytest.approx(expected.flops, rel=1e-12)
+        assert table.bytes == pytest.approx(expected.bytes, rel=1e-12)
+        assert list(table.shapes) == [pytest.approx(shape, rel=1e-12) for shape in expected.shapes]
+        sent, expected_sent = ([bytes_ for _, _, bytes_ in found.collectives] for found in (table, expected))
+        assert sent == pytest.approx(expected_sent, rel=1e-12)
 
 
 def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path) -> None:

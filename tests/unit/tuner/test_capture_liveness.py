@@ -8,8 +8,9 @@ import pytest
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_overlap.tuner.capture.graph import Part
-from moe_overlap.tuner.cost.memory import kept_bytes, lifetimes, live_bytes, peak_of_sequence
+from moe_overlap.tuner.cost.memory import lifetimes
 from tests.unit.tuner.capture_cases import AHEAD, DENSE, LATENT, MOE, SHARED, TP2, TP2_EP2, recorded, request, running
+from tests.unit.tuner.part_memory import kept_bytes, live_bytes, peak_of_sequence
 
 SAMPLES, TOKENS = 2, 512
 WIDE = "--hidden-size 256"

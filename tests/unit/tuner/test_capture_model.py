@@ -22,7 +22,6 @@ from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Part
 from moe_overlap.tuner.capture.kernels import UnregisteredKernelError
 from moe_overlap.tuner.capture.record import Recording
-from moe_overlap.tuner.cost.memory import kept_bytes
 from tests.unit.tuner.capture_cases import (
     AHEAD,
     CP2,
@@ -37,6 +36,7 @@ from tests.unit.tuner.capture_cases import (
     request,
     running,
 )
+from tests.unit.tuner.part_memory import kept_bytes
 
 FAST = {
     "te, TP2 EP2, shared expert": (f"{MOE} {SHARED} {TP2_EP2} --bf16", "te", "none"),
