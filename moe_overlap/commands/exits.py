@@ -8,6 +8,7 @@ import ctypes
 import functools
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -122,14 +123,16 @@ def end_with_launcher() -> None:
 
 
 def leave(rank: int, line: str, status: int) -> int:
-    """Return the status of a run that failed on every rank: rank 0 says why, the others give it time to speak.
+    """Return the status of a run that failed on this rank, mostly on all of them: rank 0 says why, the others give it time to.
 
-    torchrun ends every process as soon as one has failed: if another rank went first, nobody would read the line.
+    torchrun ends every process as soon as one has failed: if another rank went first, nobody would read the line. A rank that is
+    still there after that time has failed alone, for something that its node lacks.
     """
     if rank == 0:
         speak(line)
     else:
         time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
+        speak(f"{line} (rank {rank} on {socket.gethostname()})")
     return status
 
 

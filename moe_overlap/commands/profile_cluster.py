@@ -102,7 +102,8 @@ def main(
             key for path in arguments.megatron_args for key in job_operators([f"@{path}"], ranks.world, device.kind)
         ]
         path = output.with_suffix(".measured.jsonl")
-        database = Database.open(path, device) if ranks.rank == 0 else Database(path, device)
+        is_here = ranks.rank < ranks.per_node
+        database = Database.open(path, device) if ranks.rank == 0 else Database(path, device, is_kept=is_here)
     except ConfigError as error:
         if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -158,6 +159,8 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks, database: Database, ex
     mine = _of_first([key for key in wanted if key not in database.operators], ranks)[ranks.rank :: ranks.world]
     bar = progress("operators", len(mine), ranks.rank == 0)
     measure_operators(database, mine, seconds, lambda _: bar())
+    if ranks.nodes > 1:
+        _take_over(database, ranks)
     if ranks.rank == 0:
         measure_rates(database, dtype, 10 * seconds)
     if ranks.world > 1:
@@ -166,6 +169,16 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks, database: Database, ex
         dist.destroy_process_group()
     elif device.kind == "cuda":
         _measure_copies(database, seconds)
+
+
+def _take_over(database: Database, ranks: Ranks) -> None:
+    """Keep on the first rank what ranks of other machines have measured and not written."""
+    import torch.distributed as dist
+
+    measured: list[dict[OperatorKey, float]] = [{} for _ in range(ranks.world)]
+    dist.all_gather_object(measured, {} if database.is_kept else database.operators)
+    for key, taken in ((key, taken) for of_rank in measured for key, taken in of_rank.items() if ranks.rank == 0):
+        database.add_operator(key, taken)
 
 
 def _of_first(items: list[Key], ranks: Ranks) -> list[Key]:

@@ -15,6 +15,7 @@ import datetime
 import functools
 import io
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -146,6 +147,22 @@ def require_our_portion() -> None:
         raise ConfigError("megatron.training", found_at, "belongs to another package", "install megatron-core==0.16.1")
 
 
+def require_usable_gpu() -> None:
+    """Refuse a machine whose GPUs torch cannot use: its ranks would train on the CPU, or wait for those that do not.
+
+    CUDA_VISIBLE_DEVICES= asks for the CPU.
+    """
+    import torch
+
+    from megatron.training.cli.start import cuda_is_there
+
+    is_asked_for = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if is_asked_for and cuda_is_there() and not torch.cuda.is_available():
+        rule = "torch cannot use them: see nvidia-smi for the driver, and for the fabric manager of an NVLink switch"
+        fix = "repair or exclude the machine; CUDA_VISIBLE_DEVICES= trains on its CPU"
+        raise ConfigError("the GPUs", f"of {socket.gethostname()}", rule, fix)
+
+
 def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     """Train from the import of torch to the last evaluation; returns the exit status."""
     # What torch says in C++ of a peer that it looks for again and again comes before our one line; its errors are raised as well.
@@ -160,6 +177,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     require_packages(parsed.config)
     settle_environment(parsed.config, os.environ)
     quiet_libraries()
+    require_usable_gpu()
     if cpu_backend.is_needed():
         cpu_backend.install()
     import torch

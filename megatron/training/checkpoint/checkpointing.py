@@ -275,6 +275,7 @@ class Checkpointer:
         differing = differences(request, tensor_shapes(metadata), ignored)
         told = checkpoint_rules.require_fit(stored, load, differing, flags.dist_ckpt_strictness)
         loaded = self._read(stored, metadata, without_keys(request, differing.absent_keys))
+        del request  # It holds what was loaded, too.
         dropped = 0
         for index, chunk in enumerate(self._chunks):
             weights, count = without_extra_states(loaded[f"model{index}"])

@@ -128,7 +128,9 @@ def optimizer_state(optimizer: Any, name: str, model_state: Any, *, loading: boo
 
 
 def _empty(shard: _Shard) -> torch.Tensor:
-    return torch.zeros(shard.parameter.numel(), dtype=torch.float32, device=shard.parameter.device)
+    # On the host: whole parameters of all kinds would be several times what a rank keeps of them, and a run that fits its device
+    # would not fit it when it starts again.
+    return torch.zeros(shard.parameter.numel(), dtype=torch.float32)
 
 
 def _joined(shard: _Shard, own: torch.Tensor) -> torch.Tensor | None:
@@ -150,14 +152,17 @@ def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: i
     """Take over a loaded state, after the model's parameters have been loaded.
 
     Args:
-        state: the loaded `optimizer_state(..., loading=True)`; a parameter that it lacks keeps a fresh state.
+        state: the loaded `optimizer_state(..., loading=True)`, which is emptied; a parameter that it lacks keeps a fresh state.
         steps: number of updates so far.
     """
     for index, shard in enumerate(_shards(optimizer)):
         _, first, last = shard.holders[shard.place]
-        stored = {kind: state[f"{index}.{kind}"] for kind in shard.kinds(name) if f"{index}.{kind}" in state}
-        # Cloned: a slice would keep the whole parameter's state alive on each of its holders.
-        loaded = {kind: whole.reshape(-1)[first:last].clone() for kind, whole in stored.items()}
+        # Each whole parameter goes when its shard is there, which is a copy: a slice would keep it alive.
+        stored = {kind: state.pop(f"{index}.{kind}") for kind in shard.kinds(name) if f"{index}.{kind}" in state}
+        loaded = {
+            kind: whole.reshape(-1)[first:last].to(shard.main.device, copy=True) for kind, whole in stored.items()
+        }
+        del stored
         loaded |= {kind: torch.zeros_like(shard.main) for kind in MOMENTS[name] if kind not in loaded}
         if MASTER_WEIGHT in loaded:
             shard.main.copy_(loaded.pop(MASTER_WEIGHT))

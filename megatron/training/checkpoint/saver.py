@@ -14,9 +14,10 @@ asynchronous callers fork a process with the training process's memory, and wait
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.training.checkpoint import folder as checkpoint_folder
 from megatron.training.cli.config import CheckpointConfig
 from megatron.training.cli.rules.checkpoint import Differences
-from megatron.training.initialize import on_every_rank, on_first_rank
+from megatron.training.initialize import device_of_this_process, on_every_rank, on_first_rank
 from moe_overlap.describe.errors import ConfigError
 
 EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
@@ -177,6 +178,11 @@ class Keep:
     multiples_of: int | None = None
 
 
+def _on_device(device: torch.device) -> Callable[[], None]:
+    """Work of a new thread: each has a current device of its own, at first GPU 0, where torch's writer would open a context."""
+    return partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
+
+
 class Saver:
     """Writes checkpoints; every method is collective over all ranks.
 
@@ -190,7 +196,8 @@ class Saver:
         self._thread: ThreadPoolExecutor | None = None
         self._group: Any = None
         if flags.async_save and flags.save is not None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            begin = _on_device(device_of_this_process())
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=begin)
             # Every rank makes the group, in the same place. Threads communicate whenever their disk is done: in a group
             # of training those calls would meet the ones of a step. The data is on the host, hence gloo.
             self._group = dist.new_group(backend="gloo")

@@ -235,11 +235,12 @@ def _build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> t
         except OSError as error:
             raise cannot_write(folder.parent, error) from error
 
-    def finish() -> None:
+    def finish() -> bool:
         try:
             Path(chosen).rename(folder)
-        except OSError:  # another job was faster; the files already read stay open
-            shutil.rmtree(chosen, ignore_errors=True)
+        except OSError:
+            return not folder.is_dir()
+        return True
 
     chosen = on_first_rank(choose)
     on_every_rank(partial(_check_visible, Path(chosen)))
@@ -257,7 +258,13 @@ def _build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> t
     if chosen != str(folder):
         if dist.is_initialized():
             dist.barrier()
-        on_first_rank(finish)
+        if not on_first_rank(finish):
+            # Another job was faster. Other machines may have mapped files of this one: NFS takes them away when they are deleted.
+            builder.config.path_to_cache = str(folder)
+            datasets = tuple(builder.build())
+            if dist.is_initialized():
+                dist.barrier()
+            on_first_rank(partial(shutil.rmtree, chosen, ignore_errors=True))
     return datasets
 
 

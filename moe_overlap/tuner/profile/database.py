@@ -159,10 +159,12 @@ class Database:
         operators, links: seconds by key.
         rates: single figures by name: `product_flops`, `copy_bytes_per_second`, …
         jobs: refined prices by job (`tuner/calibrate/refine.py`).
+        is_kept: whether what is added is appended to the file. Several processes of one machine may append; those of another
+            would write over it on a shared file system, whose clients do not append to the same end.
     """
 
-    def __init__(self, path: Path, device: Device) -> None:
-        self.path, self.device = path, device
+    def __init__(self, path: Path, device: Device, is_kept: bool = True) -> None:
+        self.path, self.device, self.is_kept = path, device, is_kept
         self.operators: dict[OperatorKey, float] = {}
         self.links: dict[LinkKey, float] = {}
         self.rates: dict[str, float] = {}
@@ -236,6 +238,8 @@ class Database:
         self._append(_job_row(key, refined))
 
     def _append(self, row: dict[str, Any]) -> None:
+        if not self.is_kept:
+            return
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
             os.write(descriptor, (json.dumps(row) + "\n").encode())

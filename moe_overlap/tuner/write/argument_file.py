@@ -81,6 +81,12 @@ SAME_AS_ROUTER = ("--moe-gate", ("topk",))
 """The gate that decides as Megatron's router does: nothing is lost where Megatron-LM has no flag for it."""
 
 
+WEIGHTS_ALONE = (
+    "--pretrained-checkpoint begins with the same weights, and a run that starts again goes on from what it has saved"
+)
+"""Why --finetune is not among the flags of a job that loads its own checkpoints."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenFlags:
     """The flags of a run.
@@ -136,6 +142,9 @@ def argument_file(
         if name not in gone and name not in decided and not is_format_of_fsdp(name, values):
             kept[name] = values
     merged = kept | {name: values for name, values in chosen.items() if name not in gone}
+    if "--finetune" in merged:
+        merged = _begun_by_weights(merged)
+        gone["--finetune"] = WEIGHTS_ALONE
     by_group = {name: merged[name] for group in ORDER for name in merged if group_of(name) == group}
     if target == "megatron-lm":
         for error in (*parser_errors(by_group), *upstream_errors(values_of(by_group), plan.world_size)):
@@ -146,6 +155,12 @@ def argument_file(
     if left_out:
         lines += ["", "# left out", *(line for pair in left_out for line in _wrapped(": ".join(pair)))]
     return WrittenFlags(flags=by_group, text="\n".join(lines).strip() + "\n", left_out=left_out)
+
+
+def _begun_by_weights(flags: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Flags that begin with the weights of --load, at step 0, and go on from what the run has saved when it starts again."""
+    begun = {name: values for name, values in flags.items() if name not in ("--finetune", "--load")}
+    return begun | ({"--pretrained-checkpoint": flags["--load"]} if "--load" in flags else {})
 
 
 def decided_flags(plan: Plan) -> frozenset[str]:

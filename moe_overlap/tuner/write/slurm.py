@@ -101,12 +101,12 @@ def slurm_script(
         written: the flags; `moe-overlap` reads them from the file beside the script.
         environment: variables of every rank.
     """
-    lines = [*_options(job, words_to_add(written.flags, target)), "", *_settings(job, target), ""]
+    lines = [*_options(job, words_to_add(written.flags, target)), "", *_settings(job, target, written), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     lines += ["# export NCCL_SOCKET_IFNAME=eth0   # the network of the first contact, where nodes have several", ""]
     lines += _inline(written) if target == "megatron-lm" else _beside()
     if "--save-interval" not in written.flags:
-        lines += ['set -- "$@" --save-interval "${SAVE_INTERVAL:-500}" # steps from one checkpoint to the next', ""]
+        lines += ['set -- --save-interval "${SAVE_INTERVAL:-500}" "$@" # steps from one checkpoint to the next', ""]
     body = resources.files(__package__).joinpath("launch.sh").read_text(encoding="utf-8")
     return "\n".join(lines) + "\n" + body
 
@@ -136,11 +136,16 @@ def _options(job: SlurmJob, added: str) -> list[str]:
     ]
 
 
-def _settings(job: SlurmJob, target: Target) -> list[str]:
+def _settings(job: SlurmJob, target: Target, written: WrittenFlags) -> list[str]:
     program = "Megatron-LM/pretrain_gpt.py" if target == "megatron-lm" else "pretrain_moe.py"
     image = shlex.quote(job.image) if job.image else ""
+    saved, begins = (shlex.join(written.flags.get(name, ())) for name in ("--save", "--load"))
     settings = {
-        "RUN": ("runs/$SLURM_JOB_NAME-$SLURM_JOB_ID", "checkpoints: saved here, loaded when the job starts again"),
+        "RUN": (
+            saved or "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID",
+            "checkpoints: saved here, loaded when the job starts again",
+        ),
+        "LOAD": (begins, "where a run begins that has saved nothing; empty: at step 0"),
         "PROGRAM": (program, "from the folder of submission"),
         "PYTHON": ("python3", "the interpreter that has the packages, such as .venv/bin/python"),
         "GPUS": (str(job.gpus_per_node), "ranks of a node, where --gres asks for its GPUs"),

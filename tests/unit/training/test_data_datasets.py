@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -395,3 +397,23 @@ def test_the_order_of_a_text_has_a_name(tmp_path: Path) -> None:
 
     assert order(10) == order(60) != order(100)
     assert order(10, seed=2) != order(10)
+
+
+def test_indices_of_a_slower_job_go_when_nobody_reads_them(tmp_path: Path) -> None:
+    """Files that other machines have mapped are gone on NFS when they are deleted: all read those of the faster job first."""
+    folder, read = tmp_path / "indices", list[tuple[str, list[str]]]()
+
+    class Builder:
+        config = SimpleNamespace(path_to_cache="")
+
+        def build(self) -> list[None]:
+            folder.mkdir(exist_ok=True)  # by another job, while this one builds
+            (folder / "index").touch()
+            read.append((self.config.path_to_cache, sorted(path.name for path in tmp_path.iterdir())))
+            return [None]
+
+    builder: Any = Builder()
+    assert data._build_with_cache(builder, folder) == (None,)
+    (own, _), (published, there) = read
+    assert published == str(folder) and Path(own).name in there, "read while its own files are still there"
+    assert [path.name for path in tmp_path.iterdir()] == ["indices"]

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from moe_overlap.commands import profile_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import Op
@@ -173,3 +175,17 @@ def test_a_line_is_one_json_object(tmp_path: Path) -> None:
         ["link", "seconds"],
         ["rate", "value"],
     ]
+
+
+def test_ranks_of_other_machines_keep_what_they_measure_until_the_first_takes_it_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their appends would write over those of the first machine on a file system that both have mounted."""
+    first = Database.open(tmp_path / "d.jsonl", DEVICE)
+    other = Database(tmp_path / "d.jsonl", DEVICE, is_kept=False)
+    before = first.path.read_text()
+    other.add_operator(gemm(8, 8, 8), 1e-3)
+    assert first.path.read_text() == before and other.operators == {gemm(8, 8, 8): 1e-3}
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), [{}, other.operators]))
+    profile_cluster._take_over(first, profile_cluster.Ranks(rank=0, world=2, local_rank=0, per_node=1))
+    assert Database.load(first.path).operators == other.operators

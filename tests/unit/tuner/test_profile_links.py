@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from moe_overlap.tuner.profile.cluster_file import (
     moved_bytes,
 )
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey
+from moe_overlap.tuner.profile.measure import links
 
 LATENCY, RATE = 2e-4, 1.5e9
 SIZES = [1 << power for power in range(12, 25, 2)]
@@ -214,3 +216,14 @@ def test_every_constant_is_asked_for(tmp_path: Path) -> None:
     assert measured is not None
     with pytest.raises(ConfigError, match=r"measured.constants.memory: is missing"):
         measured_constants(measured, "a processor")
+
+
+def test_an_all_to_all_beside_products_has_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks share no power of two, and both backends refuse unequal parts."""
+    sizes = set()
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(links.dist, "all_to_all_single", lambda received, sent, **_: (sizes.add(sent.numel()), done)[1])
+    monkeypatch.setattr(links, "_agreed", lambda seconds, *_: seconds)
+    group: Any = SimpleNamespace(size=lambda: 3)
+    assert 0 <= links.slowdown_of_both(group, "cpu", 1 << 10, 8) <= 1
+    assert sizes == {1023}

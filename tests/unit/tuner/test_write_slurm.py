@@ -25,7 +25,7 @@ STANDS_FOR = {
 """Programs of Slurm: one command each."""
 
 
-def words_of_srun(script: str, tmp_path: Path, **environment: str) -> list[str]:
+def words_of_srun(script: str, tmp_path: Path, is_to_end_well: bool = True, **environment: str) -> list[str]:
     """The words that a script starts srun with, on two nodes of a cluster that does not exist."""
     folder = tmp_path / "tuned folder"
     folder.mkdir()
@@ -39,9 +39,10 @@ def words_of_srun(script: str, tmp_path: Path, **environment: str) -> list[str]:
     seen = tmp_path / "seen"
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "m", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_GPUS_ON_NODE": "16"}
     about = {"COMMAND": f"{path} --seed 3", "SEEN": str(seen), "PATH": f"{programs}:{os.environ['PATH']}"}
-    subprocess.run(
-        ["bash", str(path), "--seed", "3"], env={**os.environ, **job, **about, **environment}, cwd=tmp_path, check=True
+    ended = subprocess.run(
+        ["bash", str(path), "--seed", "3"], env={**os.environ, **job, **about, **environment}, cwd=tmp_path, check=False
     )
+    assert (ended.returncode == 0) == is_to_end_well
     return seen.read_text().splitlines()
 
 
@@ -93,9 +94,62 @@ def test_torchrun_gets_the_file_beside_the_script(tmp_path: Path) -> None:
     assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--nproc-per-node") + 1] == "8"
     assert words[words.index("--rdzv-endpoint") + 1] == "n0:20007"
     program = words.index("pretrain_moe.py")
-    assert words[program + 1] == f"@{tmp_path}/tuned folder/megatron_args.txt"
-    assert words[program + 2 : program + 6] == ["--seed", "3", "--save-interval", "500"]
+    file = f"@{tmp_path}/tuned folder/megatron_args.txt"
+    assert words[program + 1] == "--save-interval" and words[program + 3 : program + 5] == [file, "--seed"]
     assert words[-5:] == ["10", "--save", "runs/m-7", "--load", "runs/m-7"]
+
+
+FAILS_ONCE = """
+for word; do [[ $before == --load ]] && load=$word; [[ $before == --max-restarts ]] && restarts=$word; before=$word; done
+echo "$load $restarts" >> "$SEEN"
+[[ $(wc -l < "$SEEN") -le ${FAILURES:-0} ]] && { [[ $SAVES ]] && mkdir -p "$SAVES/step-000002"; exit 1; } || exit 0
+"""
+"""A step that says what it loads and how often torchrun starts it again, and fails so often, having saved or not."""
+
+
+@pytest.mark.parametrize(
+    ("failures", "saves", "seen"),
+    [
+        (0, "", ["base 0"]),
+        (1, "", ["base 0", "base 0"]),
+        (1, "kept", ["base 0", "kept 1"]),
+        (9, "", ["base 0"] * 3),
+    ],
+)
+def test_a_users_checkpoint_is_where_the_run_begins_and_its_own_is_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int, saves: str, seen: list[str]
+) -> None:
+    """torchrun would start ranks again with the user's --load, from the first step."""
+    monkeypatch.setitem(STANDS_FOR, "srun", FAILS_ONCE)
+    plan, arguments = mixtral()
+    written = argument_file([*MIXTRAL, "--load", "base", "--save", "kept", "--save-interval", "100"], plan, arguments)
+    said = words_of_srun(
+        slurm_script(JOB, "moe-overlap", written),
+        tmp_path,
+        is_to_end_well=failures < 9,
+        FAILURES=f"{failures}",
+        SAVES=saves,
+    )
+    assert said == seen
+
+
+def test_a_later_start_begins_with_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STANDS_FOR, "srun", FAILS_ONCE)
+    plan, arguments = mixtral()
+    (tmp_path / "kept" / "step-000500").mkdir(parents=True)
+    written = argument_file([*MIXTRAL, "--load", "base", "--save", "kept"], plan, arguments)
+    assert words_of_srun(slurm_script(JOB, "moe-overlap", written), tmp_path, SAVES="") == ["kept 2"]
+
+
+@pytest.mark.parametrize("target", ["moe-overlap", "megatron-lm"])
+def test_weights_alone_are_taken_once(target: Target) -> None:
+    """--finetune beside a run's own checkpoints would begin at step 0 whenever the job starts again."""
+    plan, arguments = mixtral()
+    words = [*MIXTRAL, "--data-path", "text", "--load", "base", "--finetune"]
+    written = argument_file(words, plan, arguments, target)
+    assert written.flags["--pretrained-checkpoint"] == ("base",)
+    assert not {"--load", "--finetune"} & written.flags.keys()
+    assert [name for name, _ in written.left_out if name == "--finetune"] == ["--finetune"]
 
 
 def test_upstream_gets_its_flags_inline_in_a_container(tmp_path: Path) -> None:
@@ -114,7 +168,8 @@ def test_upstream_gets_its_flags_inline_in_a_container(tmp_path: Path) -> None:
     ]
     assert words[words.index("--nproc-per-node") + 1] == "4"
     program = words.index("Megatron-LM/pretrain_gpt.py")
-    assert words[program + 1 : program + 1 + len(written.arguments)] == written.arguments
+    assert words[program + 1 : program + 3] == ["--save-interval", "500"]
+    assert words[program + 3 : program + 3 + len(written.arguments)] == written.arguments
     assert "my text" in words
 
 

@@ -95,10 +95,11 @@ def slowdown_of_both(group: dist.ProcessGroup, device: str, held_bytes: int, pro
     """Share of the shorter of two that is lost when an all-to-all and products run at the same time: 0 to 1.
 
     Args:
-        held_bytes: of the all-to-all.
+        held_bytes: of the all-to-all, at most.
         product: rows and columns of the square products, as many of them as take about as long as the all-to-all.
     """
-    sent = torch.ones(held_bytes, dtype=torch.int8, device=device)
+    # Every rank gets an equal part.
+    sent = torch.ones(held_bytes - held_bytes % group.size(), dtype=torch.int8, device=device)
     received = torch.empty_like(sent)
     square = torch.rand(product, product, device=device)
 
