@@ -36,6 +36,7 @@ class _Module(torch.nn.Module):
         self, count: int, in_features: int, out_features: int, fuse: bool, bias: bool, delay: bool, dtype: Any
     ) -> None:
         super().__init__()
+        self.fp8 = True
         self.fuse_wgrad_accumulation = fuse
         self.wgrad_store = WeightGradStore(delay)
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
@@ -63,6 +64,9 @@ class _Module(torch.nn.Module):
         for weight, gradient in zip(self.weights, self.wgrad_store.context.get()(), strict=True):
             if not self.fuse_wgrad_accumulation:
                 weight.grad = gradient.to(weight.dtype)
+        if self.bias is not None and self.bias.grad is None:
+            # Up to release 2.19: in 8 bits a product of weights' gradients has none of biases.
+            raise AttributeError("'NoneType' object has no attribute 'to'")
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 
@@ -94,7 +98,8 @@ class _Product(torch.autograd.Function):
 
         if module.wgrad_store.delay_wgrad_compute():
             module.wgrad_store.context.put(weight_gradients)
-            found: list[Tensor | None] = [None for _ in weights]
+            # Grouped products hand out the memory that `backward_dw` will write.
+            found: list[Tensor | None] = [torch.full_like(weight, torch.nan) if grouped else None for weight in weights]
         else:
             found = weight_gradients()
         if module.fuse_wgrad_accumulation:

@@ -254,7 +254,7 @@ class _Product(torch.autograd.Function):
                 weight.main_grad.copy_(dw) if is_first else weight.main_grad.add_(dw)
             return list(gradients)
 
-        found: list[Tensor | None] = [None for _ in ctx.operands]
+        found: list[Tensor | None] = [torch.full_like(w, torch.nan) if ctx.splits else None for w in module.weights()]
         if module.wgrad_store.delay_wgrad_compute():
             module.wgrad_store.context.put(weight_gradients)
         else:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_overlap.plan.instructions import BufferRole, Instruction
 from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, OperatorKind, state_operator
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
-from moe_overlap.runtime.dispatch.wire import AllToAll, Pending, extra_columns
+from moe_overlap.runtime.dispatch.wire import AllToAll, Columns, Pending
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.execute import PlanExecutor, StageTransfers, is_update
 from moe_overlap.runtime.executor.state import StepState, handle_of, travelling
@@ -81,7 +81,7 @@ class TimerOperators:
             counting = dispatcher.start_counts(handle)
             return self._recorder.ending(span, lambda: _drop(counting.wait()))
         routed, arrived = sum(handle.counts.sent), sum(handle.counts.received)
-        packed = self._sizes.hidden + extra_columns(self._sizes.dtype, handle.probs_dtype)
+        packed = self._sizes.hidden + Columns.of(self._sizes.dtype, handle.probs_dtype).behind
         back = operator.phase == BACKWARD
         start: Callable[[Tensor, Handle], Pending[Tensor]]
         if operator.kind == DISPATCH:

@@ -67,7 +67,8 @@ def transformer_config(
         "autocast_dtype": dtype,
         "pipeline_dtype": dtype,
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
-        "bias_dropout_fusion": has_cuda,
+        # Experts add their biases themselves: megatron-core's grouped ones refuse the fusion.
+        "bias_dropout_fusion": has_cuda and not (model.num_experts and config.model.add_bias_linear),
         # `fused_gradients.py` switches it on for the products that have a kernel, once there are sums to add to.
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
@@ -234,8 +235,8 @@ def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -
         function = quick_gelu
     elif flags.swiglu:
         function = F.silu
-    # megatron-core fuses GELU with a bias only, squared ReLU and GELU by tanh not at all, and quick GELU in routed experts only;
-    # its fused SiLU forgets clamp and offset.
+    # megatron-core fuses GELU with a bias only and in no experts, squared ReLU and GELU by tanh not at all, and quick GELU in
+    # routed experts only; its fused SiLU forgets clamp and offset.
     only_experts = all(model.moe_layers) and not model.shared_expert_hidden_size
     changed = flags.activation_func_clamp_value is not None or flags.glu_linear_offset != 0
     fusible: dict[Callable[..., Tensor], bool] = {
@@ -243,7 +244,7 @@ def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -
         _tanh_gelu: False,
         quick_gelu: only_experts,
         F.silu: not changed,
-        F.gelu: flags.add_bias_linear,
+        F.gelu: flags.add_bias_linear and not model.num_experts,
     }
     return {
         "gated_linear_unit": model.gated,

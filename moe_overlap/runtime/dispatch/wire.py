@@ -237,32 +237,56 @@ class _OnStream:
         return self._received
 
 
-def extra_columns(rows_dtype: torch.dtype, probs_dtype: torch.dtype) -> int:
-    """Number of columns that one probability takes behind a row."""
-    return max(1, probs_dtype.itemsize // rows_dtype.itemsize)
+ALIGNED_BYTES = 16
+"""NCCL copies so many bytes at a time where what is sent and received begins at a multiple of them, and else one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of packed rows: H of the row, those of its probability, and some that hold nothing.
+
+    Rows of a width that is a multiple of ALIGNED_BYTES stay so, wherever the rows for a peer begin. What holds nothing is
+    never written: it costs no launch, and nobody reads it.
+    """
+
+    bits: int
+    behind: int
+
+    @staticmethod
+    def of(rows_dtype: torch.dtype, probs_dtype: torch.dtype) -> Columns:
+        """Those of rows and probabilities of these types."""
+        bits = max(1, probs_dtype.itemsize // rows_dtype.itemsize)
+        return Columns(bits, max(bits, ALIGNED_BYTES // rows_dtype.itemsize))
+
+    def split(self, packed_NX: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the rows [N, H] and of the bits of their probabilities."""
+        sizes = [packed_NX.shape[1] - self.behind, self.bits, self.behind - self.bits]
+        rows, bits, _ = packed_NX.split(sizes, dim=1)
+        return rows, bits
 
 
 def join(rows_NH: Tensor, probs_N: Tensor) -> Tensor:
     """Packed rows [N, H + X], outside autograd."""
-    extra = extra_columns(rows_NH.dtype, probs_N.dtype)
-    packed = rows_NH.new_empty((rows_NH.shape[0], rows_NH.shape[1] + extra))
-    packed[:, :-extra] = rows_NH
-    packed[:, -extra:] = _bits(probs_N, rows_NH.dtype, extra)
+    columns = Columns.of(rows_NH.dtype, probs_N.dtype)
+    packed = rows_NH.new_empty((rows_NH.shape[0], rows_NH.shape[1] + columns.behind))
+    rows, bits = columns.split(packed)
+    rows.copy_(rows_NH)
+    bits.copy_(_bits(probs_N, rows_NH.dtype, columns.bits))
     return packed
 
 
 def cut(packed_NX: Tensor, probs_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows [N, H] and probabilities [N] of packed rows, outside autograd."""
-    extra = extra_columns(packed_NX.dtype, probs_dtype)
-    return packed_NX[:, :-extra].contiguous(), _probs(packed_NX[:, -extra:].contiguous(), probs_dtype)
+    rows, bits = Columns.of(packed_NX.dtype, probs_dtype).split(packed_NX)
+    return rows.contiguous(), _probs(bits.contiguous(), probs_dtype)
 
 
-def _bits(probs_N: Tensor, rows_dtype: torch.dtype, extra: int) -> Tensor:
+def _bits(probs_N: Tensor, rows_dtype: torch.dtype, columns: int) -> Tensor:
     """Probabilities as columns [N, X] of the rows' type: their bits, or where they are narrower than it their values."""
     if probs_N.dtype.itemsize < rows_dtype.itemsize:
         return probs_N.to(rows_dtype).unsqueeze(1)
     probs_N = probs_N.contiguous()
-    return (probs_N if probs_N.dtype == rows_dtype else probs_N.view(rows_dtype)).view(-1, extra)
+    return (probs_N if probs_N.dtype == rows_dtype else probs_N.view(rows_dtype)).view(-1, columns)
 
 
 def _probs(bits_NX: Tensor, probs_dtype: torch.dtype) -> Tensor:
@@ -312,18 +336,18 @@ class PermutePacked(torch.autograd.Function):
     def forward(ctx: Any, hidden_TH: Tensor, probs_TE: Tensor, places_N: Tensor, sources_N: Tensor) -> Tensor:
         ctx.save_for_backward(places_N, sources_N)
         ctx.shapes, ctx.probs_dtype = (hidden_TH.shape, probs_TE.shape), probs_TE.dtype
-        extra = extra_columns(hidden_TH.dtype, probs_TE.dtype)
-        packed = hidden_TH.new_empty((places_N.shape[0], hidden_TH.shape[1] + extra))
-        rows_NH, bits_NX = packed.split([hidden_TH.shape[1], extra], dim=1)
+        ctx.columns = columns = Columns.of(hidden_TH.dtype, probs_TE.dtype)
+        packed = hidden_TH.new_empty((places_N.shape[0], hidden_TH.shape[1] + columns.behind))
+        rows_NH, bits_NX = columns.split(packed)
         torch.index_select(hidden_TH, 0, places_N, out=rows_NH)
-        bits_NX.copy_(_bits(probs_TE.reshape(-1).index_select(0, sources_N), hidden_TH.dtype, extra))
+        bits_NX.copy_(_bits(probs_TE.reshape(-1).index_select(0, sources_N), hidden_TH.dtype, columns.bits))
         return packed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         places_N, sources_N = ctx.saved_tensors
         (packed,), (hidden_shape, probs_shape) = gradients, ctx.shapes
-        drows_NH, bits_NX = packed.split([hidden_shape[1], packed.shape[1] - hidden_shape[1]], dim=1)
+        drows_NH, bits_NX = ctx.columns.split(packed)
         dhidden_TH = packed.new_zeros(hidden_shape).index_add_(0, places_N, drows_NH)
         dprobs_N = _probs(bits_NX.contiguous(), ctx.probs_dtype)
         dprobs = dprobs_N.new_zeros(probs_shape.numel()).index_add_(0, sources_N, dprobs_N)
@@ -338,17 +362,17 @@ class SortUnpack(torch.autograd.Function):
         ctx: Any, packed: Tensor, probs_dtype: torch.dtype, sizes: list[int], order: list[int]
     ) -> tuple[Tensor, Tensor]:
         ctx.back = inverse(sizes, order)
-        extra = extra_columns(packed.dtype, probs_dtype)
-        rows_NH, bits_NX = packed.split([packed.shape[1] - extra, extra], dim=1)
-        rows_NH, bits_NX = (reordered(x, sizes, order).contiguous() for x in (rows_NH, bits_NX))
+        pair = Columns.of(packed.dtype, probs_dtype).split(packed)
+        rows_NH, bits_NX = (reordered(x, sizes, order).contiguous() for x in pair)
         return rows_NH, _probs(bits_NX, probs_dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         rows_NH, probs_N = gradients
-        extra = extra_columns(rows_NH.dtype, probs_N.dtype)
-        bits_NX = _bits(probs_N, rows_NH.dtype, extra)
-        return torch.cat([reordered(x, *ctx.back) for x in (rows_NH, bits_NX)], dim=1), None, None, None
+        columns = Columns.of(rows_NH.dtype, probs_N.dtype)
+        bits_NX = _bits(probs_N, rows_NH.dtype, columns.bits)
+        nothing = rows_NH.new_empty((rows_NH.shape[0], columns.behind - columns.bits))
+        return torch.cat([*(reordered(x, *ctx.back) for x in (rows_NH, bits_NX)), nothing], dim=1), None, None, None
 
 
 class Reorder(torch.autograd.Function):

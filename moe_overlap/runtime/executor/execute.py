@@ -28,7 +28,7 @@ from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
 from moe_overlap.runtime.executor.bindings import ChunkOperators, set_aux_loss_scale
 from moe_overlap.runtime.executor.buffers import Buffers
-from moe_overlap.runtime.executor.graphs import CudaGraphs, SegmentGraphs, refuse_uncapturable
+from moe_overlap.runtime.executor.graphs import CudaGraphs, SegmentGraphs, leave_generators_alone, refuse_uncapturable
 from moe_overlap.runtime.executor.state import StepState
 from moe_overlap.runtime.executor.streams import ChannelStreams, HostOrder, Streams
 from moe_overlap.runtime.groups import StageGroups
@@ -139,6 +139,7 @@ class PlanExecutor:
         self._graphs = graphs
         if graphs is None and context.graph_stream is not None:
             refuse_uncapturable(context)
+            leave_generators_alone(module for chunk in context.chunks for module in chunk.modules())
             self._graphs = SegmentGraphs(CudaGraphs(context.graph_stream), self._queue, self.dispatcher.static_capacity)
         self._operators = [
             ChunkOperators(model, sequence_length, loss, self.dispatcher, self._recorder, self._graphs)

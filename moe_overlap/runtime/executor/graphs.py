@@ -24,8 +24,9 @@ yet run on hardware: tests have a stand-in that records operators, runs them aga
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -113,6 +114,17 @@ def refuse_uncapturable(context: RunContext) -> None:
     if any(can_delay(module) for module in modules):
         rule = "Transformer Engine puts weight gradients aside itself, which a replay does not repeat"
         raise ConfigError("--defer-weight-gradients", "", rule, "drop it or --moe-overlap-cuda-graphs")
+
+
+def leave_generators_alone(modules: Iterable[torch.nn.Module]) -> None:
+    """Keep attention without dropout from taking the state of a random generator, which no capture allows.
+
+    Up to release 2.18 Transformer Engine's attention does so in every pass, whatever its dropout, where it was given
+    megatron-core's tracker. Graphs are refused with dropout.
+    """
+    for module in modules:
+        if hasattr(module, "attention_dropout_ctx"):
+            module.attention_dropout_ctx = contextlib.nullcontext
 
 
 class SegmentGraphs:

@@ -124,7 +124,7 @@ class GradientBuckets:
 
 def _start(ddp_bucket: _DdpBucket, bucket: int, buckets: int, name: str) -> Callable[[], None]:
     wire, width = ddp_bucket.replicas, ddp_bucket.gradient_Dw.shape[1]
-    columns = slice(width * bucket // buckets, width * (bucket + 1) // buckets)
+    columns = slice(_cut(width, bucket, buckets), _cut(width, bucket + 1, buckets))
     own_share = ddp_bucket.gradient_Dw[wire.rank, columns]
     # A copy, because the columns are not contiguous; the scale costs nothing more.
     sent_Dw = ddp_bucket.gradient_Dw[:, columns] * ddp_bucket.scale
@@ -141,6 +141,16 @@ def _start(ddp_bucket: _DdpBucket, bucket: int, buckets: int, name: str) -> Call
         torch.sum(pending.wait(), dim=0, out=own_share)
 
     return add
+
+
+CUT_ELEMENTS = 32
+"""Buckets begin at multiples of so many elements: NCCL copies 16 bytes at a time only from such places, as DDP aligns them."""
+
+
+def _cut(width: int, bucket: int, buckets: int) -> int:
+    """Where the bucket of this number begins."""
+    unit = CUT_ELEMENTS if width >= CUT_ELEMENTS * buckets else 1  # no bucket is empty
+    return width if bucket == buckets else width * bucket // buckets // unit * unit
 
 
 def _nothing() -> None:

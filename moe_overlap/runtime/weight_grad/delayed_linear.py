@@ -6,8 +6,8 @@ Such a module keeps what its weights' gradient is computed from in a store of it
 1. Every backward pass of the module puts one entry into our queue, at the moment its output's gradient is there; the entry calls
    `backward_dw()` once. The list never runs it before the operator's backward pass has ended, so the store is filled by then.
 2. `backward_dw()` leaves a gradient in `.grad`, in place of an older one, or adds to the main gradient itself
-   (`fuse_wgrad_accumulation`). The former is moved to where DDP sums, at once: a second partition would overwrite it. For the
-   latter the backward pass leaves a tensor without values in `.grad`, and marks the parameter by `grad_added_to_main_grad`.
+   (`fuse_wgrad_accumulation`). The former is moved to where DDP sums, at once: a second partition would overwrite it.
+   What the backward pass itself leaves in a weight's `.grad`, in grouped and in fused products, has no values and is dropped.
 3. The hooks that DDP hands over are kept from the module, whose `backward_dw()` would call them for every partition.
 
 The store's tensors are the library's: the queue counts the output gradient's bytes, and not the input that is kept beside it.
@@ -49,18 +49,21 @@ def drive_by_queue(
         announce: tells DDP that they are there.
     """
     parameters = delayed_parameters(module)
+    biases = [parameter for parameter in parameters if parameter.dim() == 1]
+    weights = [parameter for parameter in parameters if parameter.dim() > 1]
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(_drop)
 
     def compute() -> None:
-        # In 8 bits a bias's gradient comes from the backward pass itself, and autograd has left it here. What it has left for a
-        # weight that the library adds to the main gradient is memory that nobody has written.
-        earlier = [
-            None if getattr(parameter, "grad_added_to_main_grad", False) else gradient
-            for parameter, gradient in zip(parameters, _taken(parameters), strict=True)
-        ]
+        # In 8 bits, and where it is added elsewhere, a bias's gradient comes from the backward pass itself. `backward_dw()` wants
+        # one in `.grad`, or up to release 2.19 fails; an entry before this one may have taken it, with those of all partitions.
+        by_autograd = getattr(module, "fp8", False) or not getattr(module, "apply_bias", True)
+        for bias in biases if by_autograd else ():
+            bias.grad = torch.zeros_like(bias) if bias.grad is None else bias.grad
+        sums = dict(zip(weights, _taken(weights), strict=True))
         module.backward_dw()
-        late = _taken(parameters)
-        add(earlier)
-        add(late)
+        add([sums.get(parameter) for parameter in parameters])
+        add(_taken(parameters))
 
     def at_output(_module: Any, _inputs: Any, output: Any) -> None:
         product = output[0] if isinstance(output, tuple) else output
@@ -71,6 +74,11 @@ def drive_by_queue(
         queue.put(name, compute, (gradient.detach(),), announce=announce)
 
     module.register_forward_hook(at_output)
+
+
+def _drop(parameter: Tensor) -> None:
+    """Drop what a backward pass has left for a weight whose gradient is put aside."""
+    parameter.grad = None
 
 
 def _taken(parameters: Iterable[torch.nn.Parameter]) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ import torch
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.build import gate_and_dispatcher
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
+from moe_overlap.runtime.dispatch.wire import Columns
 from moe_overlap.runtime.executor.bindings import ChunkOperators
 from moe_overlap.runtime.executor.buffers import BATCH, Buffers
 from moe_overlap.runtime.executor.state import StepState
@@ -17,7 +18,7 @@ from moe_overlap.runtime.spans import SpanRecorder
 from tests.unit.runtime import one_process
 
 SEQUENCE, SAMPLES, HIDDEN, EXPERTS = one_process.SEQUENCE, 12, 32, 4
-PACKED = HIDDEN + 1
+PACKED = HIDDEN + Columns.of(torch.float32, torch.float32).behind
 IRREGULAR = f"{one_process.MOE} {one_process.SHARED} --moe-token-dispatcher-type irregular"
 GATES = {
     "batch_prioritized": "--moe-gate batch_prioritized",
@@ -65,7 +66,8 @@ class Pass:
         tensors = state.buffers._tensors
         tensors["a.L0.m0"] = a_SBH
         made.compute(gate("", ["a.L0.m0"], [*names("rows"), *names("counts")]), state)
-        self.rows = [tensors[name] for name in names("rows")]
+        # With the probability behind them; further columns hold nothing.
+        self.rows = [tensors[name][:, : HIDDEN + 1] for name in names("rows")]
         handles = [state.handles[0, 0, part] for part in range(parts)]
         self.map_SBE = torch.cat([handle.map_TE.view(SEQUENCE, -1, EXPERTS) for handle in handles], BATCH)
         self.normed_SBH = torch.cat([state.normed[0, 0, part] for part in range(parts)], BATCH)

@@ -282,6 +282,21 @@ def test_what_the_model_brings_is_refused_in_one_line(monkeypatch: pytest.Monkey
         graphs.refuse_uncapturable(runner.context)
 
 
+def test_attention_without_dropout_takes_no_generators_state() -> None:
+    """Transformer Engine's up to release 2.18 forks the tracker in every pass; a capture allows no reading of its state."""
+
+    def fork() -> None:
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Identity()))
+    attention = model[1][0]
+    attention.attention_dropout_ctx = fork
+    graphs.leave_generators_alone(model.modules())
+    with attention.attention_dropout_ctx():
+        pass
+    assert not hasattr(model[0], "attention_dropout_ctx")
+
+
 def test_a_run_without_a_list_is_refused() -> None:
     runner, _, _ = executor_of(f"{TWO} {DEFER}")
     bare = replace(runner.context.stage, overlap=StageOverlap())

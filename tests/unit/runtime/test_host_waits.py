@@ -47,8 +47,8 @@ def test_the_bytes_of_a_list_with_a_static_capacity_are_those_that_travel() -> N
     runner, instructions, feed = executor_of(WITHOUT_COUNTS["two micro-batches, deferred"])
     runner.run(instructions, feed, 0)
     rows = [i for i in instructions if i.operator.kind in (DISPATCH, COMBINE)]
-    # A row of 32 elements takes its probability along where it is dispatched, and the gradient of that on its way back.
-    packed = {DISPATCH: 33, COMBINE: 32}
+    # A row of 32 elements takes its probability along, in 16 bytes, where it is dispatched, and its gradient on the way back.
+    packed = {DISPATCH: 36, COMBINE: 32}
     assert runner.dispatcher.wires.sent_bytes == sum(i.bytes * packed[i.operator.kind] // 32 for i in rows)
 
 

@@ -90,3 +90,29 @@ def test_narrow_products_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) 
         config, model, plan = job("--bf16 --fp8-format hybrid", precision=precision)
         fields: Any = transformer_config(config, model, plan, 0)
         assert fields.get("fp8") == expected and "fp4" not in fields
+
+
+@pytest.mark.parametrize(
+    ("flags", "experts", "fused"),
+    [
+        ("", 8, False),  # megatron-core's experts fuse no GELU, with a bias or without
+        ("--swiglu", 8, True),
+        ("--disable-bias-linear", 8, False),
+        ("", None, True),
+        ("--disable-bias-linear", None, False),
+    ],
+)
+def test_fusions_on_a_gpu_are_those_that_megatron_core_has(
+    monkeypatch: pytest.MonkeyPatch, flags: str, experts: int | None, fused: bool
+) -> None:
+    words = [word for word in FACTS.split() if word not in ("--swiglu", "--disable-bias-linear", "--sequence-parallel")]
+    if experts is None:
+        at = words.index("--num-experts")
+        words[at : at + 4] = []
+    config = parse([*words, *flags.split(), "--micro-batch-size", "2"]).config
+    model, plan = describe_model(config, 257), plan_samples.plan(layers=4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    built = transformer_config(config, model, plan, 0)
+    assert built.bias_activation_fusion == fused
+    # Experts add their biases themselves, and megatron-core's grouped ones assert that the sum is not fused with dropout.
+    assert built.bias_dropout_fusion == (experts is None or built.add_bias_linear is False)

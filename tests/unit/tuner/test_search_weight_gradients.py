@@ -94,7 +94,7 @@ def test_a_schedule_is_valid_and_not_slower(words: str) -> None:
         solution = chunk.solution
         assert solution.greedy_value <= solution.value <= solution.bound
         assert solution.bound <= sum(chunk.slot_seconds.values()) + 1e-9
-        assert 0 <= solution.gap < 0.05
+        assert 0 <= solution.gap < 0.1
 
 
 def test_what_is_hidden_is_what_the_step_loses() -> None:

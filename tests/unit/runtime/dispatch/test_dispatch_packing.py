@@ -8,12 +8,12 @@ import torch
 from moe_overlap.runtime.dispatch import wire as packing
 
 PAIRS = [
-    (torch.bfloat16, torch.float32, 2),
-    (torch.float16, torch.float32, 2),
-    (torch.float32, torch.float32, 1),
-    (torch.bfloat16, torch.bfloat16, 1),
-    (torch.float32, torch.float64, 2),
-    (torch.float32, torch.bfloat16, 1),
+    (torch.bfloat16, torch.float32, 8),
+    (torch.float16, torch.float32, 8),
+    (torch.float32, torch.float32, 4),
+    (torch.bfloat16, torch.bfloat16, 8),
+    (torch.float32, torch.float64, 4),
+    (torch.float32, torch.bfloat16, 4),
 ]
 
 
