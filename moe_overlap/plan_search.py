@@ -23,6 +23,7 @@ from functools import partial
 from typing import Unpack
 
 from megatron.training.cli.arguments import expand_files
+from megatron.training.plan_flags import arguments_of, layout_values
 from moe_overlap.api import Options, machine_for, problem_of
 from moe_overlap.changes import changes_of
 from moe_overlap.describe.cluster import Cluster
@@ -64,6 +65,7 @@ from moe_overlap.tuner.search.dispatchers import (
     Side,
     runs,
     search_dispatchers,
+    uncalibrated,
 )
 from moe_overlap.tuner.search.hidden import search_hidden
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
@@ -335,8 +337,10 @@ class _Search:
         """
         if self.settings.target != "any":
             return _finalists(wider.uniform, self.said, self.cluster, self.options)
+        dispatcher = wider.layouts[0].dispatcher
         extrapolating = machine_for(wider.job, self.cluster, self.options)[1]
-        read = partial(self.said.read, wider.layouts[0].dispatcher)
+        extrapolating = (*extrapolating, *uncalibrated(dispatcher, self.cluster.group_of(0).gpu.name))
+        read = partial(self.said.read, dispatcher)
         paired = partial(self.upstream.finalist, cluster=self.cluster, options=self.options)
         free = FreeSearch(uniform=wider.uniform, staged=wider.staged)
         return free_finalists(free, wider.task, KEPT, read, paired, extrapolating)
@@ -410,7 +414,12 @@ def _with_changes(answer: PlanSearch, words: Sequence[str], given: Options, opti
     own = grouped(tuple(expand_files(words)))
     # For this fork flags of Megatron-LM's overlap make way, as `dropped` says.
     decided = PAIRED if answer.is_upstream else ()
-    changes = changes_of(own, answer.written.flags, answer.baseline, answer.cluster, decided, **precise)
+    planned = answer.written.flags
+    if "--plan" in planned:
+        # The file beside the flags says the layout; a comparison needs the flags that would say it.
+        predictions = int(own.get("--mtp-num-layers", ("0",))[0])
+        planned = {**grouped(arguments_of(layout_values(answer.plan, predictions))), **planned}
+    changes = changes_of(own, planned, answer.baseline, answer.cluster, decided, **precise)
     return dataclasses.replace(answer, changes=changes)
 
 

@@ -22,6 +22,10 @@ USUAL = (
     "--micro-batch-size",
     "1",
 )
+USUAL_SAID = (
+    "ZeRO-1, overlapped reductions and gathers, micro-batches of 1 and, of experts, all-to-alls and grouped products, as no "
+    "flags are given; --megatron-args says others"
+)
 PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 """Flags of the precision that a config.json names by `torch_dtype`."""
 PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
@@ -81,10 +85,11 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     if arguments.num_gpus is None and arguments.gpu is not None and arguments.megatron_args is not None:
         counted = script_gpus([f"@{arguments.megatron_args}"])
         arguments.num_gpus = None if counted is None else str(counted)
-    if arguments.gpu is None or arguments.num_gpus is None:
-        raise ConfigError(
-            "--gpu", arguments.gpu or "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster"
-        )
+    if arguments.gpu is None:
+        raise ConfigError("--gpu", "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster")
+    if arguments.num_gpus is None:
+        shipped_cluster(arguments.gpu, 1)  # A GPU that nobody knows is named first.
+        raise ConfigError("--num-gpus", "", "is missing, and the flags are no script that says it", "add --num-gpus N")
     if "," in arguments.num_gpus:
         rule = "only a search of plans (tools/autotune.py) compares numbers of GPUs"
         raise ConfigError("--num-gpus", arguments.num_gpus, rule, "give one number")
@@ -149,17 +154,22 @@ def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple
 
 
 def assumed_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
-    """The sentence on the length of samples, where a config.json leaves it open and neither a flag nor a plan says it."""
-    is_said = arguments.seq_length is not None or getattr(arguments, "plan", None) is not None
-    if arguments.model is None or is_said:
+    """Sentences on what a model file leaves open: how a run trains it, where no flags and no plan say so; how long samples are.
+
+    Args:
+        is_predicted: whether one run is predicted; a search decides by itself how to train.
+    """
+    if arguments.model is None or getattr(arguments, "plan", None) is not None:
         return ()
+    assumed = (USUAL_SAID,) if is_predicted and arguments.megatron_args is None else ()
+    if arguments.seq_length is not None:
+        return assumed
     described = read_model(arguments.model, is_predicted=is_predicted)
     given = expand_files([f"@{arguments.megatron_args}"]) if arguments.megatron_args is not None else ()
     if not described.is_config or any(word.partition("=")[0] == "--seq-length" for word in given):
-        return ()
-    return (
-        f"samples of {described.flags['seq-length']} tokens, as a config.json says none; --seq-length says another",
-    )
+        return assumed
+    tokens = described.flags["seq-length"]
+    return (*assumed, f"samples of {tokens} tokens, as a config.json says none; --seq-length says another")
 
 
 def _model_words(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.overlap import LayerOverlap, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.tuner.cost.feasibility import needed_bytes
 
 Row = tuple[str, list[str]]
 """Name of a fact, and a cell for every stage."""
@@ -37,8 +39,8 @@ def stage_rows(plan: Plan) -> list[Row]:
     columns = [_stage_column(stage) for stage in plan.stages]
     rows += [(name, [column[name] for column in columns]) for name in columns[0]]
     if plan.predicted is not None:
-        peaks = [f"{stage.peak_bytes / 2**30:.2f} GiB" for stage in plan.predicted.stages]
-        rows.append(("peak memory", peaks))
+        needed = [f"{needed_bytes(stage) / GIB:.2f} GiB" for stage in plan.predicted.stages]
+        rows.append(("memory needed", needed))
         rows.append(("micro-batch", [f"{stage.stable_seconds * 1e3:.3g} ms" for stage in plan.predicted.stages]))
     return [row for row in rows if any(cell != "-" for cell in row[1])]
 
@@ -50,7 +52,7 @@ def _stage_column(stage: StagePlan) -> dict[str, str]:
     offload = " ".join(
         f"{k} {getattr(stage.offload, v):.0%}" for k, v in shares.items() if getattr(stage.offload, v) > 0
     )
-    layers = " ".join(map(_shown_layer, overlap.layers))
+    layers = _shown_layers(overlap.layers)
     return {
         "layers": " ".join(f"{first}-{last - 1}" for first, last in stage.chunks),
         "devices": f"{stage.devices.mesh[0]} x {stage.devices.mesh[1]}",
@@ -87,11 +89,23 @@ def _shown_limits(limits: SearchLimits | None) -> str:
     return " ".join(f"{one.first_operator}…{one.last_operator}*{one.max_partitions}" for one in lowered) or "-"
 
 
-def _shown_layer(layer: LayerOverlap) -> str:
-    """`L3:partitioned*2`: the mechanism and, where it cuts, into how many; `L3:fused(20/26)`: the blocks that communicate."""
+def _shown_layers(layers: Sequence[LayerOverlap]) -> str:
+    """`L0-3:partitioned*2 L8:none`: layers that follow one another and do the same stand together."""
+    runs: list[tuple[int, int, str]] = []
+    for layer in layers:
+        mechanism = _mechanism(layer)
+        if runs and runs[-1][1:] == (layer.layer - 1, mechanism):
+            runs[-1] = runs[-1][0], layer.layer, mechanism
+        else:
+            runs.append((layer.layer, layer.layer, mechanism))
+    return " ".join(f"L{first}{f'-{last}' if last > first else ''}:{mechanism}" for first, last, mechanism in runs)
+
+
+def _mechanism(layer: LayerOverlap) -> str:
+    """`partitioned*2`: the mechanism and, where it cuts, into how many; `fused(20/26)`: the blocks that communicate."""
     pieces, blocks = layer.partitions or layer.tutel_degree, layer.kernel_blocks
     split = "" if blocks is None else f"({blocks.dispatch}/{blocks.combine})"
-    return f"L{layer.layer}:{layer.mechanism}" + (f"*{pieces}" if pieces else split)
+    return layer.mechanism + (f"*{pieces}" if pieces else split)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -183,6 +183,11 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
         f"{'searched':<12}{1 + len(tuned.others)} ways{said}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them"
     ]
     lines += [f"{'written':<12}{folder}: {', '.join(written_files(tuned))}"]
+    if not chosen.prediction.fits:
+        return [
+            *lines,
+            f"{'next':<12}tools/predict.py on these flags: it names the cheapest change that makes them fit",
+        ]
     ranks = start_flags(chosen.plan.world_size, per_node)
     return [*lines, f"{'next':<12}python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}"]
 
@@ -220,11 +225,11 @@ def graphs_lines(graphs: GraphsChoice | None, chosen: Prediction) -> list[str]:
     than = f"{other.predicted.step_seconds:.4f} s a step ({other.predicted.step_seconds / seconds - 1:+.1%})"
     if graphs.is_on:
         return [f"{GRAPHS}, as the flags ask; without it {than}; {UNTRIED}"]
-    peak = max(stage.peak_bytes for stage in other.predicted.stages) / GIB
+    needed = other.fullest.needed_bytes / GIB
     fits = "" if other.fits else f", {other.memory_verdict}"
     # The choice of overlap knew nothing of graphs: with the flag, more partitions may be worth their launches.
     again = "search again with the flag; " if graphs_help(graphs, chosen) else ""
-    return [f"with {GRAPHS} {graphs.name}: {than}, peak {peak:.1f} GiB{fits}; {again}{UNTRIED}"]
+    return [f"with {GRAPHS} {graphs.name}: {than}, needs {needed:.1f} GiB{fits}; {again}{UNTRIED}"]
 
 
 def graphs_help(graphs: GraphsChoice, chosen: Prediction) -> bool:
@@ -236,10 +241,9 @@ def graphs_help(graphs: GraphsChoice, chosen: Prediction) -> bool:
 
 def _figures(candidate: Candidate) -> str:
     assert candidate.prediction is not None
-    predicted = candidate.prediction.predicted
-    peak = max(stage.peak_bytes for stage in predicted.stages) / GIB
+    needed = candidate.prediction.fullest.needed_bytes / GIB
     measured = "" if candidate.measured_seconds is None else f" (measured {candidate.measured_seconds:.4f} s)"
-    return f"{candidate.seconds:.4f} s a step{measured}, peak {peak:.1f} GiB"
+    return f"{candidate.seconds:.4f} s a step{measured}, needs {needed:.1f} GiB"
 
 
 def _why(other: Candidate, chosen: Candidate) -> str:

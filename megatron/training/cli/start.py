@@ -6,7 +6,6 @@ A dry run lists them all (`obstacles`); a start raises the first (`require_start
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from megatron.training.cli.flags.table import config_flags, flag_texts
 from megatron.training.cli.packages import is_installed
 from megatron.training.cli.sizes import layout_parts
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.shell_script import VARIABLE
 from moe_overlap.plan.capabilities import shares_scales
 
 PACKAGES = ("transformer_engine", "deep_ep", "apex", "fused_weight_gradient_mlp_cuda")
@@ -50,10 +50,6 @@ def this_machine() -> Machine:
 def cuda_is_there() -> bool:
     """Whether the NVIDIA driver shows a GPU."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-VARIABLE = re.compile(r"\$\{\w+\}")
-"""The `${NAME}` that is left where a shell script expects a variable from outside."""
 
 
 def require_startable(parsed: ParsedArguments, machine: Machine) -> None:

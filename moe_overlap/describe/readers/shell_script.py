@@ -53,6 +53,8 @@ _SETTING = frozenset(("read", "mapfile", "readarray", "getopts", "let"))
 """Commands of the shell that set the variables they name."""
 _ENVIRONMENTS = re.compile(r"(?:activate|\.bashrc|profile|conda\.sh|setvars\.sh|/init/\w+)$")
 """Files that are read to find programs and libraries, not for the settings of a job."""
+VARIABLE = re.compile(r"\$\{\w+\}")
+"""The `${NAME}` that is left where a script expects a variable from outside."""
 _HEADER = re.compile(r"^#SBATCH\s+(--nodes|-N|--ntasks-per-node)(?:=|\s+)(\d{1,9})\s*(?:#.*)?$", re.MULTILINE)
 
 

@@ -44,7 +44,7 @@ LIBRARIES: Mapping[Dispatcher, tuple[str, ...]] = MappingProxyType(
     {"deepep": ("Ampere", "Hopper", "Blackwell"), "hybridep": ("Hopper", "Blackwell")}
 )
 """Dispatchers that are libraries of their own, and the chips that they are written for; both want NVLink between GPUs."""
-CALIBRATED: Mapping[Dispatcher, tuple[str, ...]] = MappingProxyType(
+CALIBRATED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"allgather": (), "deepep": ("H100",), "hybridep": ("B200", "GB200", "GB300")}
 )
 """Dispatchers and the GPUs whose constants were fitted to runs with them; of all-to-alls the constants themselves say it."""
@@ -93,7 +93,7 @@ def dispatchers_of(links: NodeGroup) -> tuple[Dispatcher, ...]:
     )
 
 
-def uncalibrated(name: Dispatcher, gpu: str) -> list[str]:
+def uncalibrated(name: str, gpu: str) -> list[str]:
     """Why prices of a dispatcher reach beyond measured steps, if they do."""
     return [] if gpu in CALIBRATED.get(name, (gpu,)) else [f"no measured steps of the {name} dispatcher on {gpu}"]
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal
 
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.shell_script import VARIABLE
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, flag_lines
 
@@ -77,11 +78,14 @@ def run_environment(
     return {MAX_CONNECTIONS: "32" if several else "1"}
 
 
-def words_to_add(flags: Collection[str], target: Target) -> str:
+def words_to_add(flags: Mapping[str, tuple[str, ...]], target: Target) -> str:
     """The arguments that a job of these flags still needs, as appended to `sbatch`; capitals stand for the user's values.
 
-    Megatron-LM has no default tokenizer; this runtime has bytes.
+    Megatron-LM has no default tokenizer; this runtime has bytes. A value that a shell script takes from outside is none: its flag
+    is said again behind it, and the later one counts.
     """
+    unsaid = {name for name, values in flags.items() if any(map(VARIABLE.search, values))}
+    flags = {name: values for name, values in flags.items() if name not in unsaid}
     wanted = {
         "--lr LR": ("--lr",),
         "--train-iters N": ("--train-iters", "--train-samples"),
@@ -89,7 +93,11 @@ def words_to_add(flags: Collection[str], target: Target) -> str:
     }
     if target == "megatron-lm":
         wanted["--tokenizer-type TYPE --tokenizer-model FILE"] = ("--tokenizer-type",)
-    return " ".join(words for words, names in wanted.items() if not any(name in flags for name in names))
+    added = [words for words, names in wanted.items() if not any(name in flags for name in names)]
+    known = " ".join(added).split()
+    # Where a run saves and loads, the script says.
+    added += [f"{name} VALUE" for name in sorted(unsaid.difference(known, ("--save", "--load")))]
+    return " ".join(added)
 
 
 def slurm_script(
@@ -139,7 +147,8 @@ def _options(job: SlurmJob, added: str) -> list[str]:
 def _settings(job: SlurmJob, target: Target, written: WrittenFlags) -> list[str]:
     program = "Megatron-LM/pretrain_gpt.py" if target == "megatron-lm" else "pretrain_moe.py"
     image = shlex.quote(job.image) if job.image else ""
-    saved, begins = (shlex.join(written.flags.get(name, ())) for name in ("--save", "--load"))
+    said = (written.flags.get(name, ()) for name in ("--save", "--load"))
+    saved, begins = ("" if any(map(VARIABLE.search, values)) else shlex.join(values) for values in said)
     settings = {
         "RUN": (
             saved or "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID",

@@ -118,7 +118,8 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
     ("words", "message"),
     [
         ([*JOB, "--gpu", "H1000", "--num-gpus", "8"], "--gpu H1000: unknown GPU; did you mean H100?"),
-        ([*JOB, "--gpu", "H100"], "--gpu H100: the machines are unknown"),
+        ([*JOB, "--gpu", "H100"], "--num-gpus: is missing, and the flags are no script that says it; add --num-gpus N"),
+        ([*JOB, "--gpu", "H1000"], "--gpu H1000: "),
         ([*JOB, *H100, "--cluster", "x.json"], "--cluster x.json: stands beside --gpu"),
         ([*JOB, "--gpu", "H100", "--num-gpus", "24"], "world size 24"),
         ([*JOB, *H100, "--software", "latest"], "--software latest: is no release"),

@@ -80,10 +80,23 @@ def test_the_script_names_what_the_flags_do_not_say() -> None:
     text = slurm_script(JOB, "moe-overlap", argument_file(MIXTRAL, plan, arguments))
     said = words_to_add(argument_file(MIXTRAL, plan, arguments).flags, "moe-overlap")
     assert "--data-path PREFIX" in said and f"#   sbatch FOLDER/launch.sbatch {said} [further flags]\n" in text
-    assert words_to_add((), "moe-overlap") == "--lr LR --train-iters N --data-path PREFIX"
-    assert words_to_add(("--lr", "--train-samples", "--mock-data"), "moe-overlap") == ""
-    assert words_to_add(("--lr", "--train-iters", "--data-path", "--tokenizer-type"), "megatron-lm") == ""
-    assert words_to_add(("--lr", "--train-iters", "--data-path"), "megatron-lm").startswith("--tokenizer-type TYPE")
+    assert words_to_add({}, "moe-overlap") == "--lr LR --train-iters N --data-path PREFIX"
+    there = {"--lr": ("1e-4",), "--train-iters": ("10",), "--data-path": ("text",)}
+    assert words_to_add({"--lr": ("1e-4",), "--train-samples": ("9",), "--mock-data": ()}, "moe-overlap") == ""
+    assert words_to_add({**there, "--tokenizer-type": ("NullTokenizer",)}, "megatron-lm") == ""
+    assert words_to_add(there, "megatron-lm").startswith("--tokenizer-type TYPE")
+
+
+def test_what_a_shell_script_takes_from_outside_is_still_to_be_said() -> None:
+    plan, arguments = mixtral()
+    outside = ["--data-path", "${3}", "--tokenizer-model", "${2}", "--tensorboard-dir", "${1}/tensorboard"]
+    written = argument_file([*MIXTRAL, *outside, "--save", "${1}", "--load", "${1}"], plan, arguments, "megatron-lm")
+    added = words_to_add(written.flags, "megatron-lm")
+    assert "--data-path PREFIX" in added and "--tensorboard-dir VALUE" in added and "--save" not in added
+    assert "--tokenizer-model" in added and added.count("--tokenizer-model") == 1
+    lines = slurm_script(JOB, "megatron-lm", written).splitlines()
+    assert any(line.startswith("RUN=${RUN:-runs/$SLURM_JOB_NAME-$SLURM_JOB_ID}") for line in lines)
+    assert any(line.startswith("LOAD=${LOAD:-} ") for line in lines)
 
 
 def test_torchrun_gets_the_file_beside_the_script(tmp_path: Path) -> None:
