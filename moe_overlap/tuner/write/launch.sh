@@ -19,6 +19,14 @@ launcher=(
     --nnodes "${#nodes[@]}" --nproc-per-node "${gpus##*:}"
     --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$((20000 + SLURM_JOB_ID % 10000))"
 )
+for word; do
+    case $word in
+    --save | --save=* | --load | --load=*)
+        echo "error: $word: the script says where the run saves and what it loads; set RUN or LOAD (--export=ALL,LOAD=...)" >&2
+        exit 2
+        ;;
+    esac
+done
 stopping=(--exit-signal-handler --exit-signal "$(kill -l USR1)" --save "$RUN")
 # Slurm signals a node's task alone where processes are tracked by cgroups, which is the default, and all of them where not. The task
 # is this shell, which passes SIGUSR1 on to the ranks that have a handler for it: torchrun, and ranks that still start up, ignore it.

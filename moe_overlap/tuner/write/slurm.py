@@ -178,6 +178,7 @@ def _beside() -> list[str]:
 
 
 def _inline(written: WrittenFlags) -> list[str]:
-    """The flags as an array of the script."""
-    flags = [f"    {line}".rstrip() for line in flag_lines(written.flags, {})]
+    """The flags as an array of the script, which says itself where the run saves and what it loads."""
+    kept = {name: values for name, values in written.flags.items() if name not in ("--save", "--load")}
+    flags = [f"    {line}".rstrip() for line in flag_lines(kept, {})]
     return ["flags=(", *flags[1:], ")", 'set -- "${flags[@]}" "$@"', ""]

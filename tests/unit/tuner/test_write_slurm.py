@@ -154,6 +154,18 @@ def test_a_later_start_begins_with_what_is_saved(tmp_path: Path, monkeypatch: py
     assert words_of_srun(slurm_script(JOB, "moe-overlap", written), tmp_path, SAVES="") == ["kept 2"]
 
 
+@pytest.mark.parametrize("word", ["--load", "--save=elsewhere"])
+def test_what_the_script_says_is_not_said_beside_it(tmp_path: Path, word: str) -> None:
+    """The script's own --save and --load stand behind all others, which would be lost without a word."""
+    plan, arguments = mixtral()
+    written = argument_file([*MIXTRAL, "--data-path", "text", "--load", "base"], plan, arguments, "megatron-lm")
+    text = slurm_script(JOB, "megatron-lm", written)
+    assert "--load base" not in text.split("set -euo pipefail")[0] and "LOAD=${LOAD:-base}" in text
+    again = text.replace('set -- "${flags[@]}" "$@"', f'set -- "${{flags[@]}}" "$@" {word}')
+    (tmp_path / "seen").write_text("")
+    assert words_of_srun(again, tmp_path, is_to_end_well=False) == []
+
+
 @pytest.mark.parametrize("target", ["moe-overlap", "megatron-lm"])
 def test_weights_alone_are_taken_once(target: Target) -> None:
     """--finetune beside a run's own checkpoints would begin at step 0 whenever the job starts again."""
