@@ -442,11 +442,16 @@ def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, opti
         ConfigError: the flags are wrong whatever the layout.
     """
     name = named_by(words) or options.get("name")
+    smallest = [*bare, "--micro-batch-size", "1"]
     try:
-        job = read_job([*bare, "--micro-batch-size", "1"], 1)
+        job = read_job(smallest, 1)
     except ConfigError:
-        # Flags that need several ranks are read with the user's own layout.
-        job = read_job(words, cluster.gpus, options.get("precision"))
+        try:
+            # A dispatch library, which is of several expert ranks alone.
+            job = read_job([*smallest, "--expert-model-parallel-size", "2"], 2)
+        except ConfigError:
+            # Whatever else needs several ranks is read with the user's own layout.
+            job = read_job(words, cluster.gpus, options.get("precision"))
     # All plans of the search are made from this one, whose own may be a file's for other devices.
     job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, host_runs_ahead=cluster.queues))
     return job if name is None else dataclasses.replace(job, model=dataclasses.replace(job.model, name=name))

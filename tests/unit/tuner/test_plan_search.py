@@ -381,3 +381,21 @@ def test_upstreams_overlap_flags_are_no_ones_but_upstreams() -> None:
     for target in ("moe-overlap", "any"):
         words, dropped = without_layout([*SMALL, "--overlap-moe-expert-parallel-comm"], target)  # type: ignore[arg-type]
         assert "--overlap-moe-expert-parallel-comm" not in words and dropped
+
+
+def test_a_dispatch_librarys_layout_binds_nothing_either() -> None:
+    """One rank has none to send tokens to, so that its flags are read with two; the user's own ranks do not divide these GPUs."""
+    library = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"]
+    words = [
+        *SMALL,
+        *library,
+        "--num-layers",
+        "4",
+        "--pipeline-model-parallel-size",
+        "4",
+        "--expert-model-parallel-size",
+        "4",
+    ]
+    found = search_plan(words, H100, SearchSettings(target="megatron-lm", solver_seconds=0.5), **OPTIONS)
+    assert found.plan.world_size == 8 and found.baseline is None
+    assert found.prediction.fits
