@@ -122,16 +122,20 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def leave(rank: int, line: str, status: int) -> int:
+def leave(rank: int, line: str, status: int, is_shared: bool = False) -> int:
     """Return the status of a run that failed on this rank, mostly on all of them: rank 0 says why, the others give it time to.
 
     torchrun ends every process as soon as one has failed: if another rank went first, nobody would read the line. A rank that is
     still there after that time has failed alone, for something that its node lacks.
+
+    Args:
+        is_shared: all ranks are known to fail, as they have decided it together.
     """
     if rank == 0:
         speak(line)
-    else:
-        time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
+        return status
+    time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
+    if not is_shared:
         speak(f"{line} (rank {rank} on {socket.gethostname()})")
     return status
 

@@ -204,7 +204,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         if folder is not None:
             folder.finish(process.rank)
     except TrainingFailed as error:
-        return leave(process.rank, f"error: {error}", 1)
+        return leave(process.rank, f"error: {error}", 1, is_shared=True)
     except ConfigError:
         raise
     except AnotherRankFailed as error:
