@@ -339,7 +339,8 @@ class _Search:
             return _finalists(wider.uniform, self.said, self.cluster, self.options)
         dispatcher = wider.layouts[0].dispatcher
         extrapolating = machine_for(wider.job, self.cluster, self.options)[1]
-        extrapolating = (*extrapolating, *uncalibrated(dispatcher, self.cluster.group_of(0).gpu.name))
+        name = dispatcher or wider.task.features.dispatcher
+        extrapolating = (*extrapolating, *uncalibrated(name, self.cluster.group_of(0).gpu.name))
         read = partial(self.said.read, dispatcher)
         paired = partial(self.upstream.finalist, cluster=self.cluster, options=self.options)
         free = FreeSearch(uniform=wider.uniform, staged=wider.staged)

@@ -132,6 +132,13 @@ def test_overlap_is_decided_for_this_runtime() -> None:
     assert found.prediction.predicted.step_seconds < min(
         found.chosen.seconds, *(other.seconds for other in found.others)
     )
+    # Its flags name a file that says the layout: what changes is told from that.
+    assert "--plan" in found.written.flags and found.baseline is not None
+    changed = {change.name: change.after for change in found.changes}
+    stage, given = found.plan.stages[0], grouped(wide)
+    assert ("expert parallelism" in changed) == (str(stage.expert) != given["--expert-model-parallel-size"][0])
+    said = {name: values for after in changed.values() for name, values in after.items()}
+    assert said.get("--micro-batch-size", given.get("--micro-batch-size", ("1",))) == (str(stage.micro_batch_size),)
 
 
 def test_ties_are_broken_towards_less_memory() -> None:

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.config import Config
+from moe_overlap import plan_search
 from moe_overlap.api import predict
 from moe_overlap.commands.job_arguments import DISPATCHER, MOE
 from moe_overlap.describe.cluster import GIB, Measured, shipped_cluster
@@ -324,3 +326,26 @@ def test_a_freed_dispatcher_is_written_and_predicted_as_the_search_has_it(tmp_pa
         chosen in words[at + 1] for at, word in enumerate(words) if "dispatcher" in word
     )
     assert bool(again.extrapolating) == (chosen != "deepep")
+
+
+@pytest.mark.parametrize(
+    ("searched", "of_flags", "beyond"), [("hybridep", "alltoall", True), ("", "hybridep", True), ("", "deepep", False)]
+)
+def test_a_search_for_anyone_says_that_a_library_is_beyond_calibration(
+    monkeypatch: pytest.MonkeyPatch, searched: str, of_flags: str, beyond: bool
+) -> None:
+    """Its finalists are no flags that are read again, from which the others have it."""
+    handed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(plan_search, "machine_for", lambda *_: (None, ("a first reason",)))
+    monkeypatch.setattr(plan_search, "FreeSearch", lambda **_: None)
+    monkeypatch.setattr(plan_search, "free_finalists", lambda *given: handed.append(given[-1]) or [])
+    nothing = SimpleNamespace(read=str, finalist=str)
+    search: Any = SimpleNamespace(
+        settings=SearchSettings(target="any"), cluster=H100, options={}, said=nothing, upstream=nothing
+    )
+    layout, features = SimpleNamespace(dispatcher=searched), SimpleNamespace(dispatcher=of_flags)
+    wider: Any = SimpleNamespace(
+        job=None, layouts=[layout], uniform=None, staged=None, task=SimpleNamespace(features=features)
+    )
+    assert plan_search._Search.finalists(search, wider) == []
+    assert handed == [("a first reason", *(["no measured steps of the hybridep dispatcher on H100"] if beyond else []))]
