@@ -85,6 +85,11 @@ WEIGHTS_ALONE = (
     "--pretrained-checkpoint begins with the same weights, and a run that starts again goes on from what it has saved"
 )
 """Why --finetune is not among the flags of a job that loads its own checkpoints."""
+FIRST_START = ("--no-load-optim", "--no-load-rng")
+"""Flags that a job which starts again must not repeat: it would leave out what it has saved itself."""
+AT_FIRST = (
+    "of the start alone that loads your checkpoint (FIRST in launch.sbatch): what the run saves itself is loaded whole"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +100,13 @@ class WrittenFlags:
         flags: flag -> its values, by group.
         text: of the file, comments included.
         left_out: the user's flags that are not among them, each with the reason.
+        first: flags of the user that are of the first start alone, which loads the user's own checkpoint.
     """
 
     flags: Mapping[str, tuple[str, ...]]
     text: str
     left_out: tuple[tuple[str, str], ...]
+    first: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> list[str]:
@@ -142,9 +149,12 @@ def argument_file(
         if name not in gone and name not in decided and not is_format_of_fsdp(name, values):
             kept[name] = values
     merged = kept | {name: values for name, values in chosen.items() if name not in gone}
+    first = tuple(name for name in FIRST_START if name in merged)
+    gone |= dict.fromkeys(first, AT_FIRST)
     if "--finetune" in merged:
-        merged = _begun_by_weights(merged)
-        gone["--finetune"] = WEIGHTS_ALONE
+        gone |= dict.fromkeys(("--finetune", *first), WEIGHTS_ALONE)
+        merged, first = _begun_by_weights(merged), ()
+    merged = {name: values for name, values in merged.items() if name not in FIRST_START}
     by_group = {name: merged[name] for group in ORDER for name in merged if group_of(name) == group}
     if target == "megatron-lm":
         for error in (*parser_errors(by_group), *upstream_errors(values_of(by_group), plan.world_size)):
@@ -154,7 +164,7 @@ def argument_file(
     left_out = tuple((name, reason) for name, reason in gone.items() if name in grouped(words))
     if left_out:
         lines += ["", "# left out", *(line for pair in left_out for line in _wrapped(": ".join(pair)))]
-    return WrittenFlags(flags=by_group, text="\n".join(lines).strip() + "\n", left_out=left_out)
+    return WrittenFlags(flags=by_group, text="\n".join(lines).strip() + "\n", left_out=left_out, first=first)
 
 
 def _begun_by_weights(flags: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

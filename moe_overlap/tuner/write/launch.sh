@@ -79,7 +79,7 @@ for ((start = 0, left = RESTARTS; ; start += 1, left -= 1)); do
         run_step "$start" "$left" "$RUN" "$@"
         break
     fi
-    run_step "$start" 0 "$LOAD" "$@"
+    run_step "$start" 0 "$LOAD" "$@" ${FIRST:-}
     if [[ $status == 0 || $stopped || $left -le 0 ]]; then
         break
     fi

@@ -155,6 +155,7 @@ def _settings(job: SlurmJob, target: Target, written: WrittenFlags) -> list[str]
             "checkpoints: saved here, loaded when the job starts again",
         ),
         "LOAD": (begins, "where a run begins that has saved nothing; empty: at step 0"),
+        **({"FIRST": (" ".join(written.first), "flags of the start alone that loads it")} if written.first else {}),
         "PROGRAM": (program, "from the folder of submission"),
         "PYTHON": ("python3", "the interpreter that has the packages, such as .venv/bin/python"),
         "GPUS": (str(job.gpus_per_node), "ranks of a node, where --gres asks for its GPUs"),

@@ -146,6 +146,28 @@ def test_a_users_checkpoint_is_where_the_run_begins_and_its_own_is_where_it_goes
     assert said == seen
 
 
+def test_flags_of_a_users_checkpoint_are_of_the_start_that_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--no-load-optim would lose the moments that the run itself has saved."""
+    monkeypatch.setitem(
+        STANDS_FOR,
+        "srun",
+        'echo "${@: -2} $*" | grep -o "^--load [a-z]*\\|--no-load-[a-z]*" >> "$SEEN"; ' + SAVES_AND_FAILS,
+    )
+    plan, arguments = mixtral()
+    words = [*MIXTRAL, "--data-path", "text", "--load", "base", "--save", "kept", "--no-load-optim", "--no-load-rng"]
+    for target in ("moe-overlap", "megatron-lm"):
+        written = argument_file(words, plan, arguments, target)
+        assert written.first == ("--no-load-optim", "--no-load-rng") and not {*written.first} & written.flags.keys()
+        assert {name for name, _ in written.left_out} >= {*written.first}
+    said = words_of_srun(slurm_script(JOB, "megatron-lm", written), tmp_path)
+    assert said == ["--load base", "--no-load-optim", "--no-load-rng", "--load kept"]
+
+
+SAVES_AND_FAILS = "[[ -d kept ]] && exit 0; mkdir -p kept/step-000002; exit 1"
+
+
 def test_a_later_start_begins_with_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STANDS_FOR, "srun", FAILS_ONCE)
     plan, arguments = mixtral()
