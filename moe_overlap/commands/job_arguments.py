@@ -23,9 +23,10 @@ USUAL = (
     "1",
 )
 USUAL_SAID = (
-    "ZeRO-1, overlapped reductions and gathers, micro-batches of 1 and, of experts, all-to-alls and grouped products, as no "
-    "flags are given; --megatron-args says others"
+    "ZeRO-1 with overlapped reductions and gathers, micro-batches of 1, and for experts all-to-all dispatch and grouped "
+    "products; --megatron-args sets others"
 )
+"""The flags above, and those that --model adds for experts, in words."""
 PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 """Flags of the precision that a config.json names by `torch_dtype`."""
 PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")

@@ -177,8 +177,10 @@ def _take_over(database: Database, ranks: Ranks) -> None:
 
     measured: list[dict[OperatorKey, float]] = [{} for _ in range(ranks.world)]
     dist.all_gather_object(measured, {} if database.is_kept else database.operators)
-    for key, taken in ((key, taken) for of_rank in measured for key, taken in of_rank.items() if ranks.rank == 0):
-        database.add_operator(key, taken)
+    if ranks.rank == 0:
+        for of_rank in measured:
+            for key, taken in of_rank.items():
+                database.add_operator(key, taken)
 
 
 def _of_first(items: list[Key], ranks: Ranks) -> list[Key]:

@@ -13,16 +13,16 @@ of the sending rank. Nothing is padded, nothing is sent for zero rows, a rank's 
 
 Packed rows carry token and probability at once, so that one all-to-all moves both. A packed row is a row of H elements
 followed by its probability: its bits read as elements of the rows' type (an fp32 probability behind bf16 rows takes
-two), or its value where the rows' type is the wider one. Both ways are exact. A packed tensor is only ever moved and
-cut: its last columns are bits, and adding two of them means nothing. The gradient of a packed tensor is packed the same
-way, so the all-to-all of the backward pass carries both gradients.
+two), or its value where the rows' type is the wider one, and by columns that hold nothing up to 16 bytes. Both ways are
+exact. A packed tensor is only ever moved and cut: its last columns are bits, and adding two of them means nothing. The
+gradient of a packed tensor is packed the same way, so the all-to-all of the backward pass carries both gradients.
 
 Expert-tensor parallelism: every rank of the group holds a slice of the same experts and works on everybody's rows.
 Before the experts the rows are gathered; behind them the partial outputs are summed and each rank keeps its own rows.
 Both go over the same wire as the dispatch, so uneven shares need no padding; sums run in order of rank, in fp32 at
 least, so that every layout of the ranks gives the same bits.
 
-N rows, H elements per row, X = `extra_columns`.
+N rows, H elements per row, X columns behind a row (`Columns`).
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def cut(packed_NX: Tensor, probs_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _bits(probs_N: Tensor, rows_dtype: torch.dtype, columns: int) -> Tensor:
-    """Probabilities as columns [N, X] of the rows' type: their bits, or where they are narrower than it their values."""
+    """Probabilities as columns [N, `columns`] of the rows' type: their bits, or where they are narrower than it their values."""
     if probs_N.dtype.itemsize < rows_dtype.itemsize:
         return probs_N.to(rows_dtype).unsqueeze(1)
     probs_N = probs_N.contiguous()

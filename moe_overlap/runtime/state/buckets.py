@@ -4,9 +4,9 @@ Terms: a *parameter group* is the embedding, a layer, a prediction layer or the 
 a gradient buffer; a *bucket* is what one instruction of the list reduces.
 
 megatron-core's distributed optimizer cuts every DDP bucket into D equal shards, one per replica. A DDP bucket that holds one
-parameter group only (`bucket_marks`) can be reduced by itself: bucket p of n takes columns [p·w/n, (p+1)·w/n) of the DDP bucket
-seen as [D, w], and leaves in this rank's shard what a reduce-scatter of the whole DDP bucket would. Scaling is DDP's. A parameter
-without a copy has nothing to send; DDP scales its gradients at the end.
+parameter group only (`bucket_marks`) can be reduced by itself: bucket p of n takes columns [p·w/n, (p+1)·w/n), both rounded down
+to CUT_ELEMENTS, of the DDP bucket seen as [D, w], and leaves in this rank's shard what a reduce-scatter of the whole DDP bucket
+would. Scaling is DDP's. A parameter without a copy has nothing to send; DDP scales its gradients at the end.
 
 - CPU (gloo): an all-to-all of columns and a sum in order of rank; gloo's own reduce-scatter sends twice the bytes.
 - CUDA (NCCL): a reduce-scatter. All ranks of a group start their buckets in the order of the list, as NCCL demands. Not yet run
@@ -28,6 +28,9 @@ from torch import Tensor
 
 from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.state.optimizer import named_parts
+
+CUT_ELEMENTS = 32
+"""Buckets begin at multiples of so many elements: NCCL copies 16 bytes at a time only from such places, as DDP aligns them."""
 
 
 def bucket_marks(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -143,12 +146,8 @@ def _start(ddp_bucket: _DdpBucket, bucket: int, buckets: int, name: str) -> Call
     return add
 
 
-CUT_ELEMENTS = 32
-"""Buckets begin at multiples of so many elements: NCCL copies 16 bytes at a time only from such places, as DDP aligns them."""
-
-
 def _cut(width: int, bucket: int, buckets: int) -> int:
-    """Where the bucket of this number begins."""
+    """The first column of the bucket of this number."""
     unit = CUT_ELEMENTS if width >= CUT_ELEMENTS * buckets else 1  # no bucket is empty
     return width if bucket == buckets else width * bucket // buckets // unit * unit
 

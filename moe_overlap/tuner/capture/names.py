@@ -432,11 +432,6 @@ def _replicas(name: StorageName, entry: NamedStorage, layout: Layout) -> Literal
     return expert_replicas(layout) if is_of_expert(one) else entry.storage.replicas
 
 
-def storage_order(source: NamedPart, experts: int) -> list[Place]:
-    """The storages of `numbered`, in order."""
-    return _places(source, experts)[1]
-
-
 def operator_order(source: NamedPart, experts: int) -> list[OpName]:
     """The operators of `numbered`, in order."""
     order: list[OpName] = []

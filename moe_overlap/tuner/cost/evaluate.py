@@ -48,6 +48,8 @@ PLAYED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Fields of `StageTimes`, and of `StageCosts`: seconds that are no sums over layers where parameter groups step by themselves."""
+SECONDS = (*PLAYED.values(), "optimizer_seconds")
+"""All seconds of `StageCosts`; the optimizer's are those behind all passes."""
 NOTED = (*PLAYED, "buffer_bytes", "update_bytes")
 """What is kept of a play, in the order of its rows."""
 SHORT = 4
@@ -194,20 +196,19 @@ class StageEvaluator:
     def costs(self, shapes: StageShapes) -> StageCosts:
         """Costs of every strategy [N] at every shape [M]."""
         strategies, size = self.terms.weights.shape[1], shapes.counts.shape[1]
-        seconds = np.zeros((len(PLAYED) + 1, strategies, size))
+        seconds = np.zeros((len(SECONDS), strategies, size))
         peaks = np.empty((len(CATEGORIES), strategies, size))
         rows = max(1, BLOCK // strategies)
         for start in range(0, size, rows):
             block = slice(start, start + rows)
             self._price(shapes.some(block), seconds[:, :, block], peaks[:, :, block])
-        names = (*PLAYED.values(), "optimizer_seconds")
-        return StageCosts(**dict(zip(names, seconds, strict=True)), peaks=dict(zip(CATEGORIES, peaks, strict=True)))
+        return StageCosts(**dict(zip(SECONDS, seconds, strict=True)), peaks=dict(zip(CATEGORIES, peaks, strict=True)))
 
     def _price(self, shapes: StageShapes, seconds: Floats, peaks: Floats) -> None:
         """Write the costs of some shapes.
 
         Args:
-            seconds: by PLAYED, and those of the optimizer behind all passes; zeros.
+            seconds: by SECONDS; zeros.
             peaks: by CATEGORIES.
         """
         terms = self.terms
@@ -242,7 +243,7 @@ class StageEvaluator:
         """Row of the seconds in `_price` -> [N', K] seconds of each kind, for strategies whose parameter groups step together."""
         if self._decoupled.all():
             return {}
-        terms, rows = self.terms, (*PLAYED.values(), "optimizer_seconds")
+        terms = self.terms
         named = {
             "forward_seconds": terms.forward_seconds,
             "backward_seconds": terms.backward_seconds,
@@ -250,7 +251,7 @@ class StageEvaluator:
             "tail_seconds": terms.last_extra_seconds,
             "optimizer_seconds": terms.optimizer_seconds,
         }
-        return {rows.index(name): of_kinds[:, ~self._decoupled].T for name, of_kinds in named.items()}
+        return {SECONDS.index(name): of_kinds[:, ~self._decoupled].T for name, of_kinds in named.items()}
 
     def _decouple(self, shapes: StageShapes, activations: Floats, seconds: Floats, buffers: Floats) -> None:
         """Write what is played, for strategies whose parameter groups step by themselves."""

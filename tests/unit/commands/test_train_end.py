@@ -35,6 +35,8 @@ def test_a_failed_rank_leaves_without_taking_down_its_groups(
     monkeypatch.setattr(dist, "destroy_process_group", lambda *_: destroyed.append("all"))
     monkeypatch.setattr(initialize, "start_process", lambda config: SimpleNamespace(rank=0, world_size=1))
     monkeypatch.setattr(reports, "announce_end", lambda *_: None)
+    checked: list[bool] = []
+    monkeypatch.setattr(command, "require_usable_gpu", lambda: checked.append(True))
     for name in ("end_with_launcher", "settle_environment", "speak"):
         monkeypatch.setattr(command, name, lambda *_, **__: None)
     monkeypatch.setattr(command, "assemble", lambda *_: loop)
@@ -43,4 +45,4 @@ def test_a_failed_rank_leaves_without_taking_down_its_groups(
             command.train(parse(WORDS.split()), [])
     else:
         assert command.train(parse(WORDS.split()), []) == status
-    assert destroyed == (["all"] if failure is None else [])
+    assert destroyed == (["all"] if failure is None else []) and checked == [True]

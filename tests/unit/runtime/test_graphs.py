@@ -18,7 +18,7 @@ from moe_overlap.plan.lowering.captured import CapturedList, Slot, captured_list
 from moe_overlap.plan.operators import FORWARD, MERGE
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.runtime.build import make_runner
-from moe_overlap.runtime.executor import graphs
+from moe_overlap.runtime.executor import execute, graphs
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.execute import PlanExecutor
 from moe_overlap.runtime.executor.graphs import SegmentGraphs
@@ -280,6 +280,16 @@ def test_what_the_model_brings_is_refused_in_one_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(graphs, "Gate", SwitchGate)
     with pytest.raises(ConfigError, match="^--moe-overlap-cuda-graphs: megatron-core's router logs its losses"):
         graphs.refuse_uncapturable(runner.context)
+
+
+def test_every_module_of_a_graphed_run_leaves_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Library()
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    told: list[torch.nn.Module] = []
+    monkeypatch.setattr(execute, "leave_generators_alone", told.extend)
+    runner, _, _ = executor_of(f"{RUNS['two micro-batches, deferred']} --moe-overlap-cuda-graphs")
+    assert told == [module for chunk in runner.context.chunks for module in chunk.modules()] != []
 
 
 def test_attention_without_dropout_takes_no_generators_state() -> None:

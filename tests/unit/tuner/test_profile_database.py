@@ -17,6 +17,7 @@ from moe_overlap.tuner.profile import lookup as filling
 from moe_overlap.tuner.profile.cluster_file import this_device
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey, OperatorKey, Pass, work_of
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators, fill, link_grid, operator_grid
+from moe_overlap.tuner.profile.measure import operators
 
 DEVICE = Device("cpu", "a processor", 1, "2.13.0")
 
@@ -189,3 +190,22 @@ def test_ranks_of_other_machines_keep_what_they_measure_until_the_first_takes_it
     monkeypatch.setattr(dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), [{}, other.operators]))
     profile_cluster._take_over(first, profile_cluster.Ranks(rank=0, world=2, local_rank=0, per_node=1))
     assert Database.load(first.path).operators == other.operators
+
+
+@pytest.mark.parametrize(("per_node", "taken"), [(1, True), (2, False)])
+def test_only_ranks_of_another_machine_hand_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_node: int, taken: bool
+) -> None:
+    """The second of two ranks, on a machine of its own and on the first one's."""
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": per_node}.items():
+        monkeypatch.setenv(name, str(value))
+    for name in ("init_process_group", "broadcast_object_list", "barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    measured: list[Database] = []
+    monkeypatch.setattr(operators, "measure_operators", lambda database, *_: measured.append(database))
+    monkeypatch.setattr(profile_cluster, "_measure_links", lambda *_: None)
+    handed_over: list[Database] = []
+    monkeypatch.setattr(profile_cluster, "_take_over", lambda database, _: handed_over.append(database))
+    assert profile_cluster.main(["--quick", "--device", "cpu", "--output", str(tmp_path / "c.json")]) == 0
+    assert [database.is_kept for database in measured] == [not taken]
+    assert handed_over == (measured if taken else [])

@@ -18,6 +18,7 @@ from tests.unit.tuner.test_write_argument_file import MIXTRAL, mixtral
 
 ROOT = Path(__file__).resolve().parents[3]
 JOB = SlurmJob(name="mixtral-8x7b", nodes=8, gpus_per_node=8)
+SAVES_AND_FAILS = "[[ -d kept ]] && exit 0; mkdir -p kept/step-000002; exit 1"
 STANDS_FOR = {
     "scontrol": 'if [[ $2 == hostnames ]]; then printf "n0\\nn1\\n"; else echo "   Command=$COMMAND"; fi',
     "srun": 'printf "%s\\n" "$@" > "$SEEN"',
@@ -163,9 +164,6 @@ def test_flags_of_a_users_checkpoint_are_of_the_start_that_loads_it(
         assert {name for name, _ in written.left_out} >= {*written.first}
     said = words_of_srun(slurm_script(JOB, "megatron-lm", written), tmp_path)
     assert said == ["--load base", "--no-load-optim", "--no-load-rng", "--load kept"]
-
-
-SAVES_AND_FAILS = "[[ -d kept ]] && exit 0; mkdir -p kept/step-000002; exit 1"
 
 
 def test_a_later_start_begins_with_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -26,17 +26,17 @@ def slowly(rows: Tensor) -> Tensor:
     return torch.cat([rows[sum(SIZES[:piece]) : sum(SIZES[: piece + 1])] for piece in ORDER])
 
 
-def compared(fused: Callable[..., object], slow: Callable[..., object], *inputs: Tensor) -> None:
-    """Outputs and gradients of both, bit for bit; memory that nobody writes is filled, so that it is that of both."""
-    torch.utils.deterministic.fill_uninitialized_memory = True
+@pytest.fixture(autouse=True)
+def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Columns that nobody writes hold the same on both sides."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        _compare(fused, slow, *inputs)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
-def _compare(fused: Callable[..., object], slow: Callable[..., object], *inputs: Tensor) -> None:
+def compared(fused: Callable[..., object], slow: Callable[..., object], *inputs: Tensor) -> None:
+    """Outputs and gradients of both, bit for bit."""
     found = []
     for run in (fused, slow):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
