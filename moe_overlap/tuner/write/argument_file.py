@@ -84,7 +84,7 @@ SAME_AS_ROUTER = ("--moe-gate", ("topk",))
 WEIGHTS_ALONE = (
     "--pretrained-checkpoint begins with the same weights, and a run that starts again goes on from what it has saved"
 )
-"""Why --finetune is not among the flags of a job that loads its own checkpoints."""
+"""Why --finetune, and the --load it acts on, are not among the flags of a job that loads its own checkpoints."""
 FIRST_START = ("--no-load-optim", "--no-load-rng")
 """Flags that a job which starts again must not repeat: it would leave out what it has saved itself."""
 AT_FIRST = (
@@ -152,7 +152,7 @@ def argument_file(
     first = tuple(name for name in FIRST_START if name in merged)
     gone |= dict.fromkeys(first, AT_FIRST)
     if "--finetune" in merged:
-        gone |= dict.fromkeys(("--finetune", *first), WEIGHTS_ALONE)
+        gone |= dict.fromkeys(("--finetune", "--load", *first), WEIGHTS_ALONE)
         merged, first = _begun_by_weights(merged), ()
     merged = {name: values for name, values in merged.items() if name not in FIRST_START}
     by_group = {name: merged[name] for group in ORDER for name in merged if group_of(name) == group}
