@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, one_f_one_b
 from moe_overlap.tuner.cost.overlaps import Slowed, slowdowns_of
-from moe_overlap.tuner.cost.stage import UseBytes
 from moe_overlap.tuner.cost.stage_channels import StageChannels
 from moe_overlap.tuner.cost.use_slowdowns import Part, SlowdownTable, Use, UseSlowdowns
 
@@ -83,24 +82,26 @@ class PlayedStage:
     update_bytes: Floats
 
 
-def play_stage(parts: Sequence[Part], table: SlowdownTable, ahead: int, waits: bool) -> PlayedStage:
-    """Seconds of a stage.
+def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: int, waits: bool) -> PlayedStage:
+    """Seconds of a stage, or of several in one go: [L], stage by stage its strategies.
+
+    A play is a long row of operations on few numbers each: most of its time is that of starting them.
 
     Args:
-        parts: the stage's, in order of their forward pass.
+        stages: the parts of each, in order of their forward pass; they differ in their rows alone.
         table: strategies, and what their uses take.
         ahead: 0 on the last stage of a pipeline; 1 stands for forward passes before the first backward pass.
         waits: whether another stage stands before it.
     """
-    passes = _Passes(parts, ahead, waits, table.kind.transfers_wait)
+    passes = _Passes(stages[0], ahead, waits, table.kind.transfers_wait)
     chunks, order, filling = passes.chunks, passes.order, passes.filling
     # Many strategies differ in their updates alone: all other runs play one of those.
-    still, lanes = table.still
-    still_slots = UseSlowdowns(parts, passes.uses, still)
-    slots = UseSlowdowns(parts, passes.uses, table)
+    still, places = table.still
+    still_slots, slots = (UseSlowdowns(stages, passes.uses, given) for given in (still, table))
+    lanes = np.concatenate([places + each * (still_slots.lanes // len(stages)) for each in range(len(stages))])
 
     def run(given: UseSlowdowns, *noted: str, slowed: Slowed | None = None, notes: bool = False) -> _Run:
-        return _Run(StageChannels(parts, given, slowed, notes), passes, noted)
+        return _Run(StageChannels(given, slowed, notes), passes, noted)
 
     # Memory: beside updates there is most where nothing waits, and gradients on their way are most where the stage has waited.
     updating = run(slots, UPDATING, *([FIRST_PASSING] if ahead and not waits else []))
@@ -127,7 +128,7 @@ def play_stage(parts: Sequence[Part], table: SlowdownTable, ahead: int, waits: b
     followed = filling[entered:] or [step for step in filling if step.micro_batch > 0]
     again = _each_beyond(busy, usual, followed, len(chunks))
     rush, around, drain, tail, copies = _emptied(passes, usual, busy, idle)
-    apart = _apart(order, usual, (forward, backward), parts, still)
+    apart = _apart(order, usual, (forward, backward), still_slots)
 
     def slowed(steps: Sequence[Step]) -> Floats:
         """Seconds by which what updates leave behind slows down some passes."""
@@ -207,8 +208,7 @@ def _apart(
     order: Sequence[Step],
     usual: Mapping[Step, Floats],
     both: tuple[Floats, Floats],
-    parts: Sequence[Part],
-    table: SlowdownTable,
+    slots: UseSlowdowns,
 ) -> dict[Step, Floats]:
     """Seconds of each usual pass beyond the mean over the chunks, without what its parts take by themselves beyond theirs.
 
@@ -218,11 +218,13 @@ def _apart(
     Args:
         both: seconds of a micro-batch, forward and backward.
     """
-    seconds = dict(zip(("forward", "backward"), (table.seconds.forward, table.seconds.backward), strict=True))
-    whole, chunks = dict(zip(seconds, both, strict=True)), len({part.chunk for part in parts})
+    whole, chunks = dict(zip(("forward", "backward"), both, strict=True)), len({part.chunk for part in slots.parts})
     apart = {}
     for direction, chunk in {(step.direction, step.chunk) for step in order}:
-        alone = [seconds[direction][part.row] * ((part.chunk == chunk) - 1.0 / chunks) for part in parts]
+        alone = [
+            seconds[direction] * ((part.chunk == chunk) - 1.0 / chunks)
+            for part, seconds in zip(slots.parts, slots.seconds, strict=True)
+        ]
         step = next(step for step in order if (step.direction, step.chunk) == (direction, chunk))
         apart[direction, chunk] = usual[step] - whole[direction] / chunks - np.sum(alone, axis=0)
     return {step: apart[step.direction, step.chunk] for step in order}
@@ -366,7 +368,7 @@ class _Run:
     """
 
     def __init__(self, played: StageChannels, passes: _Passes, noted: Sequence[str]) -> None:
-        self.played, self._passes, self._sizes = played, passes, played.slots.group.sizes
+        self.played, self._passes = played, passes
         self._noted = [may and counts for may, counts in zip(passes.noted(noted), passes.counts, strict=True)]
         # Buffers count beside uses whose peaks are noted alone, and those are looked at two uses late.
         self._held_until = 2 + max((place for place, may in enumerate(passes.noted(noted)) if may), default=-3)
@@ -455,19 +457,19 @@ class _Run:
         passes, parts, use = self._passes, self._passes.parts, self._passes.uses[place]
         peak, chunk = self.played.peak_bytes(place, begin, end), parts[use.index].chunk
         if passes.ahead and _updates(use):
-            self.early.append(peak + _saved(parts, self._sizes, range(use.index + 1)))
+            self.early.append(peak + self._saved(range(use.index + 1)))
             return
-        ended = _saved(parts, self._sizes, range(use.index + 1, len(parts)), chunk)
+        ended = self._saved(range(use.index + 1, len(parts)), chunk)
         if passes.steps[place] in passes.spaced:
             # Backward passes in a row: more gradients wait to leave, and one pass fewer is in flight.
-            ended = ended + _saved(parts, self._sizes, range(len(parts)), chunk)
+            ended = ended + self._saved(range(len(parts)), chunk)
         self.later.append(peak - ended)
 
-
-def _saved(parts: Sequence[Part], sizes: UseBytes, indices: Iterable[int], chunk: int | None = None) -> Floats:
-    """Bytes of one micro-batch that some of the parts (of a chunk) save on the device."""
-    rows = (parts[index].row for index in indices if chunk is None or parts[index].chunk == chunk)
-    return sum((sizes.saved[row] for row in rows), start=np.zeros_like(sizes.saved[0]))
+    def _saved(self, indices: Iterable[int], chunk: int | None = None) -> Floats:
+        """Bytes of one micro-batch that some of the parts (of a chunk) save on the device."""
+        parts, slots = self._passes.parts, self.played.slots
+        saved = (slots.saved(index) for index in indices if chunk in (None, parts[index].chunk))
+        return sum(saved, start=np.zeros_like(self.played.computed))
 
 
 def _order(chunks: Sequence[int], ahead: int) -> list[Step]:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.decoupled import play_stage
+from moe_overlap.tuner.cost.decoupled import play_stages
 from moe_overlap.tuner.cost.interference import Concurrent, Interference
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
@@ -58,6 +58,8 @@ PlayKey = tuple[tuple[Part, ...], bool, bool]
 """A stage that is played: its parts, whether it waits for no other, and whether its backward pass follows its forward pass."""
 FEW = 1 << 12
 """Numbers that are compared faster than the sets of kinds among them are found."""
+LANES = 1 << 12
+"""Strategies of all stages that are played in one go: with more of them their numbers leave the cache."""
 BLOCK = 1 << 16
 """Numbers of a term worked on at a time, few enough to stay in the cache."""
 
@@ -195,6 +197,7 @@ class StageEvaluator:
 
     def costs(self, shapes: StageShapes) -> StageCosts:
         """Costs of every strategy [N] at every shape [M]."""
+        play_together([(self, self.unplayed(shapes))])
         strategies, size = self.terms.weights.shape[1], shapes.counts.shape[1]
         seconds = np.zeros((len(SECONDS), strategies, size))
         peaks = np.empty((len(CATEGORIES), strategies, size))
@@ -258,8 +261,8 @@ class StageEvaluator:
         for counts, shorter, places in _short(shapes):
             beyond = shapes.counts[:, places] - counts[:, None]
             longer = np.flatnonzero(beyond.any(axis=1))
-            base = self._play(shapes, counts)
-            less = [self._play(shapes, fewer) for fewer in shorter]
+            base = self._played[_play_key(shapes, counts)]
+            less = [self._played[_play_key(shapes, fewer)] for fewer in shorter]
             for number, (members, _) in enumerate(self._groups):
                 fewer = [of_group[number] for of_group in less]
                 noted = _extended(base[number], fewer, beyond[longer], bool((counts > SHORT).any()))
@@ -270,13 +273,6 @@ class StageEvaluator:
                 buffer_bytes, update_bytes = noted[len(PLAYED) :]
                 # Updates stand in front of the passes, when few activations are held.
                 buffers[grid] = np.maximum(buffer_bytes, update_bytes - activations[grid])
-
-    def _play(self, shapes: StageShapes, counts: Floats) -> list[Floats]:
-        """[len(NOTED), N] of a stage of so many parts in each run, for each group of strategies."""
-        key = _play_key(shapes, counts)
-        if key not in self._played:
-            self._played[key] = [_played(key, table) for _, table in self._groups]
-        return self._played[key]
 
     def unplayed(self, shapes: StageShapes) -> list[PlayKey]:
         """The stages that `costs` would play for some shapes."""
@@ -293,9 +289,7 @@ class StageEvaluator:
 
 
 def play_together(wanted: Sequence[tuple[StageEvaluator, Sequence[PlayKey]]]) -> None:
-    """Play stages of several evaluators in one go: their strategies lie side by side, and what is played is the same.
-
-    A play is a long row of operations on few numbers each; most of its time is that of starting them.
+    """Play stages in one go: of several evaluators, whose strategies lie side by side, and such that differ in kinds of parts.
 
     Args:
         wanted: evaluators, each with the plays that it will need (`unplayed`).
@@ -304,19 +298,17 @@ def play_together(wanted: Sequence[tuple[StageEvaluator, Sequence[PlayKey]]]) ->
     for evaluator, keys in wanted:
         for key in keys:
             by_key.setdefault(key, []).append(evaluator)
-    tables: dict[tuple[int, ...], list[SlowdownTable]] = {}
+    # By identity: evaluators have no order, and comparing their numbers would take long.
+    lots: dict[tuple[int, ...], tuple[list[StageEvaluator], list[PlayKey]]] = {}
     for key, evaluators in by_key.items():
         for members in _alike(evaluators):
-            own = tuple(id(member) for member in members)
-            if own not in tables:
-                tables[own] = _side_by_side(members)
-            together = [_played(key, table) for table in tables[own]]
-            ends = [np.cumsum([len(member._groups[n][0]) for member in members]) for n in range(len(together))]
-            for number, member in enumerate(members):
-                member._played[key] = [
-                    played[:, end[number] - len(group[0]) : end[number]].copy()
-                    for played, end, group in zip(together, ends, member._groups, strict=True)
-                ]
+            lots.setdefault(tuple(map(id, members)), (members, []))[1].append(key)
+    for members, keys in lots.values():
+        for number, table in enumerate(_side_by_side(members)):
+            ends = np.cumsum([len(member._groups[number][0]) for member in members])[:-1]
+            for key, played in _played(keys, table):
+                for member, own in zip(members, np.split(played, ends, axis=1), strict=True):
+                    member._played.setdefault(key, []).append(own.copy())
 
 
 def _alike(evaluators: Sequence[StageEvaluator]) -> list[list[StageEvaluator]]:
@@ -334,6 +326,8 @@ def _alike(evaluators: Sequence[StageEvaluator]) -> list[list[StageEvaluator]]:
 
 def _side_by_side(evaluators: Sequence[StageEvaluator]) -> list[SlowdownTable]:
     """Seconds and bytes of the uses of several evaluators, for each group of strategies."""
+    if len(evaluators) == 1:
+        return [table for _, table in evaluators[0]._groups]
     joint = []
     for of_group in zip(*(evaluator._groups for evaluator in evaluators), strict=True):
         first = of_group[0][1]
@@ -350,10 +344,21 @@ def _beside(values: Sequence[UseSeconds] | Sequence[UseBytes]) -> dict[str, Floa
     }
 
 
-def _played(key: PlayKey, table: SlowdownTable) -> Floats:
-    parts, is_first, is_last = key
-    played = play_stage(parts, table, ahead=0 if is_last else 1, waits=not is_first)
-    return np.stack([getattr(played, name) for name in NOTED])
+def _played(keys: Sequence[PlayKey], table: SlowdownTable) -> Iterator[tuple[PlayKey, Floats]]:
+    """[len(NOTED), N] of each stage."""
+    alike: dict[object, list[PlayKey]] = {}
+    for key in keys:
+        parts, *place = key
+        alike.setdefault((*(replace(part, row=0) for part in parts), *place), []).append(key)
+    strategies = table.seconds.forward.shape[1]
+    rows = max(1, LANES // strategies)
+    for of_shape in alike.values():
+        for start in range(0, len(of_shape), rows):
+            some = of_shape[start : start + rows]
+            _, is_first, is_last = some[0]
+            played = play_stages([parts for parts, *_ in some], table, ahead=0 if is_last else 1, waits=not is_first)
+            noted = np.stack([getattr(played, name) for name in NOTED])
+            yield from zip(some, np.split(noted, len(some), axis=1), strict=True)
 
 
 def _play_key(shapes: StageShapes, counts: Floats) -> PlayKey:

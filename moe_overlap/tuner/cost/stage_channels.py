@@ -4,20 +4,19 @@ Terms as in decoupled.py, which numbers the steps and decides in which order use
 optimizer's, copies from and to the host, and collectives among ranks; a job takes one of them for some seconds. A job that no
 strategy has costs nothing here, and one that all of them have is not chosen strategy by strategy: most are one or the other.
 
-Legend: N strategies. Arrays are [N] seconds, or bytes.
+Legend: N strategies, or lanes of several stages (use_slowdowns.py). Arrays are [N] seconds, or bytes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.overlaps import JobKey, Ran, Slowed
-from moe_overlap.tuner.cost.use_slowdowns import BETWEEN_RANKS, Job, Part, Use, UseSlowdowns, loads_weights
+from moe_overlap.tuner.cost.use_slowdowns import BETWEEN_RANKS, Job, Use, UseSlowdowns, loads_weights
 
 Floats = NDArray[np.float64]
 SLOT_TASKS = {
@@ -43,38 +42,34 @@ class StageChannels:
         slowed: how many times as long they take as alone; None where slots say it.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], slots: UseSlowdowns, slowed: Slowed | None = None, notes: bool = False
-    ) -> None:
+    def __init__(self, slots: UseSlowdowns, slowed: Slowed | None = None, notes: bool = False) -> None:
         """Channels on which nothing has run.
 
         Args:
             slowed: how many times as long jobs take as alone, where that was read off a play (overlaps.py); None: as `slots` say.
         """
-        seconds, self.kind = slots.group.seconds, slots.group.kind
+        parts, self.kind = slots.parts, slots.group.kind
         self._parts, self.slots, self.slowed = parts, slots, slowed
         self.notes = notes
         self.ran: Ran = {}
         # Buffers in the order in which they were noted: the places; their begins, ends, bytes and latest ends.
         self._held_at: list[int] = []
         self._held: list[tuple[Floats, Floats, Floats, float]] = []
-        self._sizes = slots.group.moved
-        self._of = [slots.group.row(part.row) for part in parts]
-        self._jobs_of = [slots.group.jobs(part.row) for part in parts]
+        self._sizes, self._of, self._jobs_of = slots.moved, slots.seconds, slots.jobs
         # What updates in front of all uses leave behind may last up to the first backward pass.
         self._place = next((place for place, use in enumerate(slots.uses) if use.backward), len(slots.uses))
         self.holds = True
         self._loaded: dict[Use, list[tuple[str, Floats]]] = {}
         self._fetching: dict[int, Floats] = {}
         self._begun: dict[int, Floats] = {}
-        nothing = np.zeros(seconds.forward.shape[1])
+        nothing = np.zeros(slots.lanes)
         self._free = dict.fromkeys(("compute", "optimizer", "in", "out", "ranks"), nothing)
         self._nothing, self.computed, self._last_use = nothing, nothing, nothing
         self._gone: dict[str, list[Floats]] = {
             name: [nothing, nothing] for name in ("states", "activations", "gradients")
         }
         self._shared_links = self._transfer_shared = nothing
-        self._transfers = bool(seconds.transfer.any())
+        self._transfers = bool(slots.group.seconds.transfer.any())
         # Ends of what earlier uses have left, where the last use has left its own before the next one is computed.
         self._left: dict[str, Floats] | None = None
         self._ready: dict[Use, Floats] = {}
@@ -494,7 +489,7 @@ class StageChannels:
 
     def _hold(self, what: str, index: int, start: Floats, end: Floats) -> None:
         """Note that a buffer of a part is on the device for a time."""
-        size = self._sizes.get((what, self._parts[index].row)) if self.holds else None
+        size = self._sizes.get((what, index)) if self.holds else None
         if size is not None:
             self._held_at.append(self._place)
             self._held.append((start, end, size, float(end.max())))

@@ -12,14 +12,16 @@ Method. All tasks that may start do so at once. Whatever runs is slowed down by 
 their rates where that is one link. When a task ends the rates are new, until none is left: at most as many rounds as tasks. A
 slot's tasks are slower than alone by the ratio that is returned.
 
-`SlowdownTable` keeps the slots of a group of strategies, `UseSlowdowns` finds those of the uses of one stage.
+`SlowdownTable` keeps the slots of a group of strategies, `UseSlowdowns` finds those of the uses of a stage, or of several stages
+that are alike but in the kinds of their parts. These are played in one go: a lane is a strategy of one of them.
 
-Legend: P slots, N strategies.
+Legend: P slots, N strategies, L lanes (stage by stage its strategies).
 Source: Mist, algorithm 1, with the order of tasks on a channel beside it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -180,6 +182,14 @@ def _job(seconds: Floats) -> Job | None:
     return Job(seconds, has, np.where(has, 0.0, -np.inf))
 
 
+def jobs_of(seconds: Mapping[str, Floats]) -> dict[str, Job | None]:
+    """The jobs that the seconds of a part are."""
+    # Of the last micro-batch; of those before only what ZeRO 2 and 3 scatter.
+    return {name: _job(values) for name, values in seconds.items()} | {
+        "reduction": _job(seconds["scatter"] + seconds["reduce"])
+    }
+
+
 class SlowdownTable:
     """How much slower the tasks of slots are than alone, for one group of strategies; a slot is priced once.
 
@@ -205,10 +215,7 @@ class SlowdownTable:
     def jobs(self, row: int) -> dict[str, Job | None]:
         """The jobs that they are."""
         if row not in self._jobs:
-            seconds = self.row(row)
-            # Of the last micro-batch; of those before only what ZeRO 2 and 3 scatter.
-            self._jobs[row] = {name: _job(values) for name, values in seconds.items()}
-            self._jobs[row]["reduction"] = _job(seconds["scatter"] + seconds["reduce"])
+            self._jobs[row] = jobs_of(self.row(row))
         return self._jobs[row]
 
     @cached_property
@@ -272,29 +279,112 @@ SlotKey = tuple[object, ...]
 """The key of a slot: kinds and passes of its uses, and what they load and leave."""
 
 
-class UseSlowdowns:
-    """The slots of the uses of one stage, and of its updates."""
+class _Slot:
+    """A slot of several stages; [L] of a task is made when it is asked for: played again jobs mostly take their own slowdowns."""
 
-    def __init__(self, parts: Sequence[Part], uses: Sequence[Use], table: SlowdownTable) -> None:
-        self._parts, self.uses, self.group, self._kind = parts, uses, table, table.kind
+    def __init__(self, of_stages: Sequence[Mapping[str, Floats]]) -> None:
+        self._of_stages = of_stages
+        self._known: dict[str, Floats] = {}
+
+    def __getitem__(self, task: str) -> Floats:
+        if len(self._of_stages) == 1:
+            return self._of_stages[0][task]
+        if task not in self._known:
+            self._known[task] = np.concatenate([slow[task] for slow in self._of_stages])
+        return self._known[task]
+
+
+class UseSlowdowns:
+    """The slots of the uses of stages, and of their updates; and what their parts take alone. Arrays are [L]."""
+
+    def __init__(self, stages: Sequence[Sequence[Part]], uses: Sequence[Use], table: SlowdownTable) -> None:
+        """Find the slots, and price those that the table does not know.
+
+        Args:
+            stages: of as many parts, which differ in their rows alone.
+            uses: of each of them.
+        """
+        self.parts, self.uses, self.group, self._kind = stages[0], uses, table, table.kind
         self.last = max(use.micro_batch for use in uses)
-        self.table = table.table
-        seconds, new = table.seconds, {}
-        nothing = np.zeros(seconds.forward.shape[1])
+        self.table, strategies = table.table, table.seconds.forward.shape[1]
+        self.lanes = strategies * len(stages)
+        self._nothing = np.zeros(strategies)
+        new: dict[SlotKey, dict[str, Floats]] = {}
+        found = [self._slots_of(parts, new) for parts in stages]
+        table.add(new)
+        # Of every slot its keys on the stages; uses whose slots are equal on all of them share one.
+        places, updates = ([*zip(*keys, strict=True)] for keys in zip(*found, strict=True))
+        slots = {keys: _Slot([table[key] for key in keys]) for keys in dict.fromkeys([*places, *updates])}
+        self._places, self._updates = ([slots[keys] for keys in each] for each in (places, updates))
+        self._rows = [tuple(parts[index].row for parts in stages) for index in range(len(stages[0]))]
+        kinds = {rows: self._seconds_of(rows) for rows in dict.fromkeys(self._rows)}
+        self.seconds = [kinds[rows] for rows in self._rows]
+        """Seconds of each part."""
+        jobs = {rows: self._jobs_in(rows, seconds) for rows, seconds in kinds.items()}
+        self.jobs = [jobs[rows] for rows in self._rows]
+        """The jobs that they are."""
+        self.sent, self.shared = np.empty((len(uses), self.lanes)), np.empty((len(uses), self.lanes))
+        for place, use in enumerate(uses):
+            of_part = self.seconds[use.index]
+            self.sent[place] = of_part["sent_backward" if use.backward else "sent_forward"]
+            self.shared[place] = of_part["shared"]
+
+    def _seconds_of(self, rows: tuple[int, ...]) -> dict[str, Floats]:
+        """All seconds of a part that is of these kinds on the stages."""
+        of_stages = [self.group.row(row) for row in rows]
+        return (
+            of_stages[0]
+            if len(rows) == 1
+            else {name: np.concatenate([of[name] for of in of_stages]) for name in of_stages[0]}
+        )
+
+    def _jobs_in(self, rows: tuple[int, ...], seconds: Mapping[str, Floats]) -> dict[str, Job | None]:
+        return self.group.jobs(rows[0]) if len(rows) == 1 else jobs_of(seconds)
+
+    @cached_property
+    def moved(self) -> dict[tuple[str, int], Floats]:
+        """Name and index of a part -> bytes that are on the device for a while; without those that are 0."""
+        moved, nothing = self.group.moved, self._nothing
+        found: dict[tuple[str, tuple[int, ...]], Floats | None] = {}
+        for name, rows in itertools.product((field.name for field in fields(UseBytes)), dict.fromkeys(self._rows)):
+            sizes = [moved.get((name, row)) for row in rows]
+            is_moved = any(size is not None for size in sizes)
+            found[name, rows] = (
+                np.concatenate([nothing if size is None else size for size in sizes]) if is_moved else None
+            )
+        return {
+            (name, index): size
+            for index, of_part in enumerate(self._rows)
+            for (name, rows), size in found.items()
+            if rows == of_part and size is not None
+        }
+
+    def saved(self, index: int) -> Floats:
+        """Bytes that a part saves on the device for one micro-batch."""
+        sizes = self.group.sizes.saved
+        return np.concatenate([sizes[row] for row in self._rows[index]])
+
+    def _slots_of(
+        self, parts: Sequence[Part], new: dict[SlotKey, dict[str, Floats]]
+    ) -> tuple[list[SlotKey], list[SlotKey]]:
+        """Keys of a stage's slots, and of those of its updates.
+
+        Args:
+            new: slots that are not priced yet; what of them this stage has is added.
+        """
+        table, uses, seconds, nothing = self.group, self.uses, self.group.seconds, self._nothing
         places: list[SlotKey] = []
         for place, use in enumerate(uses):
             before = uses[place - 1] if place else None
             behind = uses[place + 1] if place + 1 < len(uses) else None
-            key = self._key(before, use, behind)
+            key = self._key(parts, before, use, behind)
             if key not in table and key not in new:
-                new[key] = self._tasks(seconds, before, use, behind, nothing)
+                new[key] = self._tasks(parts, before, use, behind)
             places.append(key)
         updates: list[SlotKey] = []
-        for index in range(len(parts)):
+        for index in range(len(parts) if table.updates else 0):
             row = parts[index].row
             after = parts[index + 1].row if index + 1 < len(parts) else None
-            if not table.updates:
-                break
             updates.append(("update", row, after))
             if updates[-1] in table or updates[-1] in new:
                 continue
@@ -304,28 +394,22 @@ class UseSlowdowns:
                 "gather": seconds.gather_updated[row],
                 "out": seconds.states_out[row],
             }
-        table.add(new)
-        self.sent, self.shared = np.empty((len(uses), len(nothing))), np.empty((len(uses), len(nothing)))
-        for place, use in enumerate(uses):
-            row = parts[use.index].row
-            self.sent[place] = (seconds.sent_backward if use.backward else seconds.sent_forward)[row]
-            self.shared[place] = seconds.shared[row]
-        self._places, self._updates = [table[key] for key in places], [table[key] for key in updates]
+        return places, updates
 
-    def _key(self, before: Use | None, use: Use, behind: Use | None) -> SlotKey:
+    def _key(self, parts: Sequence[Part], before: Use | None, use: Use, behind: Use | None) -> SlotKey:
         """The key that tells a slot from others."""
         key: list[object] = [
-            self._parts[use.index].row,
+            parts[use.index].row,
             use.backward,
             self._is_first(use) and self._kind.offloads_weights,
         ]
         if behind is not None:
-            loads = loads_weights(self._parts, behind, use)
-            other = self._parts[behind.index].row
+            loads = loads_weights(parts, behind, use)
+            other = parts[behind.index].row
             is_first = self._is_first(behind) and self._kind.offloads_weights
             key += [other, is_first, loads, behind.backward, behind.micro_batch > 0]
         if before is not None:
-            other, is_last = self._parts[before.index].row, before.micro_batch == self.last
+            other, is_last = parts[before.index].row, before.micro_batch == self.last
             key += ["leaves", other, before.backward, is_last]
         return tuple(key)
 
@@ -333,11 +417,10 @@ class UseSlowdowns:
         """Whether a part is updated in front of a use."""
         return self.group.updates and use.micro_batch == 0 and not use.backward
 
-    def _tasks(
-        self, seconds: UseSeconds, before: Use | None, use: Use, behind: Use | None, nothing: Floats
-    ) -> dict[str, Floats]:
+    def _tasks(self, parts: Sequence[Part], before: Use | None, use: Use, behind: Use | None) -> dict[str, Floats]:
         """The tasks of a slot."""
-        row = self._parts[use.index].row
+        seconds, nothing = self.group.seconds, self._nothing
+        row = parts[use.index].row
         slot = {
             "compute": (seconds.backward if use.backward else seconds.forward)[row],
             "sent": (seconds.sent_backward if use.backward else seconds.sent_forward)[row],
@@ -347,8 +430,8 @@ class UseSlowdowns:
         if self._is_first(use) and updates:
             slot["out"] = seconds.states_out[row] + seconds.weights[row]
         if behind is not None:
-            other = self._parts[behind.index].row
-            loads = loads_weights(self._parts, behind, use)
+            other = parts[behind.index].row
+            loads = loads_weights(parts, behind, use)
             if self._is_first(behind) and updates:
                 slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
             elif loads and updates:
@@ -361,7 +444,7 @@ class UseSlowdowns:
                 if behind.micro_batch > 0:
                     slot["rest"] = slot["rest"] + seconds.gradients[other]
         if before is not None:
-            other = self._parts[before.index].row
+            other = parts[before.index].row
             if before.backward:
                 slot["scatter shared"] = seconds.shared[other]
                 slot["scatter"] = seconds.scatter[other]

@@ -85,9 +85,7 @@ def test_a_run_that_has_been_forked_goes_on_as_one_that_has_not() -> None:
     kind, parts = ListKind(offloads_weights=False, scatters=False), [Part(0), Part(1)]
     passes = _Passes(parts, ahead=1, waits=False, transfers_wait=True)
     table = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still[0]
-    whole, first = (
-        _Run(StageChannels(parts, UseSlowdowns(parts, passes.uses, table)), passes, [PASSING]) for _ in range(2)
-    )
+    whole, first = (_Run(StageChannels(UseSlowdowns([parts], passes.uses, table)), passes, [PASSING]) for _ in range(2))
     whole.play(forward_waits=False)
     first.play(forward_waits=False, until=passes.drained)
     other = first.fork()
@@ -107,7 +105,7 @@ def test_last_backward_passes_of_chunks_come_as_far_apart_as_the_stage_behind_ma
     passes = _Passes(parts, ahead=1, waits=False, transfers_wait=True)
     kind = ListKind(offloads_weights=False, scatters=False)
     table = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still[0]
-    run = _Run(StageChannels(parts, UseSlowdowns(parts, passes.uses, table)), passes, [])
+    run = _Run(StageChannels(UseSlowdowns([parts], passes.uses, table)), passes, [])
     run.play(forward_waits=False, drains=dict.fromkeys(passes.order, np.array([5.0])))
     *_, second_last, last = passes.emptying
     assert (passes.awaited, passes.spaced) == (passes.emptying[:2], passes.emptying[2:])

@@ -329,7 +329,7 @@ def test_stages_that_are_played_together_cost_what_they_cost_alone(monkeypatch: 
     assert together.plays
     together.play_ahead(layouts)
     evaluated = [alone.evaluate(layout) for layout in layouts]
-    monkeypatch.setattr("moe_overlap.tuner.cost.evaluate.play_stage", None)
+    monkeypatch.setattr("moe_overlap.tuner.cost.evaluate.play_stages", None)
     for layout, one in zip(layouts, evaluated, strict=True):
         other = together.evaluate(layout)
         assert np.array_equal(one.seconds, other.seconds) and np.array_equal(one.needed_bytes, other.needed_bytes)
