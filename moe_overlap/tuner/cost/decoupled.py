@@ -56,10 +56,10 @@ class PlayedStage:
         turn: on the first stage with what slows down the passes from there on: copies that updates have left behind.
         round: behind a wait in which all is done that the stage could do; on the last stage as `drain`.
         drain: for one chunk's pass, times the chunks. All stages but the last have waited as long as the stage behind takes for
-            the pass; on the last stage it is that of the first of several in a row, as `rush` counts for the others. On a first
-            stage of one chunk with what that makes its tail longer.
+            the pass; on the last stage it is that of the first of several in a row, as `rush` counts for the others. On the
+            first stage with what that makes its tail longer.
         rush: times the chunks, too.
-        tail: on a first stage of one chunk where it has not waited.
+        tail: on the first stage where it has not waited.
         copies: of the first stage; 0 elsewhere.
         buffer_bytes: peak of what is on the device for a while, less what of the activations in flight is not held at that time.
         update_bytes: peak beside the updates, which run before activations are held.
@@ -198,9 +198,9 @@ def _emptied(
     around = _each_beyond(ends, usual, passes.awaited, chunks) if ahead else drain
     tail, tail_busy = (each.played.ended - each.ends[passes.order[-1]] for each in (ends, busy))
     copies = ends.played.ended - ends.played.reduced if not passes.waits else np.zeros_like(tail)
-    if ahead and not passes.waits and chunks == 1:
+    if ahead and not passes.waits:
         # Nothing stands in front of the first stage: what its last pass leaves where it has waited counts with that pass.
-        drain, tail = drain + tail - tail_busy, tail_busy
+        drain, tail = drain + (tail - tail_busy) * chunks, tail_busy
     return rush, around, drain, tail, copies
 
 
@@ -431,8 +431,9 @@ class _Run:
                 if place and not waits:
                     before = played.transfer(crossing, blocks=self._passes.blocks, place=place)
                 if drains is not None and step in self._passes.spaced:
-                    # Those of the embedding take longer, which the stage behind does not have.
-                    self._given = self._given + np.min([drains[each] for each in self._passes.emptying], axis=0)
+                    # The stage behind takes as long for the same pass, but has no embedding, which the last one waits for.
+                    alike = self._passes.emptying if step in self._passes.closing else [step]
+                    self._given = self._given + np.min([drains[each] for each in alike], axis=0)
                     before = np.maximum(before, self._given)
                     played.wait(self._given)
             played.holds = place <= self._held_until
