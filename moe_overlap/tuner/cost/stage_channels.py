@@ -80,6 +80,8 @@ class StageChannels:
         self._sharing, self._shared_uses = False, nothing
         self._first_begin: Floats | None = None
         self._updates = slots.group.updates
+        # Whether all parts are updated in front of all uses, which go on beside the later updates.
+        self._ahead = self._updates and not self.kind.offloads_weights
         if not self._updates:
             self._stepped = dict.fromkeys(range(len(parts)), nothing)
             self._on_host = {("weights", index, 0): nothing for index in range(len(parts))}
@@ -189,7 +191,7 @@ class StageChannels:
 
     def begin(self, use: Use) -> None:
         """Write what stands in front of the first use."""
-        if self._updates and not self.kind.offloads_weights:
+        if self._ahead:
             self._update_all()
         self.load(use, None)
 
@@ -241,6 +243,10 @@ class StageChannels:
                 self._transfer_shared = job.choose(here["transfer_shared"], self._transfer_shared)
             self._joined += [key] if key is not None and self.notes else []
         begin, end = self._run("ranks", after, job, slow, key)
+        if job is not None and name == "gather" and self._ahead:
+            # States of later parts are on their way to the device meanwhile.
+            common = np.minimum(self._sweeps[0][-1], end) - (end - job.seconds * slow)
+            self._update_later(end, np.maximum(0.0, common) * (1.0 - 1.0 / self.slots.table[2, BETWEEN_RANKS | 2]))
         if job is None or self._crossing is None:
             return begin, end
         return begin, self._beside_transfers(job, begin, end, key)
@@ -455,7 +461,21 @@ class StageChannels:
                 own, other = computes * own + crowded, computes * other + crowded
             end = end + common * own
             self._free[channel] = self._free[channel] + common * other
+            if channel == "in" and self._ahead:
+                self._update_later(stop, common * other)
         return end
+
+    def _update_later(self, time: Floats, later: Floats) -> None:
+        """Let the optimizer steps that end behind a time end later: what runs up to then slows down their states on the way."""
+        if not later.any():
+            return
+        self._stepped = {
+            index: np.where(stepped > time, stepped + later, stepped) for index, stepped in self._stepped.items()
+        }
+        begins, ends, taken = self._sweeps
+        waits = ends > time
+        self._sweeps = np.where(waits, begins + later, begins), np.where(waits, ends + later, ends), taken
+        self._ahead = bool((self._sweeps[1][-1] > time).any())
 
     def leave(self) -> None:
         """Step 3: what the last use has left; it goes while the next use runs."""
