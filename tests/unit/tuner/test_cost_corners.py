@@ -223,9 +223,24 @@ REPAIRED = {
         0.006,
         NEAR,
     ),
+    "the stage behind takes longer for its first pass in a row": (
+        Corner(zero_level=0, offload=(0, 0.5, 0.5, 1), recompute="full", interleaved=True),
+        0.009,
+        NEAR,
+    ),
+    "a first stage that has not waited leaves more to copy": (
+        Corner(zero_level=2, offload=(0.5, 0, 1, 0), interleaved=True, unequal=True),
+        0.008,
+        0.09,
+    ),
+    "uses and gathers slow down states that come for later updates": (
+        Corner(zero_level=3, offload=(0, 1, 1, 0), interleaved=True, unequal=True),
+        0.004,
+        0.035,
+    ),
     "nothing": (Corner(zero_level=1, offload=(0, 0, 0, 0)), NEAR, NEAR),
 }
-"""Corner, and how far closed form and list may be apart: seconds, bytes. Each was 1.6 to 84 % off in seconds, but the last."""
+"""Corner, and how far closed form and list may be apart: seconds, bytes. Each was 0.9 to 84 % off in seconds, but the last."""
 
 
 @pytest.mark.parametrize("name", REPAIRED)
@@ -393,14 +408,15 @@ def test_all_corners() -> None:
     - Interleaved stages of which one is the slowest (up to 1.7 % above): transfers that fill and drain the pipeline are added,
       though that stage never waits for one. Adding them only to passes that wait is exact where all passes of a stage take as
       long, but 1 to 2 % below the list where the last chunk has the loss: the formula knows the mean of a stage's passes.
-    - Partial waits (up to 1.4 % below and 2.0 % above): copies that updates leave behind still slow down the first passes of
-      the second stage, or hold up gradients, where these have waited for a short time; `pipeline.py` knows stages that have
-      waited for all of them, and such that have not waited. Bytes of the stage that has less to do, and so waits, differ most.
+    - Partial waits (up to 1.3 % below and 1.4 % above): copies that updates leave behind still slow down the first passes of
+      the second stage, or hold up its head behind activations that leave, where these have waited for a short time;
+      `pipeline.py` knows stages that have waited for all of them, and such that have not waited. Stages of nearly as many
+      seconds wait for each other in turn beyond what one chain has. Bytes of the stage that has less to do differ most.
     """
     chosen = in_turn()
     found = {corner: errors(corner) for corner in chosen}
-    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 301
-    for is_plain, middle, most in ((True, 0.004, 0.009), (False, 0.006, 0.021)):
+    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 305
+    for is_plain, middle, most in ((True, 0.004, 0.009), (False, 0.004, 0.018)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.array([error for _, error in found.values()])
