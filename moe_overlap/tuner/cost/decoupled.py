@@ -432,8 +432,8 @@ class _Run:
                     before = played.transfer(crossing, blocks=self._passes.blocks, place=place)
                 if drains is not None and step in self._passes.spaced:
                     # The stage behind takes as long for the same pass, but has no embedding, which the last one waits for.
-                    alike = self._passes.emptying if step in self._passes.closing else [step]
-                    self._given = self._given + np.min([drains[each] for each in alike], axis=0)
+                    paced_by = self._passes.emptying if step in self._passes.closing else [step]
+                    self._given = self._given + np.min([drains[each] for each in paced_by], axis=0)
                     before = np.maximum(before, self._given)
                     played.wait(self._given)
             played.holds = place <= self._held_until

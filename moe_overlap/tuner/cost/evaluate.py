@@ -345,20 +345,19 @@ def _beside(values: Sequence[UseSeconds] | Sequence[UseBytes]) -> dict[str, Floa
 
 
 def _played(keys: Sequence[PlayKey], table: SlowdownTable) -> Iterator[tuple[PlayKey, Floats]]:
-    """[len(NOTED), N] of each stage."""
-    alike: dict[object, list[PlayKey]] = {}
+    """[len(NOTED), N] of each stage; those that differ in the kinds of their parts alone are played in one go."""
+    by_structure: dict[object, list[PlayKey]] = {}
     for key in keys:
         parts, *place = key
-        alike.setdefault((*(replace(part, row=0) for part in parts), *place), []).append(key)
-    strategies = table.seconds.forward.shape[1]
-    rows = max(1, LANES // strategies)
-    for of_shape in alike.values():
-        for start in range(0, len(of_shape), rows):
-            some = of_shape[start : start + rows]
-            _, is_first, is_last = some[0]
-            played = play_stages([parts for parts, *_ in some], table, ahead=0 if is_last else 1, waits=not is_first)
+        by_structure.setdefault((*(replace(part, row=0) for part in parts), *place), []).append(key)
+    most = max(1, LANES // table.seconds.forward.shape[1])
+    for equivalent in by_structure.values():
+        _, is_first, is_last = equivalent[0]
+        for start in range(0, len(equivalent), most):
+            lot = equivalent[start : start + most]
+            played = play_stages([parts for parts, *_ in lot], table, ahead=0 if is_last else 1, waits=not is_first)
             noted = np.stack([getattr(played, name) for name in NOTED])
-            yield from zip(some, np.split(noted, len(some), axis=1), strict=True)
+            yield from zip(lot, np.split(noted, len(lot), axis=1), strict=True)
 
 
 def _play_key(shapes: StageShapes, counts: Floats) -> PlayKey:

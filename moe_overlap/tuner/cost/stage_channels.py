@@ -80,8 +80,8 @@ class StageChannels:
         self._sharing, self._shared_uses = False, nothing
         self._first_begin: Floats | None = None
         self._updates = slots.group.updates
-        # Whether all parts are updated in front of all uses, which go on beside the later updates.
-        self._ahead = self._updates and not self.kind.offloads_weights
+        # Whether updates that were begun in front of all uses go on beside them.
+        self._updating = False
         if not self._updates:
             self._stepped = dict.fromkeys(range(len(parts)), nothing)
             self._on_host = {("weights", index, 0): nothing for index in range(len(parts))}
@@ -191,7 +191,7 @@ class StageChannels:
 
     def begin(self, use: Use) -> None:
         """Write what stands in front of the first use."""
-        if self._ahead:
+        if self._updates and not self.kind.offloads_weights:
             self._update_all()
         self.load(use, None)
 
@@ -243,7 +243,7 @@ class StageChannels:
                 self._transfer_shared = job.choose(here["transfer_shared"], self._transfer_shared)
             self._joined += [key] if key is not None and self.notes else []
         begin, end = self._run("ranks", after, job, slow, key)
-        if job is not None and name == "gather" and self._ahead:
+        if job is not None and name == "gather" and self._updating:
             # States of later parts are on their way to the device meanwhile.
             common = np.minimum(self._sweeps[0][-1], end) - (end - job.seconds * slow)
             self._update_later(end, np.maximum(0.0, common) * (1.0 - 1.0 / self.slots.table[2, BETWEEN_RANKS | 2]))
@@ -286,7 +286,7 @@ class StageChannels:
         # Begin and end of every optimizer step, as if nothing computed, and what they take up to there from the first on.
         taken = np.cumsum([of_part["sweep"] for of_part in self._of], axis=0)
         self._sweeps = np.array(begins), np.array(ends), begins[0] + taken
-        self._sharing = True
+        self._sharing = self._updating = True
 
     def _store(self, index: int, stepped: Floats, out: Floats | float, ranks: Floats | float) -> Floats:
         """Store what an optimizer step has updated; the end of what a use of the part waits for.
@@ -461,7 +461,7 @@ class StageChannels:
                 own, other = computes * own + crowded, computes * other + crowded
             end = end + common * own
             self._free[channel] = self._free[channel] + common * other
-            if channel == "in" and self._ahead:
+            if channel == "in" and self._updating:
                 self._update_later(stop, common * other)
         return end
 
@@ -475,7 +475,7 @@ class StageChannels:
         begins, ends, taken = self._sweeps
         waits = ends > time
         self._sweeps = np.where(waits, begins + later, begins), np.where(waits, ends + later, ends), taken
-        self._ahead = bool((self._sweeps[1][-1] > time).any())
+        self._updating = bool(waits[-1].any())
 
     def leave(self) -> None:
         """Step 3: what the last use has left; it goes while the next use runs."""

@@ -13,7 +13,7 @@ their rates where that is one link. When a task ends the rates are new, until no
 slot's tasks are slower than alone by the ratio that is returned.
 
 `SlowdownTable` keeps the slots of a group of strategies, `UseSlowdowns` finds those of the uses of a stage, or of several stages
-that are alike but in the kinds of their parts. These are played in one go: a lane is a strategy of one of them.
+that differ in the kinds of their parts alone. These are played in one go: a lane is a strategy of one of them.
 
 Legend: P slots, N strategies, L lanes (stage by stage its strategies).
 Source: Mist, algorithm 1, with the order of tasks on a channel beside it.
@@ -331,12 +331,10 @@ class UseSlowdowns:
 
     def _seconds_of(self, rows: tuple[int, ...]) -> dict[str, Floats]:
         """All seconds of a part that is of these kinds on the stages."""
-        of_stages = [self.group.row(row) for row in rows]
-        return (
-            of_stages[0]
-            if len(rows) == 1
-            else {name: np.concatenate([of[name] for of in of_stages]) for name in of_stages[0]}
-        )
+        kinds = [self.group.row(row) for row in rows]
+        if len(kinds) == 1:
+            return kinds[0]
+        return {name: np.concatenate([seconds[name] for seconds in kinds]) for name in kinds[0]}
 
     def _jobs_in(self, rows: tuple[int, ...], seconds: Mapping[str, Floats]) -> dict[str, Job | None]:
         return self.group.jobs(rows[0]) if len(rows) == 1 else jobs_of(seconds)
@@ -344,20 +342,12 @@ class UseSlowdowns:
     @cached_property
     def moved(self) -> dict[tuple[str, int], Floats]:
         """Name and index of a part -> bytes that are on the device for a while; without those that are 0."""
-        moved, nothing = self.group.moved, self._nothing
-        found: dict[tuple[str, tuple[int, ...]], Floats | None] = {}
-        for name, rows in itertools.product((field.name for field in fields(UseBytes)), dict.fromkeys(self._rows)):
-            sizes = [moved.get((name, row)) for row in rows]
-            is_moved = any(size is not None for size in sizes)
-            found[name, rows] = (
-                np.concatenate([nothing if size is None else size for size in sizes]) if is_moved else None
-            )
-        return {
-            (name, index): size
-            for index, of_part in enumerate(self._rows)
-            for (name, rows), size in found.items()
-            if rows == of_part and size is not None
-        }
+        known, moved = self.group.moved, {}
+        for name, (index, rows) in itertools.product((field.name for field in fields(UseBytes)), enumerate(self._rows)):
+            sizes = [known.get((name, row)) for row in rows]
+            if any(size is not None for size in sizes):
+                moved[name, index] = np.concatenate([self._nothing if size is None else size for size in sizes])
+        return moved
 
     def saved(self, index: int) -> Floats:
         """Bytes that a part saves on the device for one micro-batch."""

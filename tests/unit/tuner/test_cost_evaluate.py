@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,18 @@ import pytest
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.tuner.cost import evaluate
 from moe_overlap.tuner.cost.analytic import prepare, price, stage_evaluator
-from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, runs_of
+from moe_overlap.tuner.cost.decoupled import PlayedStage, play_stages
+from moe_overlap.tuner.cost.evaluate import (
+    CATEGORIES,
+    SECONDS,
+    StageCosts,
+    StageEvaluator,
+    StageShapes,
+    joined,
+    runs_of,
+)
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.layer import Setting, alone_seconds, kernel_seconds, part_cost
@@ -157,6 +169,44 @@ def shapes_of(*counts: tuple[int, int, int]) -> StageShapes:
         is_last=False,
         boundary_bytes=1e6,
     )
+
+
+@pytest.mark.parametrize("place", ["first", "between", "last"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_stages_that_differ_in_kinds_of_parts_are_played_in_one_go(
+    place: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs what it costs by itself, to the last bit, also where only some of them have experts or activations to move."""
+    _, kinds, strategy, rates = random_evaluator(np.random.default_rng(5), 60)
+    dense = np.array([1.0, 0.0, 0.0])
+    kinds = replace(
+        kinds, expert_parameters=kinds.expert_parameters * (1.0 - dense), saved_bytes=kinds.saved_bytes * dense[::-1]
+    )
+    one = shapes_of((3, 0, 1), (2, 1, 1), (1, 2, 1), (0, 3, 1))
+    shapes = replace(
+        one,
+        runs=tuple(replace(part, chunk=chunk) for chunk in range(chunks) for part in RUNS),
+        counts=np.concatenate([one.counts] * chunks),
+        is_first=place == "first",
+        is_last=place == "last",
+    )
+    together = []
+
+    def noted(stages: Sequence[Sequence[Part]], *rest: Any, **named: Any) -> PlayedStage:
+        together.append(len(stages))
+        return play_stages(stages, *rest, **named)
+
+    evaluator = evaluator_of(kinds, strategy, rates)
+    alone = joined([evaluator.anew().costs(shapes.some(slice(number, number + 1))) for number in range(4)])
+    monkeypatch.setattr(evaluate, "play_stages", noted)
+    at_once = evaluator.costs(shapes)
+    assert (
+        together == [4] * len(together) and 1 < len(together) <= 4
+    )  # Groups of strategies, whose lists have another order.
+    for name in SECONDS:
+        assert np.array_equal(getattr(at_once, name), getattr(alone, name)), name
+    for name in CATEGORIES:
+        assert np.array_equal(at_once.peaks[name], alone.peaks[name]), name
 
 
 def step(costs: StageCosts) -> np.ndarray:
