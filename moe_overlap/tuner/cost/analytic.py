@@ -38,7 +38,7 @@ from moe_overlap.tuner.cost.feasibility import (
 from moe_overlap.tuner.cost.hardware import REFERENCE, Features, Software
 from moe_overlap.tuner.cost.host import UNLISTED, Launching, replays_of
 from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, cost_of, token_use
+from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, cost_of, lead_seconds, token_use
 from moe_overlap.tuner.cost.links import (
     NO_LINK,
     boundary_group,
@@ -413,7 +413,7 @@ def evaluator_of(
     """
     links = machine.cluster.group_of(family.stage.devices.ranks[0])
     rates = _state_rates(setting, links, len(strategy.data), family.boundary_bytes)
-    kinds = _kind_terms(parts, family, setting.two_at_work)
+    kinds = _kind_terms(parts, family, setting, bool((strategy.offload_gradients > 0).any()))
     return StageEvaluator(kinds, strategy, rates, setting.concurrent, factors, machine.fragmentation)
 
 
@@ -444,11 +444,13 @@ def _state_rates(setting: Setting, links: NodeGroup, strategies: int, boundary_b
     )
 
 
-def _kind_terms(costs: Sequence[PartCost], family: Family, two_at_work: bool) -> KindTerms:
+def _kind_terms(costs: Sequence[PartCost], family: Family, setting: Setting, waits: bool) -> KindTerms:
+    """Costs of the parts before any strategy; `waits`: whether uses may wait for gradient sums, which `lead_seconds` is for."""
     sizes = family.sizes
     heads = [table.part.kind == "head" for table in family.tables]
-    saved, working = stage_sizes(sizes, heads, two_at_work)
+    saved, working = stage_sizes(sizes, heads, setting.two_at_work)
     kinds = [table.part.kind for table in family.tables]
+    leads = (lead_seconds(table, setting, cost) for table, cost in zip(family.tables, costs, strict=True))
     return KindTerms(
         forward_seconds=np.array([cost.forward.seconds for cost in costs]),
         backward_seconds=np.array([cost.backward.seconds for cost in costs]),
@@ -458,6 +460,7 @@ def _kind_terms(costs: Sequence[PartCost], family: Family, two_at_work: bool) ->
         expert_parameters=np.array([size.expert_parameters for size in sizes]),
         sent_forward_seconds=np.array([cost.forward.exposed.get("expert", 0.0) for cost in costs]),
         sent_backward_seconds=np.array([cost.backward.exposed.get("expert", 0.0) for cost in costs]),
+        lead_seconds=np.fromiter(leads, np.float64) if waits else np.zeros(len(kinds)),
         is_layer=np.array([kind not in ("embedding", "head") for kind in kinds]),
     )
 

@@ -41,6 +41,8 @@ class KindTerms:
     sent_forward_seconds: Floats
     """Those of the forward seconds in which tokens travel, maybe over links that collectives of states use as well."""
     sent_backward_seconds: Floats
+    lead_seconds: Floats
+    """Those of the backward seconds in front of the first operator that adds to the part's gradient."""
     is_layer: NDArray[np.bool_]
     """Whether it saves activations that are worth moving: all parts but embedding and head."""
 
@@ -188,6 +190,8 @@ class UseSeconds:
     sent_forward: Floats
     """Share of a forward use in which tokens travel."""
     sent_backward: Floats
+    lead: Floats
+    """Of a backward use, in front of what adds to the gradient sum."""
     shared: Floats
     """By how much collectives of the states and tokens slow each other down: 1 is as much as on one link, 0 not at all."""
     transfer: Floats
@@ -277,6 +281,7 @@ def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseS
         backward=backward + nothing,
         sent_forward=kinds.sent_forward_seconds[:, None] / np.where(forward > 0, forward, 1.0) + nothing,
         sent_backward=kinds.sent_backward_seconds[:, None] / np.where(backward > 0, backward, 1.0) + nothing,
+        lead=kinds.lead_seconds[:, None] + nothing,
         shared=shared + nothing,
         transfer=rates.transfer_seconds + nothing,
         transfer_shared=transfer_shared + nothing,

@@ -377,8 +377,6 @@ class StageChannels:
                 away, room = self._on_host["gradients", index, 0], self._gone["gradients"][-2]
                 free = np.maximum(np.maximum(limit, away), room)
                 self._fetching[index], self._fetched[index] = self._come("gradients", free, index, at)
-                if not self.kind.scatters:
-                    ready = np.maximum(ready, self._fetched[index])
         self._ready[use], self._loaded[use] = ready, loaded
 
     def _fetched_ahead(self, place: int) -> Floats:
@@ -420,11 +418,15 @@ class StageChannels:
         gone = leaving[-1 if self._leaves is not None and self._leaves[0].backward == use.backward else -2]
         ready, here = self._ready.pop(use), self._of[use.index]
         begin = np.maximum(np.maximum(self._free["compute"], ready), gone)
-        end = begin + here["backward" if use.backward else "forward"] * self._slow("compute", place, place)
+        slow, computing = self._slow("compute", place, place), begin
+        if use.backward and use.micro_batch > 0 and not self.kind.scatters and self._jobs_of[use.index]["gradients"]:
+            # It waits for the sum of gradients in its middle: what comes before is put off, as if it waited at once.
+            computing = np.maximum(begin, self._fetched[use.index] - here["lead"] * slow)
+        end = computing + here["backward" if use.backward else "forward"] * slow
         if self.slowed is None:
             end = self._beside_older(begin, end, here["sent_backward" if use.backward else "sent_forward"])
         if self.notes:
-            self.ran["compute", place] = begin, end
+            self.ran["compute", place] = computing, end
         self.leave()
         if behind is not None and not waits:
             self.load(behind, place)

@@ -126,6 +126,7 @@ def random_evaluator(
         expert_parameters=10 ** random.uniform(6, 8, 3),
         sent_forward_seconds=np.zeros(3),
         sent_backward_seconds=np.zeros(3),
+        lead_seconds=np.zeros(3),
         is_layer=np.array([True, True, False]),
     )
     strategy = Strategy(

@@ -22,6 +22,7 @@ KIND_TERMS = KindTerms(
     expert_parameters=1e8 * random.random(KINDS),
     sent_forward_seconds=np.zeros(KINDS),
     sent_backward_seconds=np.zeros(KINDS),
+    lead_seconds=np.zeros(KINDS),
     is_layer=np.array([True, True, False]),
 )
 STRATEGY = Strategy(
