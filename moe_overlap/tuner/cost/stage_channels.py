@@ -80,8 +80,8 @@ class StageChannels:
         self._sharing, self._shared_uses = False, nothing
         self._first_begin: Floats | None = None
         self._updates = slots.group.updates
-        # Whether updates that were begun in front of all uses go on beside them.
-        self._updating = False
+        # Whether updates that were begun in front of all uses go on beside them: states that come, and weights that are gathered.
+        self._updating = self._gathering = False
         if not self._updates:
             self._stepped = dict.fromkeys(range(len(parts)), nothing)
             self._on_host = {("weights", index, 0): nothing for index in range(len(parts))}
@@ -286,7 +286,7 @@ class StageChannels:
         # Begin and end of every optimizer step, as if nothing computed, and what they take up to there from the first on.
         taken = np.cumsum([of_part["sweep"] for of_part in self._of], axis=0)
         self._sweeps = np.array(begins), np.array(ends), begins[0] + taken
-        self._sharing = self._updating = True
+        self._sharing = self._updating = self._gathering = True
 
     def _store(self, index: int, stepped: Floats, out: Floats | float, ranks: Floats | float) -> Floats:
         """Store what an optimizer step has updated; the end of what a use of the part waits for.
@@ -415,7 +415,7 @@ class StageChannels:
             self._free["compute"] = np.maximum(self.ended, self._fetched_ahead(place))
         # Step 4.
         leaving = self._gone["gradients" if use.backward else "activations"]
-        gone = leaving[-1 if self._leaves is not None and self._leaves[0].backward == use.backward else -2]
+        gone = leaving[-1 if self._is_leaving(use.backward) else -2]
         ready, here = self._ready.pop(use), self._of[use.index]
         begin = np.maximum(np.maximum(self._free["compute"], ready), gone)
         slow, computing = self._slow("compute", place, place), begin
@@ -440,11 +440,20 @@ class StageChannels:
             gathers = self._jobs_of[use.index]["gather"] if what == "weights" else None
             until = end if gathers is None else gathers.choose(ready, end)
             self._hold(what, use.index, start, until)
+        if self.kind.offloads_weights and self._updates and use.micro_batch == 0 and not use.backward:
+            # What its update has left stays for the use, though it may have been copied to the host before.
+            self._hold("weights", use.index, np.minimum(self._on_host["weights", use.index, 0], end), end)
         if use.backward:
             self._begun[use.index] = begin
         else:
             self._begun_forward = begin
         return begin
+
+    def _is_leaving(self, backward: bool) -> bool:
+        """Whether the use before has something of that pass that will leave; an embedding saves no activations."""
+        if self._leaves is None or self._leaves[0].backward != backward:
+            return False
+        return backward or self._parts[self._leaves[0].index].is_layer
 
     def _beside_older(self, begin: Floats, end: Floats, sent: Floats) -> Floats:
         """The end of a use beside copies and collectives of earlier slots that go on; they end later, too."""
@@ -465,6 +474,8 @@ class StageChannels:
             self._free[channel] = self._free[channel] + common * other
             if channel == "in" and self._updating:
                 self._update_later(stop, common * other)
+            elif channel == "ranks" and self._gathering:
+                self._gather_later(stop, common * other)
         return end
 
     def _update_later(self, time: Floats, later: Floats) -> None:
@@ -478,6 +489,15 @@ class StageChannels:
         waits = ends > time
         self._sweeps = np.where(waits, begins + later, begins), np.where(waits, ends + later, ends), taken
         self._updating = bool(waits[-1].any())
+
+    def _gather_later(self, time: Floats, later: Floats) -> None:
+        """The same for updated weights that are gathered, in strategies that gather them."""
+        self._gathering = False
+        for index, stepped in self._stepped.items():
+            job, waits = self._jobs_of[index]["gather_updated"], stepped > time
+            if job is not None and waits.any():
+                self._stepped[index] = np.where(waits, stepped + job.choose(later, 0.0), stepped)
+                self._gathering = True
 
     def leave(self) -> None:
         """Step 3: what the last use has left; it goes while the next use runs."""

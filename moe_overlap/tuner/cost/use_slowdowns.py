@@ -87,6 +87,7 @@ def slowdowns(
     seconds: Mapping[str, Floats],
     sent: Floats,
     out_waits: NDArray[np.bool_],
+    gather_waits: NDArray[np.bool_],
     shared: Mapping[str, Floats],
     factors: Interference,
 ) -> dict[str, Floats]:
@@ -95,7 +96,8 @@ def slowdowns(
     Args:
         seconds: TASKS -> [P, N] seconds alone.
         sent: [P, N] share of `compute` in which tokens travel.
-        out_waits: [P, 1] whether `out` waits for `scatter`.
+        out_waits: [P, N] whether `out` waits for `scatter`.
+        gather_waits: [P, N] whether `gather` waits for `rest`, too.
         shared: [P, N] by how much `scatter` and `gather` and the tokens slow each other down, 0 to 1 (`UseSeconds.shared`).
     """
     alone = np.stack([seconds[name] for name in TASKS])
@@ -107,7 +109,7 @@ def slowdowns(
             break
         active[:] = waiting
         active[REST] &= ~waiting[WEIGHTS]
-        active[GATHER] &= ~waiting[WEIGHTS] & ~waiting[SCATTER]
+        active[GATHER] &= ~waiting[WEIGHTS] & ~waiting[SCATTER] & ~(waiting[REST] & gather_waits)
         active[OUT] &= ~(waiting[SCATTER] & out_waits)
         crowd = 1.0 + np.where(active[SCATTER], shared["scatter"], shared["gather"])
         rates = _rates(active, sent, crowd, table)
@@ -257,11 +259,11 @@ class SlowdownTable:
         nothing = np.zeros(self.seconds.forward.shape[1])
         arrays = {
             name: np.stack([tasks.get(name, nothing) for tasks in new.values()])
-            for name in (*TASKS, "sent", "waits", "scatter shared", "gather shared")
+            for name in (*TASKS, "sent", "waits", "gather waits", "scatter shared", "gather shared")
         }
-        sent, waits = arrays.pop("sent"), arrays.pop("waits") > 0
+        sent, waits, gather_waits = arrays.pop("sent"), arrays.pop("waits") > 0, arrays.pop("gather waits") > 0
         shared = {name: arrays.pop(f"{name} shared") for name in ("scatter", "gather")}
-        slow = slowdowns(arrays, sent, waits, shared, self.factors)
+        slow = slowdowns(arrays, sent, waits, gather_waits, shared, self.factors)
         for number, key in enumerate(new):
             self._known[key] = {name: slow[name][number] for name in TASKS}
 
@@ -424,6 +426,8 @@ class UseSlowdowns:
             loads = loads_weights(parts, behind, use)
             if self._is_first(behind) and updates:
                 slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
+                # In front of all uses no states are there yet; later ones come ahead of the slot whose part they update.
+                slot["gather waits"] = nothing + (before is None)
             elif loads and updates:
                 slot["weights"] = seconds.weights[other]
             slot["gather shared"] = seconds.shared[other]
