@@ -39,7 +39,7 @@ from moe_overlap.tuner.cost.use_slowdowns import ListKind, Part, SlowdownTable
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
-EDGES = ("enter", "behind", "waited", "again", "turn", "round", "drain", "rush", "copies")
+EDGES = ("enter", "behind", "waited", "through", "again", "turn", "round", "drain", "rush", "copies")
 """Extra seconds at the ends of a step, which only stages have whose parameter groups step by themselves."""
 PLAYED: Mapping[str, str] = MappingProxyType(
     {
@@ -60,7 +60,7 @@ FEW = 1 << 12
 """Numbers that are compared faster than the sets of kinds among them are found."""
 LANES = 1 << 12
 """Strategies of all stages that are played in one go: with more of them their numbers leave the cache."""
-BLOCK = 1 << 16
+BLOCK = 1 << 18
 """Numbers of a term worked on at a time, few enough to stay in the cache."""
 
 
@@ -98,6 +98,7 @@ class StageCosts:
     enter_extra_seconds: Floats
     behind_extra_seconds: Floats
     waited_extra_seconds: Floats
+    through_extra_seconds: Floats
     again_extra_seconds: Floats
     turn_extra_seconds: Floats
     round_extra_seconds: Floats

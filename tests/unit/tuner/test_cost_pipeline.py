@@ -189,6 +189,10 @@ def test_chunks_are_entered_and_passed_again() -> None:
         for name, seconds in {"enter": 1.0, "again": again, "rush": rush, "turn": 1.0}.items():
             found = closed(forward, backward, 9, 2, **{name: [1.0] + [0.0] * (stages - 1)})
             assert found - bare == pytest.approx(seconds), name
+    # A later stage that is the slowest has updated while it waited for its first micro-batch: `enter` counts for less.
+    bare = closed([1.0, 3.0], [1.0, 6.0], 9, 2)
+    for name, seconds in {"through": 1.0, "enter": 0.5}.items():
+        assert closed([1.0, 3.0], [1.0, 6.0], 9, 2, **{name: [0.0, 1.0]}) - bare == pytest.approx(seconds), name
 
 
 def test_a_step_is_what_it_is_spent_on() -> None:
@@ -257,8 +261,9 @@ def by_hand(
         for i, stage in enumerate(stages):
             ended, busy = sum(f[: i + 1]) + delays[i], f[i] + stage.first
             if rounds:
-                busy = busy + (rounds * f[i] + stage.enter + max(0, rounds - 2 * (v - 1)) * stage.again / v)
-                ended = max(ended + max(around, rounds * (f[i] + stage.again / v) if i else around), busy)
+                more = max(0, rounds - 2 * (v - 1)) * stage.again / v
+                busy = busy + (rounds * f[i] + stage.enter + more)
+                ended = max(ended + (max(around, rounds * f[i] + stage.through + more) if i else around), busy)
                 ended = given = max(ended, given + (f[i] + stage.waited / v))
             entered.append(max(ended, busy + stage.behind))
         own, last = entered[s] + warm * again, there + gone[-1]
@@ -277,7 +282,7 @@ def random_stage(draw: np.random.Generator, size: int | None = None) -> StageTim
         backward=draw.uniform(1, 3, size),
         **{name: draw.uniform(0, 2, size) for name in ("first", "behind", "waited", "turn", "round", "drain", "tail")},
         **{name: draw.uniform(-0.3, 0.6, size) for name in ("again", "rush")},
-        enter=draw.uniform(-1, 2, size),
+        **{name: draw.uniform(-1, 2, size) for name in ("enter", "through")},
         copies=draw.uniform(0, 1, size),
     )
 

@@ -238,9 +238,9 @@ class AdditiveBound:
         chain = (rounds + steady) * stable
         if rounds:
             # What is updated behind the first stage may have been updated while that stage waits for those in front.
-            more = rounds if place else max(0, rounds - 2 * (virtual - 1))
+            more = max(0, rounds - 2 * (virtual - 1))
             chain = chain + more * stage.column("again") + rounds * stage.column("rush")
-            chain = chain if place else chain + virtual * stage.column("enter")
+            chain = chain + virtual * stage.column("through" if place else "enter")
         if halves:
             # What the sums above have left out of its own turn; without a steady part one of both chains has none.
             is_whole = steady and place < len(self._problem.stages) - 1
