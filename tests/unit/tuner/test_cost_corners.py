@@ -46,19 +46,21 @@ class Corner:
     """The second stage has half as many layers, and all of its states on the device."""
     slow_host: bool = False
     """L4, whose copies take long and disturb the rest a lot (as measured), more layers and four times as many micro-batches."""
+    stages: int = 2
 
     @property
     def problem(self) -> Problem:
         """The job on the machine."""
-        return problem(self.interleaved, self.slow_host)
+        return problem(self.interleaved, self.slow_host, self.stages)
 
 
 @cache
-def problem(interleaved: bool, slow_host: bool = False) -> Problem:
-    gpu, gpus, layers, batch = ("L4", 8, 16, 96) if slow_host else ("H100", 32, 8, 96)
-    words = f"--num-layers {layers} --pipeline-model-parallel-size 2 --global-batch-size {batch}"
+def problem(interleaved: bool, slow_host: bool = False, stages: int = 2) -> Problem:
+    """Three micro-batches for each stage, each of which has four layers; or eight, and twelve micro-batches."""
+    gpu, gpus, layers, batch = ("L4", 8, 16, 96) if slow_host else ("H100", 16 * stages, 4 * stages, 48 * stages)
+    words = f"--num-layers {layers} --pipeline-model-parallel-size {stages} --global-batch-size {batch}"
     words += " --expert-model-parallel-size 4"
-    words += f" --num-layers-per-virtual-pipeline-stage {layers // 4}" if interleaved else ""
+    words += f" --num-layers-per-virtual-pipeline-stage {layers // stages // 2}" if interleaved else ""
     constants = replace(CONSTANTS, gpus={gpu: CONSTANTS.gpus["H100"]})
     return problem_of([*JOB, *words.split()], shipped_cluster(gpu, gpus), {"graphs": by_hand, "constants": constants})
 
@@ -68,6 +70,7 @@ def plan_of(corner: Corner) -> Plan:
     weights, gradients, optimizer, activations = corner.offload
     offload = Offload(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations)
     stages: list[StagePlan] = []
+    assert corner.stages == 2 or not corner.unequal
     for index, stage in enumerate(plan.stages):
         if corner.unequal:
             cuts = [(0, 4), (4, 5), (5, 7), (7, 8)] if corner.interleaved else [(0, 5), (5, 8)]
@@ -173,7 +176,7 @@ REPAIRED = {
     ),
     "a backward pass that goes around was waited for": (
         Corner(zero_level=0, offload=(0.5, 0.5, 0, 1), recompute="full", interleaved=True),
-        0.021,
+        0.007,
         NEAR,
     ),
     "transfers share links with weights that are gathered ahead": (
@@ -193,7 +196,7 @@ REPAIRED = {
     ),
     "gradients on their way hold up the next ones": (
         Corner(zero_level=1, offload=(0.5, 1, 0.5, 0.5), interleaved=True),
-        0.005,
+        0.008,
         0.07,
     ),
     "passes in a row are counted once": (
@@ -210,7 +213,7 @@ REPAIRED = {
     "states are fetched while a stage waits": (
         Corner(zero_level=1, offload=(1, 1, 1, 0.5), recompute="full"),
         0.007,
-        0.07,
+        NEAR,
     ),
     "the second forward pass is slow, too": (Corner(zero_level=0, offload=(0, 1, 0, 1), recompute="half"), 0.006, NEAR),
     "transfers go on beside the next collectives": (
@@ -242,6 +245,31 @@ REPAIRED = {
         Corner(zero_level=3, offload=(0, 1, 1, 0), interleaved=True, unequal=True),
         0.004,
         0.035,
+    ),
+    "an embedding leaves no activations": (
+        Corner(zero_level=1, offload=(0, 0, 0, 1), recompute="half", interleaved=True, unequal=True),
+        0.003,
+        NEAR,
+    ),
+    "a use computes before it needs its gradient": (
+        Corner(zero_level=1, offload=(0, 0.5, 0, 0.5), recompute="full", interleaved=True, unequal=True),
+        0.003,
+        NEAR,
+    ),
+    "a stage that has waited has updated before it goes on": (
+        Corner(zero_level=2, offload=(0, 1, 0, 1), recompute="full", interleaved=True),
+        0.004,
+        NEAR,
+    ),
+    "uses slow down the gathers of what is updated": (
+        Corner(zero_level=2, offload=(0, 0.5, 0.5, 0), recompute="half", interleaved=True),
+        0.003,
+        0.07,
+    ),
+    "in front of all uses states come before they are gathered": (
+        Corner(zero_level=2, offload=(0.5, 0, 0.5, 0)),
+        0.002,
+        NEAR,
     ),
     "nothing": (Corner(zero_level=1, offload=(0, 0, 0, 0)), NEAR, NEAR),
 }
@@ -410,19 +438,35 @@ def test_all_corners() -> None:
 
     Equal stages under 1F1B are told apart. Causes of what is left, found by putting the list in the place of one part of the
     closed form at a time (seconds of passes; the longest chain of them; transfers that take nothing):
-    - Interleaved stages of which one is the slowest (up to 1.7 % above): transfers that fill and drain the pipeline are added,
-      though that stage never waits for one. Adding them only to passes that wait is exact where all passes of a stage take as
-      long, but 1 to 2 % below the list where the last chunk has the loss: the formula knows the mean of a stage's passes.
-    - Partial waits (up to 1.3 % below and 1.4 % above): copies that updates leave behind still slow down the first passes of
-      the second stage, or hold up its head behind activations that leave, where these have waited for a short time;
-      `pipeline.py` knows stages that have waited for all of them, and such that have not waited. Stages of nearly as many
-      seconds wait for each other in turn beyond what one chain has. Bytes of the stage that has less to do differ most.
+    - Interleaved stages of which one is the slowest (two, up to 1.3 % above): transfers that fill and drain the pipeline are
+      added, though that stage never waits for one; and updates of parts one behind another are priced as if their jobs met at
+      once. Adding transfers only to passes that wait is exact where all passes of a stage take as long, but half a per cent
+      below the list in the mean: the formula knows the mean of a stage's passes.
+    - Partial waits (three, up to 1.4 % below): copies that updates leave behind still slow down the first passes of the second
+      stage, or hold up its last chunk, where these have waited for a short time; `pipeline.py` knows stages that have waited for
+      all of them, and such that have not waited. Bytes of the stage that has less to do differ most.
     """
     chosen = in_turn()
     found = {corner: errors(corner) for corner in chosen}
-    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 305
-    for is_plain, middle, most in ((True, 0.004, 0.009), (False, 0.004, 0.018)):
+    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 319
+    for is_plain, middle, most in ((True, 0.003, 0.007), (False, 0.004, 0.0135)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.array([error for _, error in found.values()])
-    assert np.median(np.abs(bytes_)) < 0.02 and bytes_.min() > -0.087 and bytes_.max() < 0.22
+    assert np.median(np.abs(bytes_)) < 0.02 and bytes_.min() > -0.086 and bytes_.max() < 0.22
+
+
+@pytest.mark.slow
+def test_corners_of_four_stages() -> None:
+    """Equal ones. Interleaved stages wait for each other in more ways than one chain of passes has: up to 4.5 % below the list.
+
+    Answers are those of lists, also there; searches look at the lists of the best few.
+    """
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for corner in in_turn():
+        if not corner.unequal:
+            seconds[corner.interleaved].append(errors(replace(corner, stages=4))[0])
+    plain, interleaved = (np.abs(found) for found in seconds.values())
+    assert len(plain) == len(interleaved) == 81
+    assert plain.max() < 0.01 and np.median(plain) < 0.004
+    assert (interleaved <= NEAR).sum() >= 52 and interleaved.max() < 0.045
