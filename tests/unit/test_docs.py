@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,14 +60,13 @@ def options(program: str) -> frozenset[str]:
     """All flags that a program's help shows."""
     if program == TRAINING:
         return frozenset(FLAG.findall(help_text()))
-    command = [
-        sys.executable,
-        str(ROOT / program),
-        "--help",
-        "all",
-    ]  # A program without topics prints all of them anyway.
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
-    return frozenset(FLAG.findall(shown))
+    shown = io.StringIO()
+    # In this process, where its imports are mostly there. A program without topics prints all of them anyway.
+    with contextlib.redirect_stdout(shown), pytest.MonkeyPatch.context() as given, pytest.raises(SystemExit) as ended:
+        given.setattr(sys, "argv", [program, "--help", "all"])
+        runpy.run_path(str(ROOT / program), run_name="__main__")
+    assert not ended.value.code, program
+    return frozenset(FLAG.findall(shown.getvalue()))
 
 
 def unknown_flags(line: str) -> list[str]:
