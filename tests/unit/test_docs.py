@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,8 +63,15 @@ def options(program: str) -> frozenset[str]:
         return frozenset(FLAG.findall(help_text()))
     shown = io.StringIO()
     # In this process, where its imports are mostly there. A program without topics prints all of them anyway.
-    with contextlib.redirect_stdout(shown), pytest.MonkeyPatch.context() as given, pytest.raises(SystemExit) as ended:
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(shown),
+        pytest.MonkeyPatch.context() as given,
+        pytest.raises(SystemExit) as ended,
+    ):
         given.setattr(sys, "argv", [program, "--help", "all"])
+        # A module that a program runs may have been imported by a test.
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
         runpy.run_path(str(ROOT / program), run_name="__main__")
     assert not ended.value.code, program
     return frozenset(FLAG.findall(shown.getvalue()))
