@@ -445,7 +445,7 @@ def _state_rates(setting: Setting, links: NodeGroup, strategies: int, boundary_b
 
 
 def _kind_terms(costs: Sequence[PartCost], family: Family, setting: Setting, waits: bool) -> KindTerms:
-    """Costs of the parts before any strategy; `waits`: whether uses may wait for gradient sums, which `lead_seconds` is for."""
+    """Costs of the parts before any strategy; `waits`: whether uses may wait for gradient sums: `lead_seconds` is 0 where not."""
     sizes = family.sizes
     heads = [table.part.kind == "head" for table in family.tables]
     saved, working = stage_sizes(sizes, heads, setting.two_at_work)

@@ -54,7 +54,7 @@ class PlayedStage:
         behind: what the passes after the updates take with them beyond what they take without; on the last stage without what
             `turn` has of that.
         turn: on the first stage with what slows down the passes from there on: copies that updates have left behind.
-        through: of the passes of `enter` at the slowdowns that were read off, as the stage is busy.
+        enter_waited: at the slowdowns that were read off, as the stage is busy.
         round: behind a wait in which all is done that the stage could do; on the last stage as `drain`.
         drain: for one chunk's pass, times the chunks. All stages but the last have waited as long as the stage behind takes for
             the pass; on the last stage it is that of the first of several in a row, as `rush` counts for the others. On the
@@ -72,7 +72,7 @@ class PlayedStage:
     enter: Floats
     behind: Floats
     waited: Floats
-    through: Floats
+    enter_waited: Floats
     again: Floats
     turn: Floats
     round: Floats
@@ -166,7 +166,7 @@ def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: i
         enter=updated(filling[1:entered]) + chunks_apart[lanes],
         behind=slowed(order[entered:turned]) - counted,
         waited=waited - forward[lanes] if waits else nothing_updated,
-        through=(_beyond(busy, usual, filling[1:entered]) + chunks_apart)[lanes],
+        enter_waited=(_beyond(busy, usual, filling[1:entered]) + chunks_apart)[lanes],
         again=again[lanes],
         turn=turn - backward[lanes] + slowed(order[turned:]),
         round=around[lanes],

@@ -39,7 +39,7 @@ from moe_overlap.tuner.cost.use_slowdowns import ListKind, Part, SlowdownTable
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
-EDGES = ("enter", "behind", "waited", "through", "again", "turn", "round", "drain", "rush", "copies")
+EDGES = ("enter", "behind", "waited", "enter_waited", "again", "turn", "round", "drain", "rush", "copies")
 """Extra seconds at the ends of a step, which only stages have whose parameter groups step by themselves."""
 PLAYED: Mapping[str, str] = MappingProxyType(
     {
@@ -98,7 +98,7 @@ class StageCosts:
     enter_extra_seconds: Floats
     behind_extra_seconds: Floats
     waited_extra_seconds: Floats
-    through_extra_seconds: Floats
+    enter_waited_extra_seconds: Floats
     again_extra_seconds: Floats
     turn_extra_seconds: Floats
     round_extra_seconds: Floats

@@ -24,7 +24,7 @@ where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1
 updates leave behind slows down the passes after it, by `behind` in all, where the stage has not waited: stages behind see D_i,
 the passes of the stage itself max(D_i, first_i + behind_i - Σ_(j<i) f_j). With several chunks updates go on up to the last
 chunk's first pass, `enter` in all: a stage ends that pass no earlier than if it had begun with its updates at once, and no
-earlier than others let it; what it updates while it waits costs nothing, so that these passes take `through` where it has
+earlier than others let it; what it updates while it waits costs nothing, so that these passes take `enter_waited` where it has
 waited for the first one. A backward pass that goes around all stages takes longer by `round` on each, as they have waited for
 it, the last one by `drain`, and `tail` seconds later all is reduced and copied: the end is that of the latest stage.
 
@@ -67,8 +67,8 @@ class StageTimes:
     """Seconds by which copies and collectives that updates have left behind slow down the passes after those."""
     waited: Seconds = 0.0
     """Of the first forward pass, in place of `first`, where the stage has waited for it long enough for all its updates."""
-    through: Seconds = 0.0
-    """`enter` without updates, which a stage that has waited for its first pass has made by then."""
+    enter_waited: Seconds = 0.0
+    """In place of `enter` where the stage has waited for its first pass, by when it has made its updates."""
     again: Seconds = 0.0
     """Of a forward pass that follows another forward pass of the stage."""
     turn: Seconds = 0.0
@@ -237,7 +237,7 @@ def _entered(stages: Sequence[StageTimes], forward: Sequence[Seconds], count: in
         if rounds:
             more = max(0, rounds - 2 * (virtual - 1)) * stage.again / virtual
             busy = busy + (rounds * f + stage.enter + more)
-            after = np.maximum(around, rounds * f + stage.through + more) if index else around
+            after = np.maximum(around, rounds * f + stage.enter_waited + more) if index else around
             ended = np.maximum(ended + after, busy)
             ended = np.maximum(ended, given + (f + stage.waited / virtual)) if index else ended
             given = ended

@@ -491,7 +491,7 @@ class StageChannels:
         self._updating = bool(waits[-1].any())
 
     def _gather_later(self, time: Floats, later: Floats) -> None:
-        """The same for updated weights that are gathered, in strategies that gather them."""
+        """Let the gathers of updated weights that end behind a time end later: what runs up to then slows them down."""
         self._gathering = False
         for index, stepped in self._stepped.items():
             job, waits = self._jobs_of[index]["gather_updated"], stepped > time

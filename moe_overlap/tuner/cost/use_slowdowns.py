@@ -426,7 +426,7 @@ class UseSlowdowns:
             loads = loads_weights(parts, behind, use)
             if self._is_first(behind) and updates:
                 slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
-                # In front of all uses no states are there yet; later ones come ahead of the slot whose part they update.
+                # In the first slot alone: the states of later parts come a slot ahead of their gather.
                 slot["gather waits"] = nothing + (before is None)
             elif loads and updates:
                 slot["weights"] = seconds.weights[other]

@@ -34,39 +34,37 @@ def _told_apart(part: Part) -> Part:
     return replace(part, ops=ops)
 
 
-def list_of(words: str) -> StagePrices:
-    """The list of the only stage, whose gradients are on the host, with its prices."""
-    here = problem_of(words.split(), shipped_cluster("H100", 16), {"graphs": graphs_that_say_what_runs_again})
-    (stage,) = here.plan.stages
-    step = simulate_step(replace(here.plan, stages=(replace(stage, offload=Offload(gradients=1.0)),)), here)
-    (prices,) = step.prices.values()
+def only_stage(flags: str) -> StagePrices:
+    """The only stage of a job, with its instruction list, whose gradients are on the host."""
+    problem = problem_of(flags.split(), shipped_cluster("H100", 16), {"graphs": graphs_that_say_what_runs_again})
+    (stage,) = problem.plan.stages
+    plan = replace(problem.plan, stages=(replace(stage, offload=Offload(gradients=1.0)),))
+    (prices,) = simulate_step(plan, problem).prices.values()
     return prices
 
 
-def seconds_in_front(prices: StagePrices, part: str) -> float:
-    """Seconds of a part's backward pass up to the first instruction that adds to its gradient."""
+def seconds_in_front(prices: StagePrices, group: str) -> float:
+    """Seconds of a parameter group's backward pass up to the first instruction that adds to its gradient."""
     seconds = 0.0
-    for i in prices.made:
-        operator = i.operator
-        if operator.group != part or i.micro_batch != MICRO_BATCH or not operator.is_of_model:
+    for instruction in prices.made:
+        operator = instruction.operator
+        if operator.group != group or instruction.micro_batch != MICRO_BATCH or not operator.is_of_model:
             continue
         if operator.in_backward_pass:
-            if any("gradient." in name for name in i.writes):
+            if any("gradient." in name for name in instruction.writes):
                 return seconds
-            seconds += prices.seconds(i)
-    raise AssertionError(part)
+            seconds += prices.seconds(instruction)
+    raise AssertionError(group)
 
 
-@pytest.mark.parametrize("words", [f"{DENSE} {SHARDED}", f"{MOE} {EIGHT} {SHARDED}", f"{LATENT} {EIGHT} {SHARDED}"])
-@pytest.mark.parametrize("again", ["", FULL])
-def test_seconds_in_front_of_gradients_are_those_of_the_list(words: str, again: str) -> None:
-    prices = list_of(f"{words} {again}")
-    parts = [group for group in dict.fromkeys(i.operator.group for i in prices.made if i.micro_batch == 1) if group]
+@pytest.mark.parametrize("flags", [f"{DENSE} {SHARDED}", f"{MOE} {EIGHT} {SHARDED}", f"{LATENT} {EIGHT} {SHARDED}"])
+@pytest.mark.parametrize("recomputation", ["", FULL])
+def test_seconds_in_front_of_gradients_are_those_of_the_list(flags: str, recomputation: str) -> None:
+    prices = only_stage(f"{flags} {recomputation}")
+    computed = (instruction.operator.group for instruction in prices.made if instruction.micro_batch == MICRO_BATCH)
     setting, tables, costs = prices.priced.setting, prices.priced.family.tables, prices.priced.parts
-    found = []
-    for part in parts:
-        row = prices.row(part)
-        listed = seconds_in_front(prices, part)
-        assert lead_seconds(tables[row], setting, costs[row]) == pytest.approx(listed, abs=1e-12), part
-        found.append(listed)
-    assert bool(again or "experts" in words) == (max(found) > 0)
+    expected = {group: seconds_in_front(prices, group) for group in dict.fromkeys(computed) if group}
+    for group, seconds in expected.items():
+        row = prices.row(group)
+        assert lead_seconds(tables[row], setting, costs[row]) == pytest.approx(seconds, abs=1e-12), group
+    assert bool(recomputation or "experts" in flags) == (max(expected.values()) > 0)

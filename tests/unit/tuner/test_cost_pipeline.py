@@ -191,7 +191,7 @@ def test_chunks_are_entered_and_passed_again() -> None:
             assert found - bare == pytest.approx(seconds), name
     # A later stage that is the slowest has updated while it waited for its first micro-batch: `enter` counts for less.
     bare = closed([1.0, 3.0], [1.0, 6.0], 9, 2)
-    for name, seconds in {"through": 1.0, "enter": 0.5}.items():
+    for name, seconds in {"enter_waited": 1.0, "enter": 0.5}.items():
         assert closed([1.0, 3.0], [1.0, 6.0], 9, 2, **{name: [0.0, 1.0]}) - bare == pytest.approx(seconds), name
 
 
@@ -263,7 +263,7 @@ def by_hand(
             if rounds:
                 more = max(0, rounds - 2 * (v - 1)) * stage.again / v
                 busy = busy + (rounds * f[i] + stage.enter + more)
-                ended = max(ended + (max(around, rounds * f[i] + stage.through + more) if i else around), busy)
+                ended = max(ended + (max(around, rounds * f[i] + stage.enter_waited + more) if i else around), busy)
                 ended = given = max(ended, given + (f[i] + stage.waited / v))
             entered.append(max(ended, busy + stage.behind))
         own, last = entered[s] + warm * again, there + gone[-1]
@@ -282,7 +282,7 @@ def random_stage(draw: np.random.Generator, size: int | None = None) -> StageTim
         backward=draw.uniform(1, 3, size),
         **{name: draw.uniform(0, 2, size) for name in ("first", "behind", "waited", "turn", "round", "drain", "tail")},
         **{name: draw.uniform(-0.3, 0.6, size) for name in ("again", "rush")},
-        **{name: draw.uniform(-1, 2, size) for name in ("enter", "through")},
+        **{name: draw.uniform(-1, 2, size) for name in ("enter", "enter_waited")},
         copies=draw.uniform(0, 1, size),
     )
 

@@ -39,7 +39,7 @@ def random_options(draw: np.random.Generator, count: int, edges: float, unlike: 
     # Some passes take less than stable ones.
     for name in ("enter", "again", "rush"):
         extras[name] = min(edges, 1.0) * work * draw.uniform(-0.4, 0.8, count) * draw.integers(0, 2, count)
-    extras["through"] = extras["enter"] + 0.5 * (extras["waited"] - extras["turn"])
+    extras["enter_waited"] = extras["enter"] + 0.5 * (extras["waited"] - extras["turn"])
     return StageOptions(
         layers=layers,
         devices=np.where(draw.integers(0, types, count)[:, None] == range(types), draw.integers(1, 3, (count, 1)), 0),
@@ -147,14 +147,14 @@ def test_bound_leaves_out_what_a_stage_updates_while_it_waits(halves: bool) -> N
     """Two equal stages of two chunks, of which the second updates for as long as it waits for its first micro-batch."""
 
     def stage(enter: float) -> StageOptions:
-        one = np.ones(1)
+        second, nothing = np.ones(1), np.zeros(1)
         return StageOptions(
             layers=np.ones(1, dtype=int),
             devices=np.ones((1, 1), dtype=int),
-            times=StageTimes(forward=one, backward=2 * one, enter=enter * one),
-            optimizer=0 * one,
-            fits=one > 0,
-            sent=0 * one,
+            times=StageTimes(forward=second, backward=2 * second, enter=enter * second),
+            optimizer=nothing,
+            fits=np.ones(1, dtype=bool),
+            sent=nothing,
             first_layer=None,
         )
 
@@ -165,10 +165,10 @@ def test_bound_leaves_out_what_a_stage_updates_while_it_waits(halves: bool) -> N
             stages=(stage(0.0), stage(enter)), layers=2, devices=(2,), micro_batches=8, rules=rules
         )
         relaxed = AdditiveBound(problem, halves)
-        found = relaxed.shortest(float(relaxed.levels[-1]))
-        assert found is not None
+        path = relaxed.shortest(float(relaxed.levels[-1]))
+        assert path is not None
         steps.append(float(step_of_choice(problem, np.zeros((2, 1), dtype=int))[0]))
-        bounds.append(found.total + found.slowest + relaxed.fixed)
+        bounds.append(path.total + path.slowest + relaxed.fixed)
     assert steps[0] == steps[1] and bounds[0] == bounds[1] and bounds[0] <= steps[0]
 
 

@@ -292,7 +292,7 @@ class _Program:
             if rounds:
                 busy = busy + rounds * forward + self._chosen(i, "enter") + more * again
                 # The first stage never waits for another.
-                own = rounds * forward + self._chosen(i, "through") + more * again
+                own = rounds * forward + self._chosen(i, "enter_waited") + more * again
                 waits = [ended + own, given + forward + wait] if i else []
                 given = ended = self._largest([ended + around, busy, *waits])
             found.append(self._largest([ended, busy + self._chosen(i, "behind")]))

@@ -240,7 +240,7 @@ class AdditiveBound:
             # What is updated behind the first stage may have been updated while that stage waits for those in front.
             more = max(0, rounds - 2 * (virtual - 1))
             chain = chain + more * stage.column("again") + rounds * stage.column("rush")
-            chain = chain + virtual * stage.column("through" if place else "enter")
+            chain = chain + virtual * stage.column("enter_waited" if place else "enter")
         if halves:
             # What the sums above have left out of its own turn; without a steady part one of both chains has none.
             is_whole = steady and place < len(self._problem.stages) - 1

@@ -84,7 +84,7 @@ def objective_columns(times: StageTimes, optimizer: Floats, stage: int, stages: 
     # Only these pass several micro-batches in one direction.
     columns += [times.again, times.rush] if not is_last or passes_again else []
     columns += [times.enter, times.round] if passes_again else []
-    columns += [times.through] if passes_again and stage else []
+    columns += [times.enter_waited] if passes_again and stage else []
     return np.stack([np.broadcast_to(column, shape) for column in columns], axis=1)
 
 
