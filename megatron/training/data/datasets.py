@@ -46,7 +46,7 @@ from megatron.training.data.sources import (
     parse_split,
 )
 from megatron.training.data.tokenizers import Tokenizer
-from megatron.training.data.watch import WatchedFiles, WatchedSamples
+from megatron.training.data.watch import WatchedFiles, WatchedSamples, start
 from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.layers.attention import part_of_batch
 from moe_overlap.describe.errors import ConfigError
@@ -378,7 +378,7 @@ def batches(
         pin_memory=on_gpu,
         generator=torch.Generator().manual_seed(seed),
     )
-    ahead = iter(loader)
+    ahead = start(loader)
     while True:
         try:
             batch = next(ahead, None)

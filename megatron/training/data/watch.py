@@ -2,15 +2,20 @@
 
 A page behind the end of a mapped file is a SIGBUS, which no program catches. So the sizes of the files are compared with those of
 the start before samples are read from them, in the process that reads: a file that became shorter, or is gone, is one line. What
-is cut between the comparison and the reading still ends in SIGBUS.
+is cut between the comparison and the reading still ends in SIGBUS: of a loader's worker, that is noticed where its next batch is
+taken (`start`), which is a place for one line; of the run's own process it is the end.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
 
 from moe_overlap.describe.errors import ConfigError
 
@@ -72,3 +77,17 @@ class WatchedSamples:
         except ConfigError as error:
             return error
         return [self._samples[index] for index in indices]
+
+
+def start(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start a loader; the end of one of its workers is a RuntimeError of the iterator, and of nothing else.
+
+    torch sets a handler of SIGCHLD that raises in whatever line the process is at when a worker dies: in the middle of a step, or
+    of the writing of a checkpoint. The iterator notices a dead worker without it, when it waits for a batch (within 5 s).
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    iterator = iter(loader)
+    # Like torch, which sets none elsewhere. None is a handler that Python did not set, and cannot set again.
+    if threading.current_thread() is threading.main_thread() and before is not None:
+        signal.signal(signal.SIGCHLD, before)
+    return iterator

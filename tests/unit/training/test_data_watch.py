@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +29,16 @@ class Mapped(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __init__(self, path: Path) -> None:
         self._ids = np.memmap(path, np.uint16, "r")
+        self.read = multiprocessing.Value("i", 0)
+        """Samples read, in whatever process."""
 
     def __len__(self) -> int:
         return 4 + READ_AHEAD
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         part = torch.from_numpy(self._ids[index % 4 * TOKENS // 4 :][:8].astype(np.int64))
+        with self.read:
+            self.read.value += 1
         return {"tokens": part, "labels": part}
 
 
@@ -45,22 +54,48 @@ def sampler(samples: int) -> BatchSampler:
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_is_cut_under_a_run_is_one_line(tmp_path: Path, workers: int) -> None:
-    prefix = str(tmp_path / "text")
-    np.zeros(TOKENS, np.uint16).tofile(f"{prefix}.bin")
-    Path(f"{prefix}.idx").write_bytes(b"sizes")
-    files = WatchedFiles([prefix])
-    mapped = Mapped(Path(f"{prefix}.bin"))
+def read_some(tmp_path: Path, workers: int) -> tuple[Iterator[Any], Path]:
+    """A feed whose first two batches are taken and whose worker has read all that it may, and the file it reads."""
+    text = tmp_path / "text.bin"
+    np.zeros(TOKENS, np.uint16).tofile(text)
+    text.with_suffix(".idx").write_bytes(b"sizes")
+    files = WatchedFiles([str(tmp_path / "text")])
+    mapped = Mapped(text)
     feed = batches(mapped, sampler(READ_AHEAD + 4), num_workers=workers, seed=0, vocab_size=8, files=files)
     assert next(feed)["tokens"].sum() == 0
     # Growing is no harm: what was mapped is there.
-    with Path(f"{prefix}.bin").open("ab") as text:
-        text.write(b"more")
+    with text.open("ab") as more:
+        more.write(b"more")
     next(feed)
-    os.truncate(f"{prefix}.bin", 100)
+    deadline = time.monotonic() + 30
+    while mapped.read.value < 2 + workers * READ_AHEAD:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return feed, text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_is_cut_under_a_run_is_one_line(tmp_path: Path, workers: int) -> None:
+    feed, text = read_some(tmp_path, workers)
+    os.truncate(text, 100)
     with pytest.raises(ConfigError, match=r"text\.bin: has 100 bytes, and had 131,072 when the run began; start again"):
         for _ in range(READ_AHEAD + 1):  # A worker has read some batches before.
+            next(feed)
+
+
+def test_a_worker_that_is_killed_ends_no_line_but_that_of_the_next_batch(tmp_path: Path) -> None:
+    others = multiprocessing.active_children()
+    feed, text = read_some(tmp_path, workers=1)
+    (worker,) = set(multiprocessing.active_children()).difference(others)
+    assert worker.pid is not None
+    os.truncate(text, 100)
+    os.kill(worker.pid, signal.SIGBUS)  # As reading behind the end of the file does.
+    os.waitid(
+        os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT
+    )  # Not `join`, after which torch's handler sees no dead worker.
+    time.sleep(0.01)  # Where that handler would raise.
+    with pytest.raises(ConfigError, match=r"text\.bin: has 100 bytes"):
+        for _ in range(READ_AHEAD + 1):
             next(feed)
 
 
