@@ -90,9 +90,8 @@ def test_a_worker_that_is_killed_ends_no_line_but_that_of_the_next_batch(tmp_pat
     assert worker.pid is not None
     os.truncate(text, 100)
     os.kill(worker.pid, signal.SIGBUS)  # As reading behind the end of the file does.
-    os.waitid(
-        os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT
-    )  # Not `join`, after which torch's handler sees no dead worker.
+    # Not `join`, after which torch's handler sees no dead worker.
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     time.sleep(0.01)  # Where that handler would raise.
     with pytest.raises(ConfigError, match=r"text\.bin: has 100 bytes"):
         for _ in range(READ_AHEAD + 1):
