@@ -89,6 +89,7 @@ def pairs(variants: dict[str, tuple[str, str]]) -> dict[str, str]:
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     variants = {"plain": EP, "plain with capacity": f"{EP} {CAPACITY}"} | pairs(OTHER_PLAIN)
+    variants["dropout, nothing recomputed"] = f"{RANKS} {DROPOUT} {DEFER}"
     one = f"{EP} --micro-batch-size 1 --global-batch-size 4"
     variants |= {
         "one sample": one,
@@ -175,7 +176,10 @@ def test_sequences_shared_by_ranks(found):
 
 
 def test_a_recomputation_draws_the_same_dropout(found):
-    assert found["dropout"] == found["plain: dropout"]
+    assert found["dropout"] == found["dropout, nothing recomputed"]
+    # megatron-core adds three gradients of an embedding in another order (test_runner_bits.py); masks are the same.
+    assert_same(found["dropout"], found["plain: dropout"])
+    assert found["dropout"][0] != found["plain"][0]
 
 
 RECOMPUTED = {
