@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from moe_overlap.plan.instructions import (
     COMPUTE,
@@ -179,7 +179,11 @@ class _Waits:
         self._last_on[instruction.channel] = instruction.id
 
     def _advance(self, clock: dict[str, int], number: int) -> None:
-        for channel, place in (*self._clocks[number].items(), self._position[number]):
+        channel, place = self._position[number]
+        if clock.get(channel, -1) >= place:
+            return  # Whatever knows that it has finished knows all that it knew.
+        clock[channel] = place
+        for channel, place in self._clocks[number].items():
             if clock.get(channel, -1) < place:
                 clock[channel] = place
 
@@ -209,11 +213,6 @@ class Draft:
         """Whether it receives over a stage boundary."""
         return self.kind == "point-to-point" and self.operator.kind is OperatorKind.RECEIVE
 
-    @classmethod
-    def of(cls, instruction: Instruction) -> Draft:
-        """The draft from which an instruction of a list was built."""
-        return cls(**{field.name: getattr(instruction, field.name) for field in fields(cls)})
-
 
 def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
     """The list of one rank of a stage: drafts in issue order, with ids and what each has to wait for."""
@@ -235,10 +234,11 @@ class ListBuilder:
         self._writer: dict[str, int] = {}
         self._readers: dict[str, list[int]] = {}
 
-    def append(self, draft: Draft, after: Iterable[int] = ()) -> int:
+    def append(self, draft: Draft | Instruction, after: Iterable[int] = ()) -> int:
         """Append one instruction.
 
         Args:
+            draft: what it does; an instruction of another list leaves its id and its waits behind.
             after: what it waits for besides what its buffers say.
         Returns:
             Its id, which is its place.
@@ -367,11 +367,15 @@ def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = IN
         mine = channel_of[here]
         previous = last_on[mine]
         # Step 1.
-        before = [places[number] for number in instruction.after]
-        clock = [0] * len(channels)
-        for place in before if previous is None else (previous, *before):
-            clock = list(map(max, clock, clocks[place]))
-            clock[channel_of[place]] = max(clock[channel_of[place]], position[place])
+        clock = [0] * len(channels) if previous is None else [*clocks[previous]]
+        if previous is not None:
+            clock[mine] = position[previous]
+        for number in reversed(instruction.after):
+            place = places[number]
+            # Whatever knows that it has finished knows all that it knew.
+            if clock[channel_of[place]] < position[place]:
+                clock = list(map(max, clock, clocks[place]))
+                clock[channel_of[place]] = position[place]
         clocks.append(clock)
         position.append(1 if previous is None else position[previous] + 1)
         last_on[mine] = here

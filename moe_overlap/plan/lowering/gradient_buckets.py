@@ -156,8 +156,8 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
             travelling += [_reduce(waiting.popleft(), ended, to) for _ in range(min(free, len(waiting)))]
         # Step 3. Counts travel over the same link as rows.
         shares_link = is_exchange or i.channel == COUNT_CHANNEL
-        # Buckets shift the ids: a draft drops its waits, and the builder derives them anew from the buffers.
-        places[i.id] = to.append(Draft.of(i), travelling if shares_link else ())
+        # Buckets shift the ids: the builder derives the waits anew from the buffers.
+        places[i.id] = to.append(i, travelling if shares_link else ())
         if is_exchange:
             link.pending.append(i.id)
             travelling = []
@@ -174,7 +174,7 @@ def reduce_at_once(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[
     """Write passes into a list, and each bucket behind what completes its gradients, whatever the all-to-alls do meanwhile."""
     completes = _completions(passes, pieces)
     for i in passes:
-        to.append(Draft.of(i))
+        to.append(i)
         for part in completes.get(i.id, ()):
             for piece in pieces[part]:
                 _reduce(piece, (), to)

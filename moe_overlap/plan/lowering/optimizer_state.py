@@ -39,7 +39,7 @@ from typing import TypeVar
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import OPTIMIZER, TO_DEVICE, TO_HOST, BufferRole, parse_buffer
+from moe_overlap.plan.instructions import OPTIMIZER, TO_DEVICE, TO_HOST, BufferRole, Instruction, parse_buffer
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
 from moe_overlap.plan.lowering.gradient_buckets import DATA_CHANNEL, is_replicated, norm_of, optimizer_parts
 from moe_overlap.plan.operators import Copied, GroupKind, OperatorKind, parse_group, state_operator
@@ -70,7 +70,7 @@ class Use:
         return self.part not in ("embedding", "head")
 
 
-def part_of(draft: Draft) -> str:
+def part_of(draft: Draft | Instruction) -> str:
     """The part that an instruction of a pass computes; the empty string for what is no computation."""
     if draft.kind != "compute":
         return ""

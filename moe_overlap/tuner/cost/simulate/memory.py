@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer, whole_buffer
-from moe_overlap.plan.lowering.dependencies import Draft, last_uses
+from moe_overlap.plan.lowering.dependencies import last_uses
 from moe_overlap.plan.lowering.optimizer_state import part_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices, place_of
 from moe_overlap.tuner.cost.interference import Interference
@@ -88,8 +88,8 @@ def intervals(ran: Sequence[Ran]) -> Iterator[Interval]:
 def _activations(in_list: Sequence[Ran]) -> Iterator[Interval]:
     spans: dict[str, tuple[float, float]] = {}
     for event in in_list:
-        i: Instruction = event.instruction
-        if i.micro_batch is not None and (part := part_of(Draft.of(i))):
+        i = event.instruction
+        if i.micro_batch is not None and (part := part_of(i)):
             name = f"activations.{part}.m{i.micro_batch}"
             start, end = spans.get(name, (event.start, event.end))
             spans[name] = (min(start, event.start), max(end, event.end))
@@ -132,19 +132,25 @@ def listed_bytes(
     # Every instruction takes a second: which buffers are live together follows from the order alone.
     baseline = run_alone(without, prices.stage.devices.ranks[0], lambda _: 1.0, slowed).ran
     rows, saved = RowBytes(prices, model, prices.made), SavedBytes(prices, prices.made)
-    before = surplus(baseline, prices, RowBytes(prices, model, without).of)
+    before = surplus(intervals(baseline), flights(baseline), prices, RowBytes(prices, model, without).of)
     if prices.stage.overlap.micro_batches_in_flight > 1:
         # The analytic cost of a pair has one layer more (`stage_sizes`).
         before += max((float(prices.saved_bytes(f"L{layer}")) for layer in prices.stage.layers), default=0.0)
-    undeferred = surplus(alone.ran, prices, rows.of) - before
-    whole = surplus(alone.ran, prices, lambda name: rows.of(name) + saved.of(name)) - before
-    deferred = highest((name, start, end, saved.of(name)) for name, start, end in intervals(alone.ran))
+    live, flying = list(intervals(alone.ran)), list(flights(alone.ran))
+    undeferred = surplus(live, flying, prices, rows.of) - before
+    whole = surplus(live, flying, prices, lambda name: rows.of(name) + saved.of(name)) - before
+    deferred = highest((name, start, end, saved.of(name)) for name, start, end in live)
     # Held operands never exceed the bound, so they raise the peak by at most that much, wherever the peak is.
     return ListedBytes(deferred, max(0.0, min(whole, undeferred + prices.stage.overlap.max_deferred_bytes)))
 
 
-def surplus(ran: Sequence[Ran], prices: StagePrices, size_of: Size) -> float:
-    """Peak bytes beyond the activations of the micro-batches in flight."""
+def surplus(live: Iterable[Interval], flying: Iterable[Interval], prices: StagePrices, size_of: Size) -> float:
+    """Peak bytes beyond the activations of the micro-batches in flight.
+
+    Args:
+        live: `intervals`.
+        flying: `flights`.
+    """
 
     def saved(name: str) -> float:
         buffer = parse_buffer(name)
@@ -152,9 +158,8 @@ def surplus(ran: Sequence[Ran], prices: StagePrices, size_of: Size) -> float:
 
     # The analytic cost already counts the activations of every micro-batch in flight: subtracted here, they are not
     # counted twice, while those that live longer than their flight remain.
-    live = [(name, start, end, size_of(name) + saved(name)) for name, start, end in intervals(ran)]
-    flying = [(name, start, end, -saved(name)) for name, start, end in flights(ran)]
-    return highest([*live, *flying])
+    sized = [(name, start, end, size_of(name) + saved(name)) for name, start, end in live]
+    return highest([*sized, *((name, start, end, -saved(name)) for name, start, end in flying)])
 
 
 def highest(sized: Sequence[tuple[str, float, float, float]] | Iterator[tuple[str, float, float, float]]) -> float:
@@ -190,7 +195,7 @@ def flights(ran: Sequence[Ran]) -> Iterator[Interval]:
         if step.direction == "backward" and i.kind != "weight-gradient":
             begun, ended = backward.get(key, (event.start, event.end))
             backward[key] = (min(begun, event.start), max(ended, event.end))
-        if part := part_of(Draft.of(i)):
+        if part := part_of(i):
             parts[key][part] = None
     # One after the other on the stream of computation, so that the last one begun before a forward pass is the one beside it.
     begins, ends = zip(*sorted(backward.values()), strict=True) if backward else ((), ())
