@@ -130,7 +130,7 @@ def run_layouts(layouts: Sequence[Layout], steps: int, folder: Path) -> dict[str
         command += [__file__, "--steps", str(steps), "--worker", str(folder), *names]
         # A rank that a signal ends says where it was; torchrun tells only which signal.
         subprocess.run(command, check=True, env=os.environ | {"PYTHONFAULTHANDLER": "1"})
-    return {layout.name: read_losses(_losses(folder, layout)) for layout in layouts}
+    return {layout.name: losses_of(folder, layout) for layout in layouts}
 
 
 def compare(losses: Mapping[str, Mapping[int, float]], layouts: Sequence[Layout]) -> list[Comparison]:
@@ -180,7 +180,11 @@ def write_between_marks(path: Path, mark: str, text: str) -> None:
 
 
 def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
-    """Train the layouts of this launch in this process, one after the other."""
+    """Train the layouts of this launch in this process, one after the other.
+
+    Args:
+        folder: for the weights of the reference and for all losses.
+    """
     from megatron.training import cpu_backend
     from megatron.training.cli.start import quiet_libraries
 
@@ -195,22 +199,27 @@ def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
     from moe_overlap.commands import train as pretrain_moe
 
     chosen = {layout.name: layout for layout in LAYOUTS}
-    process = None
     for name in names:
         layout = chosen[name]
         start = ["--save"] if name == REFERENCE else ["--finetune", "--ckpt-step", "0", "--load"]
-        flags = [*layout.arguments(), "--train-iters", str(steps), "--log-json", str(_losses(folder, layout))]
+        flags = [*layout.arguments(), "--train-iters", str(steps), "--log-json", str(_log(folder, layout))]
         parsed = parse([*flags, *start, str(folder / "step-0")])
         validate(parsed.config, layout.world_size)
-        process = process or start_process(parsed.config)
-        loop = pretrain_moe.assemble(parsed, process.rank)
+        if not dist.is_initialized():
+            start_process(parsed.config)
+        loop = pretrain_moe.assemble(parsed, dist.get_rank())
         if name == REFERENCE:
             loop.save_now()
         loop.run()
     dist.destroy_process_group()
 
 
-def _losses(folder: Path, layout: Layout) -> Path:
+def losses_of(folder: Path, layout: Layout) -> dict[int, float]:
+    """Step -> loss of a layout that was trained with this folder."""
+    return read_losses(_log(folder, layout))
+
+
+def _log(folder: Path, layout: Layout) -> Path:
     return folder / f"{LAYOUTS.index(layout):02d}.jsonl"
 
 

@@ -31,18 +31,13 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 TOGETHER = {
     "ep2": f"{EP2} {OVERLAP}",
-    "sgd": f"{OVERLAP} --optimizer sgd",
     "tp2": TP2,
     "pp2": PP2,
-    "vpp2": f"{VPP2} --num-layers 4",
-    "prediction": f"{EP2} {OVERLAP} {PREDICTION}",
-    "bias": f"{EP2} {EXPERT_BIAS}",
     "bf16": f"{EP2} {OVERLAP} --bf16",
     "dropout": f"{EP2} {DROPOUT}",
     "async": f"{EP2} {OVERLAP} --async-save --ckpt-assume-constant-structure",
     # Lists gather weights under the next step's passes: what is saved between two steps was gathered for it.
     "lists": f"{EP2} {OVERLAP} --moe-gate topk --moe-token-dispatcher-type irregular --defer-weight-gradients",
-    "shared": f"{OVERLAP} --bf16 --ckpt-fully-parallel-load",
 }
 ALONE = {"one": "", "one-dropout": DROPOUT}
 RESHARDED = [
@@ -51,9 +46,6 @@ RESHARDED = [
     ("pp2", EP2),
     ("one", f"{EP2} {OVERLAP}"),
     ("one", TP2),
-    ("vpp2", f"{EP2} {OVERLAP} --num-layers 4"),
-    ("prediction", f"{PP2} {PREDICTION} --pipeline-model-parallel-layout Ett|mmL"),
-    ("prediction", f"{TP2} {PREDICTION}"),
 ]
 TO_ONE = [("ep2", ""), ("tp2", "")]
 
@@ -79,17 +71,14 @@ def all_resumes(place: str) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     folder, rank = Path(place), dist.get_rank()
-    same = {name: twice(folder, name, flags) for name, flags in TOGETHER.items()}
+    same = resumes(place, TOGETHER, [])["same"]
     same["defaults"] = twice(folder, "defaults", EP2, UPSTREAM_MODEL)
     name = list(ALONE)[rank]
     with alone(folder, 1):
         same[name] = twice(folder, name, ALONE[name])
         source, flags = TO_ONE[rank]
         to_one = train(folder, f"{source}-to-one", f"{flags} --load {folder / source} --ckpt-step {SAVED_STEP}")
-    other = [
-        train(folder, f"{source}-other-{index}", f"{flags} --load {folder / source} --ckpt-step {SAVED_STEP}")
-        for index, (source, flags) in enumerate(RESHARDED)
-    ]
+    other = resumes(place, {}, RESHARDED)["other"]
     errors = wrong_checkpoints(folder, rank)
     assert not parallel_state.model_parallel_is_initialized()
     return {"same": same, "to one": to_one, "other": other, "errors": errors, **accepted(folder)}
@@ -160,39 +149,60 @@ def accepted(folder: Path) -> dict[str, Any]:
     }
 
 
-FOUR = {
-    "ep2-pp2": f"{EP2} {PP2} {OVERLAP}",
-    "tp2-ep2-etp2": f"{TP2} {EP2} --expert-tensor-parallel-size 2",
-    "tp2-ep2-etp1": f"{TP2} {EP2} --expert-tensor-parallel-size 1 {OVERLAP}",
-    "ep2-edp2": f"{EP2} {OVERLAP} {EXPERT_BIAS}",
-    "ep2-pp2-prediction": f"{EP2} {PP2} {OVERLAP} {PREDICTION}",
+MORE = {
+    "sgd": f"{OVERLAP} --optimizer sgd",
+    "vpp2": f"{VPP2} --num-layers 4",
+    "prediction": f"{EP2} {OVERLAP} {PREDICTION}",
+    "bias": f"{EP2} {EXPERT_BIAS}",
+    "shared": f"{OVERLAP} --bf16 --ckpt-fully-parallel-load",
 }
+MORE_RESHARDED = [
+    ("vpp2", f"{EP2} {OVERLAP} --num-layers 4"),
+    ("prediction", f"{PP2} {PREDICTION} --pipeline-model-parallel-layout Ett|mmL"),
+    ("prediction", f"{TP2} {PREDICTION}"),
+]
+DEEPER = "--num-layers 4"
+FOUR = {
+    "ep2-pp2": f"{EP2} {PP2} {OVERLAP} {DEEPER}",
+    "tp2-ep2-etp2": f"{TP2} {EP2} --expert-tensor-parallel-size 2 {DEEPER}",
+    "tp2-ep2-etp1": f"{TP2} {EP2} --expert-tensor-parallel-size 1 {OVERLAP} {DEEPER}",
+    "ep2-edp2": f"{EP2} {OVERLAP} {EXPERT_BIAS} {DEEPER}",
+    "ep2-pp2-prediction": f"{EP2} {PP2} {OVERLAP} {PREDICTION} {DEEPER}",
+}
+"""Layouts of four processes that mix two kinds of parallelism."""
 FOUR_RESHARDED = [
     ("ep2-pp2", FOUR["tp2-ep2-etp2"]),
     ("tp2-ep2-etp2", FOUR["ep2-pp2"]),
-    ("tp2-ep2-etp1", f"{VPP2} {EP2} --num-layers 4"),
-    ("ep2-pp2-prediction", f"{TP2} {PP2} {PREDICTION}"),
-    ("ep2-edp2", f"--expert-model-parallel-size 4 {EXPERT_BIAS}"),
+    ("tp2-ep2-etp1", f"{VPP2} {EP2} {DEEPER}"),
+    ("ep2-pp2-prediction", f"{TP2} {PP2} {PREDICTION} {DEEPER}"),
+    ("ep2-edp2", f"--expert-model-parallel-size 4 {EXPERT_BIAS} {DEEPER}"),
 ]
 
 
-def four_resumes(place: str) -> dict[str, Any]:
-    """The same with layouts that mix two kinds of parallelism."""
+def resumes(place: str, together: dict[str, str], resharded: list[tuple[str, str]]) -> dict[str, Any]:
+    """Pairs of runs, and resharded runs."""
     folder = Path(place)
-    same = {name: twice(folder, name, f"{flags} --num-layers 4") for name, flags in FOUR.items()}
+    same = {name: twice(folder, name, flags) for name, flags in together.items()}
     other = [
-        train(folder, f"{source}-other", f"{flags} --num-layers 4 --load {folder / source} --ckpt-step {SAVED_STEP}")
-        for source, flags in FOUR_RESHARDED
+        train(folder, f"{source}-other-{index}", f"{flags} --load {folder / source} --ckpt-step {SAVED_STEP}")
+        for index, (source, flags) in enumerate(resharded)
     ]
     return {"same": same, "other": other}
 
 
 @pytest.mark.slow
-def test_mixed_layouts(tmp_path: Path) -> None:
-    seen = run(4, four_resumes, str(tmp_path), timeout_seconds=900)[0]
+@pytest.mark.parametrize(
+    ("processes", "together", "resharded"),
+    [(2, MORE, MORE_RESHARDED), (4, FOUR, FOUR_RESHARDED)],
+    ids=["more features", "mixed layouts"],
+)
+def test_more_checkpoints(
+    tmp_path: Path, processes: int, together: dict[str, str], resharded: list[tuple[str, str]]
+) -> None:
+    seen = run(processes, resumes, str(tmp_path), together, resharded, timeout_seconds=900)[0]
     for name, (whole, again) in seen["same"].items():
-        assert again == {3: whole[3], 4: whole[4]}, name
-    for (source, _), steps in zip(FOUR_RESHARDED, seen["other"], strict=True):
+        assert list(whole) == [1, 2, 3, 4] and again == {3: whole[3], 4: whole[4]}, name
+    for (source, _), steps in zip(resharded, seen["other"], strict=True):
         close(steps, seen["same"][source][0])
 
 

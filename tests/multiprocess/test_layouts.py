@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from tools.compare_layouts import (
     SPREAD_FACTOR,
     Layout,
     compare,
+    losses_of,
     run_layouts,
     table,
+    train_here,
 )
 
 GPT = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -136,7 +139,11 @@ TOGETHER = (
 
 
 def check(layouts: tuple[Layout, ...], steps: int, folder: Path) -> None:
-    rows = compare(run_layouts(layouts, steps, folder), layouts)
+    check_losses(run_layouts(layouts, steps, folder), layouts, steps)
+
+
+def check_losses(losses: Mapping[str, Losses], layouts: tuple[Layout, ...], steps: int) -> None:
+    rows = compare(losses, layouts)
     assert len(rows) == len(layouts) - 1 and all(row.steps == steps for row in rows)
     assert all(row.agrees for row in rows), "\n" + table(rows)
 
@@ -152,8 +159,11 @@ EACH_KIND = (
 
 
 def test_layouts(tmp_path: Path) -> None:
-    kept = (REFERENCE, SPREAD, *EACH_KIND)
-    check(tuple(layout for layout in LAYOUTS if layout.name in kept), 3, tmp_path)
+    """In processes that have imported the libraries already; the slow tests start the program."""
+    layouts = tuple(layout for layout in LAYOUTS if layout.name in (REFERENCE, SPREAD, *EACH_KIND))
+    for world_size in (1, 2):
+        run(world_size, train_here, [layout.name for layout in layouts if layout.world_size == world_size], 3, tmp_path)
+    check_losses({layout.name: losses_of(tmp_path, layout) for layout in layouts}, layouts, 3)
 
 
 @pytest.mark.slow

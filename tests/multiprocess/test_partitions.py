@@ -102,7 +102,7 @@ def found(tmp_path_factory):
     for number, (name, (flags, layers)) in enumerate(PLANS.items()):
         variants[name] = f"{EP} --plan {write_plan(folder / f'{number}.json', flags, layers)}"
     crowded = {"crowded": EP} | {f"crowded: {name}": f"{EP} {flags}" for name, flags in CROWDED.items()}
-    first, second = run(2, curves, variants, crowded, timeout_seconds=400)
+    first, second = run(2, curves, variants, crowded, 2, timeout_seconds=400)
     assert first == second, "loss and norm are known to every rank"
     return first
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, StagePlan
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+a_third = pytest.mark.parametrize("third", [0, *(pytest.param(rest, marks=pytest.mark.slow) for rest in (1, 2))])
+"""For sweeps: `[third::3]` has every value of each axis whose length, and that of all behind it, 3 does not divide."""
 
 
 def model(moe: str = "mm", **changes: Any) -> ModelDescription:

@@ -76,9 +76,10 @@ def sweep() -> list[tuple[Plan, ModelDescription]]:
     return made
 
 
-def test_every_list_is_sound_and_whole_runs_finish() -> None:
+@plan_samples.a_third
+def test_every_list_is_sound_and_whole_runs_finish(third: int) -> None:
     """One lowering of every plan of the sweep serves all three checks."""
-    for plan, model in sweep():
+    for plan, model in sweep()[third::3]:
         validate_plan(plan, model)
         lists = {rank: lower_rank(plan, model, rank) for rank in range(plan.world_size)}
         for made in lists.values():
