@@ -61,7 +61,7 @@ def gathers_of_two_steps(flags: str) -> tuple[list[str], bool, bool]:
 
 @pytest.fixture(scope="module")
 def found():
-    first, second = run(2, curves, with_and_without(OVERLAPPED), timeout_seconds=400)
+    first, second = run(2, curves, with_and_without(OVERLAPPED), None, 2, timeout_seconds=400)
     assert first == second, "loss and norm are known to every rank"
     return first
 

@@ -52,6 +52,8 @@ COVERED = (
     *("EP2, prediction, full recompute", "PP2, recompute of dense layers"),
 )
 """Those whose operators and waits others have as well: the slow tests run them."""
+SHORT = "--global-batch-size 4"
+"""As many micro-batches as groups of two stages need to follow one another."""
 TP2_AGAIN = f"{TP2} {FULL} uniform"
 CP2 = "--context-parallel-size 2"
 FOUR_RANKS = {
@@ -62,8 +64,8 @@ FOUR_RANKS = {
 
 
 def on_two_ranks() -> tuple[dict[str, dict[str, str]], list[list[int]], list[dict[str, str]], list[dict[str, Any]]]:
-    order = check_order({name: flags for name, flags in TWO_RANKS.items() if name not in COVERED})
-    broken = [check_broken_lists(f"{flags} {SHARED} --global-batch-size 4") for flags in (EP2, VPP2)]
+    order = check_order({name: f"{flags} {SHORT}" for name, flags in TWO_RANKS.items() if name not in COVERED})
+    broken = [check_broken_lists(f"{flags} {SHARED} {SHORT}") for flags in (EP2, VPP2)]
     evaluation = [check_evaluation(f"{flags} {SHARED}") for flags in (EP2, f"{VPP2} {PREDICTION}")]
     return order, broken, evaluation, [inside_operators(flags) for flags in (TP2_AGAIN, CP2)]
 

@@ -284,6 +284,7 @@ def test_recorded_loads_count_at_every_number_of_expert_ranks(tmp_path: Path) ->
     assert any(other.plan.stages[0].expert > 1 for other in (found.chosen, *found.others))
 
 
+@pytest.mark.slow
 def test_what_the_flags_say_of_layout_and_overlap_changes_no_price() -> None:
     plain = searched("moe-overlap").found
     said = "--overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-method block --recompute-num-layers 1"

@@ -125,7 +125,7 @@ def tuned(world: float, traces: Sequence[Path] = ()) -> Tuned:
     return tune(ONE_STAGE, links(world), LIMITS, 1.0, traces, **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("slower", "exchanges"), [(0.02, 400.0), (8.0, 2.0)])
+@pytest.mark.parametrize(("slower", "exchanges"), [(0.02, 400.0), pytest.param(8.0, 2.0, marks=pytest.mark.slow)])
 def test_the_second_choice_is_that_of_the_true_prices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, exchanges: float
 ) -> None:

@@ -79,6 +79,7 @@ def _script(found: PlanSearch, folder: Path) -> str:
     return (folder / "launch.sbatch").read_text()
 
 
+@pytest.mark.slow
 def test_plans_of_a_wider_space_must_be_faster_than_overlapped_ones() -> None:
     """ZeRO-2 and 3 gain nothing here: what is found in the wider space is what was found before."""
     wide = searched("any", *UPSTREAMS, space="zero")

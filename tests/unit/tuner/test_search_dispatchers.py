@@ -285,6 +285,7 @@ def by_config(config: Config, model: ModelDescription, plan: Plan, flags: Flags)
     }
 
 
+@pytest.mark.slow
 def test_a_library_and_megatron_lms_overlap_are_written_together() -> None:
     """Slow links: both together are faster than the one or the other."""
     group = H100.groups[0]
