@@ -5,6 +5,7 @@ The server starts no thread and touches no device: whether there is one is asked
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 
@@ -31,3 +32,5 @@ if cpu_backend.is_needed():
     cpu_backend.install()
 for module in MODULES:
     importlib.import_module(module)
+# No collection of a process walks through what the libraries have made, or copies its pages.
+gc.freeze()

@@ -149,8 +149,6 @@ def check_losses(losses: Mapping[str, Losses], layouts: tuple[Layout, ...], step
 
 
 EACH_KIND = (
-    "EP2, overlapped reduce and gather",
-    "EP2, allgather dispatcher",
     "TP2 with sequence parallel, EP2 ETP1",
     "CP2, EP2",
     "PP2, 2 virtual stages",
