@@ -2,7 +2,8 @@
 
 A unit of work is a file, so that the set-ups of its tests are made once; files that share more than a file are one unit. Tests
 of one unit follow one another on one worker. Some units launch ranks, which keep more than one core busy and wait for each
-other: while one of them is under way, other workers take units of a single process, as long as there are any.
+other: while one of them is under way, other workers take units of a single process, as long as there are any. Long units are
+taken before others, so that none of them is left to one worker at the end.
 """
 
 from __future__ import annotations
@@ -29,11 +30,24 @@ TOGETHER = (
 """Files that are one unit, which has the name of the first."""
 LAUNCHING = ("tests/end_to_end/", "tests/faults/", "tests/multiprocess/")
 """Folders whose units launch ranks."""
+LONGEST = tuple(
+    f"tests/unit/tuner/test_{name}.py"
+    for name in (
+        "capture_layouts",
+        "cost_corners",
+        "cost_listed_step",
+        "overlap_tuning",
+        "overlapped_search",
+        "plan_search",
+        "upstream_shards",
+    )
+)
+"""Units of a single process that take about half a minute."""
 _UNITS = {file: files[0] for files in TOGETHER for file in files}
 
 
 class Workers(LoadScopeScheduling):
-    """Hands units to workers in the order of collection, without two that launch ranks at a time where that can be had."""
+    """Hands units to workers, long ones first, else in the order of collection; where it can be had, one launches ranks at a time."""
 
     def __init__(self, config: Any, log: Any = None) -> None:
         # By number of tests, xdist's default, the longest launches would come last and find one worker idle.
@@ -49,7 +63,7 @@ class Workers(LoadScopeScheduling):
         under_way = [unit for units in others for unit, tests in units.items() if not all(tests.values())]
         launched = any(unit.startswith(LAUNCHING) for unit in under_way)
         fitting = (unit for unit in self.workqueue if unit.startswith(LAUNCHING) != launched)
-        chosen = next(fitting, None)
+        chosen = min(fitting, key=lambda unit: unit not in LONGEST, default=None)
         if chosen is not None:
             self.workqueue.move_to_end(chosen, last=False)
         super()._assign_work_unit(node)

@@ -216,7 +216,10 @@ def test_port_that_is_taken() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+            marks=pytest.mark.slow,
+        ),
         "--load F/incomplete",
     ],
 )

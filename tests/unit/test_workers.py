@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("xdist")
 
-from tests.workers import TOGETHER, Workers
+from tests.workers import LONGEST, TOGETHER, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +57,13 @@ def test_one_worker_launches_ranks_while_there_is_anything_else() -> None:
     single = [f"tests/unit/test_{letter}.py" for letter in "abcdef"]
     slow, fast = given([*launching, *single])
     assert slow == launching[:2] and fast == [*single, *launching[2:]]
+
+
+def test_long_files_come_before_others() -> None:
+    launching = [f"tests/multiprocess/test_{letter}.py" for letter in "abcd"]
+    others = [f"tests/unit/test_{letter}.py" for letter in "abc"]
+    _, fast = given([*launching, *others, *LONGEST])
+    assert fast[: len(LONGEST)] == [*LONGEST] and all((ROOT / file).is_file() for file in LONGEST)
 
 
 def test_files_that_share_a_run_are_on_one_worker() -> None:
