@@ -47,7 +47,7 @@ _UNITS = {file: files[0] for files in TOGETHER for file in files}
 
 
 class Workers(LoadScopeScheduling):
-    """Hands units to workers, long ones first, else in the order of collection; where it can be had, one launches ranks at a time."""
+    """Hands units to workers: long ones first, else as collected; one launches ranks at a time, where that can be had."""
 
     def __init__(self, config: Any, log: Any = None) -> None:
         # By number of tests, xdist's default, the longest launches would come last and find one worker idle.
