@@ -71,14 +71,14 @@ def all_resumes(place: str) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     folder, rank = Path(place), dist.get_rank()
-    same = resumes(place, TOGETHER, [])["same"]
+    same = resumed(folder, TOGETHER)
     same["defaults"] = twice(folder, "defaults", EP2, UPSTREAM_MODEL)
     name = list(ALONE)[rank]
     with alone(folder, 1):
         same[name] = twice(folder, name, ALONE[name])
         source, flags = TO_ONE[rank]
         to_one = train(folder, f"{source}-to-one", f"{flags} --load {folder / source} --ckpt-step {SAVED_STEP}")
-    other = resumes(place, {}, RESHARDED)["other"]
+    other = resharded(folder, RESHARDED)
     errors = wrong_checkpoints(folder, rank)
     assert not parallel_state.model_parallel_is_initialized()
     return {"same": same, "to one": to_one, "other": other, "errors": errors, **accepted(folder)}
@@ -179,30 +179,35 @@ FOUR_RESHARDED = [
 ]
 
 
-def resumes(place: str, together: dict[str, str], resharded: list[tuple[str, str]]) -> dict[str, Any]:
-    """Pairs of runs, and resharded runs."""
-    folder = Path(place)
-    same = {name: twice(folder, name, flags) for name, flags in together.items()}
-    other = [
+def resumed(folder: Path, runs: dict[str, str]) -> dict[str, tuple[Steps, Steps]]:
+    """Pairs of runs by name."""
+    return {name: twice(folder, name, flags) for name, flags in runs.items()}
+
+
+def resharded(folder: Path, runs: list[tuple[str, str]]) -> list[Steps]:
+    """Runs that go on from the checkpoint of another one, in a layout of their own."""
+    return [
         train(folder, f"{source}-other-{index}", f"{flags} --load {folder / source} --ckpt-step {SAVED_STEP}")
-        for index, (source, flags) in enumerate(resharded)
+        for index, (source, flags) in enumerate(runs)
     ]
-    return {"same": same, "other": other}
+
+
+def more_resumes(place: str, runs: dict[str, str], others: list[tuple[str, str]]) -> dict[str, Any]:
+    """Both."""
+    return {"same": resumed(Path(place), runs), "other": resharded(Path(place), others)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "together", "resharded"),
+    ("processes", "runs", "others"),
     [(2, MORE, MORE_RESHARDED), (4, FOUR, FOUR_RESHARDED)],
     ids=["more features", "mixed layouts"],
 )
-def test_more_checkpoints(
-    tmp_path: Path, processes: int, together: dict[str, str], resharded: list[tuple[str, str]]
-) -> None:
-    seen = run(processes, resumes, str(tmp_path), together, resharded, timeout_seconds=900)[0]
+def test_more_checkpoints(tmp_path: Path, processes: int, runs: dict[str, str], others: list[tuple[str, str]]) -> None:
+    seen = run(processes, more_resumes, str(tmp_path), runs, others, timeout_seconds=900)[0]
     for name, (whole, again) in seen["same"].items():
         assert list(whole) == [1, 2, 3, 4] and again == {3: whole[3], 4: whole[4]}, name
-    for (source, _), steps in zip(resharded, seen["other"], strict=True):
+    for (source, _), steps in zip(others, seen["other"], strict=True):
         close(steps, seen["same"][source][0])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.multiprocess.executor_order import check_refusals, check_rows
 from tests.spawn import run
 
@@ -68,7 +66,6 @@ def test_a_list_whose_update_is_not_whole_is_refused() -> None:
         assert "no binding for" in found["a copy"]
 
 
-@pytest.mark.slow
 def test_pipelines_on_four_ranks() -> None:
     _check(run(4, check_rows, PIPELINES, UPDATES))
 

@@ -88,7 +88,6 @@ def test_few_captures_tell_of_all_layouts() -> None:
     assert set(known.composed(of_layout)) == set(captured_in_process(of_layout).parts)
 
 
-@pytest.mark.slow
 def test_more_tensor_ranks_than_key_value_heads_follow_the_sums_of_the_others() -> None:
     """Two captures with four ranks and two heads; a sum of two products needs a third value, which fewer ranks give."""
     lines = (EXAMPLES / "tiny-qwen3-30b-a3b.args").read_text().splitlines()

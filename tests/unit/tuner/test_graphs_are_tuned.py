@@ -96,7 +96,6 @@ def test_what_a_graph_does_not_hold_is_refused_and_a_plan_without_lists_goes_wit
     assert GRAPHS in plain.dropped and GRAPHS not in plain.arguments
 
 
-@pytest.mark.slow
 def test_a_search_of_plans_keeps_the_flag_and_its_files_are_predicted_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

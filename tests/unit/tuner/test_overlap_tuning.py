@@ -134,7 +134,6 @@ def test_a_precision_that_lists_do_not_execute_is_not_overlapped(words: str, ref
     assert found.others and all(other.refused.startswith(refused) for other in found.others)
 
 
-@pytest.mark.slow
 def test_products_in_8_bits_are_overlapped() -> None:
     found = tuned(8.0, "--bf16", *"--fp8-format hybrid --fp8-recipe tensorwise".split())
     assert found.chosen.name != PLAIN and found.chosen.decided.precision == "fp8"

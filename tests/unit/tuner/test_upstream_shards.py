@@ -68,9 +68,7 @@ def test_fsdp_is_found_where_it_is_the_fastest_that_fits() -> None:
     assert len(steps) > 5 and found.found.solution.objective <= min(steps) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("space", "host_gb_per_s"), [("zero", None), pytest.param("offload", 5000.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("space", "host_gb_per_s"), [("zero", None), ("offload", 5000.0)])
 def test_flags_are_those_of_megatron_lm(space: str, host_gb_per_s: float | None, tmp_path: Path) -> None:
     """Its parser and its rules accept them, they are predicted as they were found, and kernels of several streams may run."""
     found = searched(space, host_gb_per_s=host_gb_per_s)
@@ -118,7 +116,6 @@ def test_flags_of_fsdp_are_read_as_its_level() -> None:
         assert problem_of(words, H100, OPTIONS).plan.stages[0].zero_level == level
 
 
-@pytest.mark.slow
 def test_a_users_own_fsdp_does_not_bind_the_search_and_the_space_that_has_it_is_named(tmp_path: Path) -> None:
     """The format of its checkpoints is refused without Megatron-FSDP, so it goes with it."""
     words = [*WORDS, *f"{FSDP} optim_grads_params --pipeline-model-parallel-size 1".split()]
