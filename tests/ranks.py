@@ -88,11 +88,13 @@ class Ranks:
 
     def kill(self) -> bool:
         """SIGKILL to every rank at once, and to what it has started; whether all of them were still running."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)
-        # A rank that has no session of its own yet.
-        self.signal(signal.SIGKILL)
+        # All are stopped first, which closes no connection: else a rank that is killed last may see its peer lost, and end by itself.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in self.processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid or 0, number)
+            # A rank that has no session of its own yet.
+            self.signal(number)
         for process in self.processes:
             process.join(PATIENCE_SECONDS)
         return all(process.exitcode == -signal.SIGKILL for process in self.processes)
