@@ -88,7 +88,7 @@ class Ranks:
 
     def kill(self) -> bool:
         """SIGKILL to every rank at once, and to what it has started; whether all of them were still running."""
-        # All are stopped first, which closes no connection: else a rank that is killed last may see its peer lost, and end by itself.
+        # All are stopped first, which closes no connection: else one that is killed last may see its peer lost, and end so.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):

@@ -13,8 +13,8 @@ are here, with the number of the step there. What runs at the same time slows ea
 6. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Without updates, whose
    copies would slow down the one that stands for many, at the rates of slots and then twice at those that were read off the
    play before; at these also by a stage that waits in front of forward passes and its last backward pass. Once with updates,
-   at the rates of slots, which tells what they add to the first pass and leave behind for later ones. Most strategies differ in
-   their updates alone: without updates one of those is played.
+   at the rates of slots, which tells what they add to the first pass and leave behind for later ones, until those differ no
+   more. Most strategies differ in their updates alone: without updates one of those is played.
 
 Legend: K kinds of parts, N strategies. `simulate/engine.py` is the slow twin.
 Source: Mist, section 5.1 and figure 10.
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, one_f_one_b
 from moe_overlap.tuner.cost.overlaps import Slowed, slowdowns_of
-from moe_overlap.tuner.cost.stage_channels import StageChannels
+from moe_overlap.tuner.cost.stage_channels import ROUNDING, StageChannels
 from moe_overlap.tuner.cost.use_slowdowns import Part, SlowdownTable, Use, UseSlowdowns
 
 Floats = NDArray[np.float64]
@@ -106,10 +106,10 @@ def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: i
         return _Run(StageChannels(given, slowed, notes), passes, noted)
 
     # Memory: beside updates there is most where nothing waits, and gradients on their way are most where the stage has waited.
-    updating = run(slots, UPDATING, *([FIRST_PASSING] if ahead and not waits else []))
-    bare = run(still_slots, *([] if ahead else [PASSING]), notes=True)
-    for each in (updating, bare):
-        each.play(forward_waits=False)
+    in_front = [FIRST_PASSING] if ahead and not waits else []
+    updating = run(slots, UPDATING, *in_front)
+    bare = run(still_slots, *(in_front if ahead else [PASSING]), notes=True)
+    unlike = _play_both(updating, bare, passes, lanes)
     busy, idle = _read_off(bare, run, passes)
     group = 1 if len(chunks) == 1 else GROUP
     stable = range(STABLE, STABLE + group)
@@ -125,7 +125,7 @@ def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: i
         """Seconds of passes with updates in front of them beyond the usual ones."""
         return sum((updating.taken[step] - usual[step][lanes] for step in steps), start=nothing_updated)
 
-    entered = max(number for number, step in enumerate(filling) if step.micro_batch == 0) + 1
+    entered = passes.entered
     # Where no pass follows, those between the chunks' first ones stand for more of them in longer pipelines.
     followed = filling[entered:] or [step for step in filling if step.micro_batch > 0]
     again = _each_beyond(busy, usual, followed, len(chunks))
@@ -134,7 +134,8 @@ def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: i
 
     def slowed(steps: Sequence[Step]) -> Floats:
         """Seconds by which what updates leave behind slows down some passes."""
-        return sum((updating.taken[step] - bare.taken[step][lanes] for step in steps), start=nothing_updated)
+        apart = (updating.taken[step] - bare.taken[step][lanes] for step in steps if step in unlike)
+        return sum(apart, start=nothing_updated)
 
     waited, turn = (
         each.mean(direction, range(1))[lanes]
@@ -266,6 +267,35 @@ def _read_off(bare: _Run, run: Callable[..., _Run], passes: _Passes) -> tuple[_R
     return busy, idle
 
 
+def _play_both(updating: _Run, bare: _Run, passes: _Passes, lanes: NDArray[np.intp]) -> list[Step]:
+    """Play a stage with updates and without; with them until nothing differs that later passes, which take as long, could tell.
+
+    Args:
+        lanes: of every strategy the place of the one that stands for it without updates.
+    Returns:
+        The passes up to there.
+    """
+    alike = np.zeros(len(lanes), dtype=np.bool_)
+    unlike: list[Step] = []
+    for step, end in zip(passes.order, passes.ends, strict=True):
+        bare.play(forward_waits=False, until=end)
+        if alike.all():
+            continue
+        updating.play(forward_waits=False, until=end)
+        if alike.any():
+            # So that no strategy's answer depends on how long others go on.
+            updating.taken[step] = np.where(alike, bare.taken[step][lanes], updating.taken[step])
+        unlike.append(step)
+        if len(unlike) >= passes.entered:
+            alike |= updating.goes_on_like(bare, lanes)
+        if alike.all():
+            updating.end_early()
+            bare.forget(FIRST_PASSING)
+    for run in (updating, bare):
+        run.close()
+    return unlike
+
+
 UPDATING, PASSING, FIRST_PASSING = "updating", "passing", "first passing"
 """Peaks that a run notes: in the first micro-batch's forward passes, beside updates, later, or before the last micro-batch."""
 
@@ -277,6 +307,7 @@ class _Passes:
         filling, emptying: the passes in front of the first backward pass, and those behind the one that follows the last
             forward pass.
         closing: the passes that `PlayedStage.drain` tells.
+        entered: passes up to the last one that updates are made in front of.
         uses, steps: of every place the use, and the pass that it belongs to.
         turned_back: passes up to the last one of the first micro-batch.
         awaited, spaced: of `emptying` those that the stage has waited for until all that it could do was done, and those behind
@@ -291,6 +322,7 @@ class _Passes:
         self.order = _order(self.chunks, ahead)
         directions = [step.direction for step in self.order]
         self.filling = self.order[: directions.index("backward")]
+        self.entered = max(number for number, step in enumerate(self.filling) if step.micro_batch == 0) + 1
         self.emptying = self.order[len(self.order) - directions[::-1].index("forward") + 1 :]
         self.uses: list[Use] = []
         self.steps: list[Step] = []
@@ -315,6 +347,13 @@ class _Passes:
         is_told = len(self.chunks) > 1 or not self.ahead
         between = self.order[begun : len(self.order) - len(self.emptying) - 1] if is_told else ()
         return [step for step in between if step.direction == "forward" or step.micro_batch > 0]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The places behind each pass."""
+        return [place for place, crossing in enumerate(self.crossings) if place and crossing is not None] + [
+            len(self.uses)
+        ]
 
     @cached_property
     def crossings(self) -> list[int | None]:
@@ -371,7 +410,7 @@ class _Run:
     """
 
     def __init__(self, played: StageChannels, passes: _Passes, noted: Sequence[str]) -> None:
-        self.played, self._passes = played, passes
+        self.played, self._passes, self._kinds = played, passes, noted
         self._noted = [may and counts for may, counts in zip(passes.noted(noted), passes.counts, strict=True)]
         # Buffers count beside uses whose peaks are noted alone, and those are looked at two uses late.
         self._held_until = 2 + max((place for place, may in enumerate(passes.noted(noted)) if may), default=-3)
@@ -416,7 +455,7 @@ class _Run:
             forward_waits: whether the stage has waited for the input of every forward pass.
             drains: seconds of passes on the stage behind, whose gradients the last backward passes wait for; None: not at all.
             passes: so many passes alone.
-            until: up to this place alone, from where the run may be forked and goes on later; default all.
+            until: up to this place alone, from where the run may be forked and goes on later; default to the end.
         """
         played, uses, steps, crossings = self.played, self._passes.uses, self._passes.steps, self._passes.crossings
         closes, before = [*(crossing is not None for crossing in crossings[1:]), True], played.computed
@@ -450,10 +489,34 @@ class _Run:
                 self._note_peak(*self._window.pop(0))
             if self._noted[place]:
                 self._window.append((place, begin, played.computed))
-        if until is not None:
+        if until is None:
+            self.close()
+        else:
             self._place = until
-            return
-        played.leave()
+
+    def goes_on_like(self, other: _Run, lanes: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """Whether all that follows takes as long as in another run of the same passes, which stands at the same place.
+
+        Args:
+            lanes: the place there of each strategy.
+        """
+        apart = np.abs(self.played.behind() - other.played.behind()[:, lanes])
+        alike: NDArray[np.bool_] = (apart <= ROUNDING * self.played.computed).all(axis=0)
+        return alike
+
+    def end_early(self) -> None:
+        """Play what tells when the buffers leave that peaks have been asked for, and no more."""
+        self._noted = [False] * len(self._noted)
+        self.play(forward_waits=False, until=min(self._place + 2, len(self._noted)))
+
+    def forget(self, kind: str) -> None:
+        """Note peaks from here on alone, where those of this kind have been asked for."""
+        if kind in self._kinds:
+            self.later, self._window = [self.later[0]], []
+
+    def close(self) -> None:
+        """Let leave what is left behind the last use."""
+        self.played.leave()
         while self._window:
             self._note_peak(*self._window.pop(0))
 

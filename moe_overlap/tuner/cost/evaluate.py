@@ -58,8 +58,10 @@ PlayKey = tuple[tuple[Part, ...], bool, bool]
 """A stage that is played: its parts, whether it waits for no other, and whether its backward pass follows its forward pass."""
 FEW = 1 << 12
 """Numbers that are compared faster than the sets of kinds among them are found."""
-LANES = 1 << 12
+LANES = 1 << 14
 """Strategies of all stages that are played in one go: with more of them their numbers leave the cache."""
+PIECES = 8
+"""Slices beyond which places of strategies are written one by one."""
 BLOCK = 1 << 18
 """Numbers of a term worked on at a time, few enough to stay in the cache."""
 
@@ -142,7 +144,11 @@ class StageCosts:
     @property
     def peak_bytes(self) -> Floats:
         """Peak bytes over all categories."""
-        return np.sum([*self.peaks.values()], axis=0)
+        first, second, *others = self.peaks.values()
+        peak: Floats = first + second
+        for values in others:
+            peak += values
+        return peak
 
 
 class StageEvaluator:
@@ -184,11 +190,9 @@ class StageEvaluator:
     @cached_property
     def _groups(self) -> list[tuple[NDArray[np.intp], SlowdownTable]]:
         """Strategies whose lists have one order, with the seconds of their uses."""
-        moves, scatters = self._strategy.offload_weights > 0, self._strategy.zero_level >= 2
-        groups = []
-        wait = self.rates.transfers_wait
-        for kind in (ListKind(weights, levels, wait) for weights in (False, True) for levels in (False, True)):
-            members = np.flatnonzero(self._decoupled & (moves == kind.offloads_weights) & (scatters == kind.scatters))
+        moves, groups = self._strategy.offload_weights > 0, []
+        for kind in (ListKind(weights, self.rates.transfers_wait) for weights in (False, True)):
+            members = np.flatnonzero(self._decoupled & (moves == kind.offloads_weights))
             if len(members):
                 strategy, rates = _part_of(self._strategy, members), _rates_of(self.rates, members)
                 seconds = use_seconds(self._kinds, strategy, rates)
@@ -229,18 +233,14 @@ class StageEvaluator:
             seconds[row, ~self._decoupled] = of_kinds @ layers
         if self._decoupled.any():
             self._decouple(shapes, activations, seconds, buffers)
-        by_category = {
-            "parameters": terms.weights.T @ layers,
-            "gradients": terms.gradients.T @ layers,
-            "optimizer": terms.optimizer.T @ layers,
-            "activations": activations,
-            "temporaries": working,
-            "communication": buffers + edge_bytes(shapes.boundary_bytes, shapes.in_flight),
-            # States are allocated once and leave no holes.
-            "fragmentation": self._fragmentation * (activations + working),
-        }
-        for row, name in enumerate(CATEGORIES):
-            peaks[row] = by_category[name]
+        of = dict(zip(CATEGORIES, peaks, strict=True))
+        of_states = {"parameters": terms.weights, "gradients": terms.gradients, "optimizer": terms.optimizer}
+        for name, per_layer in of_states.items():
+            of[name][:] = per_layer.T @ layers
+        of["activations"][:], of["temporaries"][:] = activations, working
+        np.add(buffers, edge_bytes(shapes.boundary_bytes, shapes.in_flight), out=of["communication"])
+        # States are allocated once and leave no holes.
+        np.multiply(activations + working, self._fragmentation, out=of["fragmentation"])
 
     @cached_property
     def _summed(self) -> dict[int, Floats]:
@@ -269,11 +269,12 @@ class StageEvaluator:
                 noted = _extended(base[number], fewer, beyond[longer], bool((counts > SHORT).any()))
                 # Shapes that differ in what they hold alone mostly follow one another: a slice is written faster than places.
                 is_row = places[-1] - places[0] == len(places) - 1
-                grid = (members, slice(places[0], places[-1] + 1)) if is_row else (members[:, None], places)
-                seconds[:-1, *grid] = noted[: len(PLAYED)]
-                buffer_bytes, update_bytes = noted[len(PLAYED) :]
-                # Updates stand in front of the passes, when few activations are held.
-                buffers[grid] = np.maximum(buffer_bytes, update_bytes - activations[grid])
+                for rows, own in _pieces(members) if is_row else [(members[:, None], slice(None))]:
+                    grid = (rows, slice(places[0], places[-1] + 1) if is_row else places)
+                    seconds[:-1, *grid] = noted[: len(PLAYED), own]
+                    buffer_bytes, update_bytes = noted[len(PLAYED) :, own]
+                    # Updates stand in front of the passes, when few activations are held.
+                    buffers[grid] = np.maximum(buffer_bytes, update_bytes - activations[grid])
 
     def unplayed(self, shapes: StageShapes) -> list[PlayKey]:
         """The stages that `costs` would play for some shapes."""
@@ -392,6 +393,8 @@ def _kept(shapes: StageShapes) -> Floats:
 def _extended(base: Floats, less: Sequence[Floats], beyond: Floats, is_longer: bool) -> Floats:
     """[len(NOTED), N, M] of stages with longer runs than were played: each further part adds what the last one has added.
 
+    Without longer runs all are alike: M is 1.
+
     Args:
         base: [len(NOTED), N] of the stage that was played.
         less: the stage with one part less in each of the runs [R] that are longer.
@@ -399,7 +402,7 @@ def _extended(base: Floats, less: Sequence[Floats], beyond: Floats, is_longer: b
         is_longer: whether a run is played at more than SHORT layers.
     """
     if not less:
-        return np.repeat(base[:, :, None], beyond.shape[1], axis=2)
+        return base[:, :, None]
     # Buffers of three uses are there at a time: a further layer adds none. A longer pass shows fewer beside its end than the list
     # has; so that what fits runs, the shorter one counts where both were played.
     buffers, start = NOTED.index("buffer_bytes"), base
@@ -450,6 +453,18 @@ def _part_of(strategy: Strategy, members: NDArray[np.intp]) -> Strategy:
 
 def _rates_of(rates: StateRates, members: NDArray[np.intp]) -> StateRates:
     return replace(rates, dense_scatter=rates.dense_scatter[members], expert_scatter=rates.expert_scatter[members])
+
+
+def _pieces(places: NDArray[np.intp]) -> list[tuple[slice | NDArray[np.intp], slice]]:
+    """Places of a row in order, as slices where these are few, which are written faster; beside each its part of the places."""
+    ends = np.flatnonzero(np.diff(places) != 1) + 1
+    if len(ends) >= PIECES:
+        return [(places, slice(None))]
+    bounds = [0, *ends.tolist(), len(places)]
+    return [
+        (slice(places[start], places[end - 1] + 1), slice(start, end))
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    ]
 
 
 def _largest(per_layer: Floats, present: NDArray[np.bool_]) -> Floats:

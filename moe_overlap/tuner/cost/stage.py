@@ -191,7 +191,7 @@ class UseSeconds:
     """Share of a forward use in which tokens travel."""
     sent_backward: Floats
     lead: Floats
-    """Of a backward use, in front of what adds to the gradient sum."""
+    """Of a backward use, in front of what adds to the gradient sum; infinity where that is done behind it (ZeRO 2, 3)."""
     shared: Floats
     """By how much collectives of the states and tokens slow each other down: 1 is as much as on one link, 0 not at all."""
     transfer: Floats
@@ -281,7 +281,7 @@ def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseS
         backward=backward + nothing,
         sent_forward=kinds.sent_forward_seconds[:, None] / np.where(forward > 0, forward, 1.0) + nothing,
         sent_backward=kinds.sent_backward_seconds[:, None] / np.where(backward > 0, backward, 1.0) + nothing,
-        lead=kinds.lead_seconds[:, None] + nothing,
+        lead=np.where(level >= 2, np.inf, kinds.lead_seconds[:, None] + nothing),
         shared=shared + nothing,
         transfer=rates.transfer_seconds + nothing,
         transfer_shared=transfer_shared + nothing,

@@ -27,6 +27,8 @@ SLOT_TASKS = {
     "left": "out",
 } | dict.fromkeys(("activations", "gradients"), "rest")
 """Jobs of uses -> tasks of slots (use_slowdowns.py)."""
+ROUNDING = 1e-12
+"""Of the seconds so far: what rounding leaves between times that are equal."""
 RECENT = 5
 """Uses whose buffers may still be on the device."""
 
@@ -52,9 +54,9 @@ class StageChannels:
         self._parts, self.slots, self.slowed = parts, slots, slowed
         self.notes = notes
         self.ran: Ran = {}
-        # Buffers in the order in which they were noted: the places; their begins, ends, bytes and latest ends.
+        # Buffers in the order in which they were noted: the places; their begins, ends, bytes, earliest begins and latest ends.
         self._held_at: list[int] = []
-        self._held: list[tuple[Floats, Floats, Floats, float]] = []
+        self._held: list[tuple[Floats, Floats, Floats, float, float]] = []
         self._sizes, self._of, self._jobs_of = slots.moved, slots.seconds, slots.jobs
         # What updates in front of all uses leave behind may last up to the first backward pass.
         self._place = next((place for place, use in enumerate(slots.uses) if use.backward), len(slots.uses))
@@ -111,6 +113,15 @@ class StageChannels:
     def reduced(self) -> Floats:
         """When all computation and all collectives have ended."""
         return np.maximum(self.computed, self._free["ranks"])
+
+    def behind(self) -> Floats:
+        """[channels, L] By how much longer than the last use each channel and what the next use has loaded go on.
+
+        All waits are for one of these: stages of which they are equal go on alike.
+        """
+        times = np.array([*self._free.values(), *self._ready.values()])
+        later: Floats = np.maximum(0.0, times - self.computed)
+        return later
 
     def transfer(self, crossing: int, blocks: bool, place: int) -> Floats:
         """Send and receive hidden states between two passes; from when on the second one counts.
@@ -227,8 +238,7 @@ class StageChannels:
             self._free[channel] = np.maximum(free, end + job.bar)
         if self.notes and key is not None:
             self.ran[key] = begin, end
-        # When it begins counts for buffers alone.
-        return end - taken if self.holds else end, end
+        return begin, end
 
     def _join_ranks(
         self, index: int, after: Floats, name: str, slow: Floats | float, key: JobKey | None = None
@@ -254,8 +264,8 @@ class StageChannels:
     def _beside_transfers(self, job: Job, begin: Floats, end: Floats, key: JobKey | None) -> Floats:
         """The end of a collective beside transfers of the pass before that have not ended; it ends later on common links."""
         assert self._crossing is not None
-        left, since = self._crossing
-        left = np.maximum(0.0, left - np.maximum(0.0, begin - since))
+        crossing, since = self._crossing
+        left = job.choose(np.maximum(0.0, crossing - np.maximum(0.0, begin - since)), crossing)
         if not left.any():
             self._crossing = None
             return end
@@ -395,7 +405,10 @@ class StageChannels:
 
     def _come(self, what: str, after: Floats, index: int, at: int) -> tuple[Floats, Floats]:
         """The begin and the end of a copy from the host for the use behind the one at a place."""
-        return self._run("in", after, self._jobs_of[index][what], self._slow(what, at + 1, at), (what, at + 1))
+        job = self._jobs_of[index][what]
+        return (
+            (after, after) if job is None else self._run("in", after, job, self._slow(what, at + 1, at), (what, at + 1))
+        )
 
     def advance(self, place: int, waits: bool = False) -> Floats:
         """The use at a place, the loads of the next one, and what the one before leaves; when it begins.
@@ -419,7 +432,7 @@ class StageChannels:
         ready, here = self._ready.pop(use), self._of[use.index]
         begin = np.maximum(np.maximum(self._free["compute"], ready), gone)
         slow, computing = self._slow("compute", place, place), begin
-        if use.backward and use.micro_batch > 0 and not self.kind.scatters and self._jobs_of[use.index]["gradients"]:
+        if use.backward and use.micro_batch > 0 and self._jobs_of[use.index]["gradients"]:
             # It waits for the sum of gradients in its middle: what comes before is put off, as if it waited at once.
             computing = np.maximum(begin, self._fetched[use.index] - here["lead"] * slow)
         end = computing + here["backward" if use.backward else "forward"] * slow
@@ -515,9 +528,9 @@ class StageChannels:
                 self._hold("activations", index, self._begun_forward, left)
             return
         reduced = end
-        if use.micro_batch == self.slots.last or self.kind.scatters:
+        name = "reduction" if use.micro_batch == self.slots.last else "scatter"
+        if jobs[name] is not None:
             sum_there = self._fetched.get(index, self._nothing)
-            name = "reduction" if use.micro_batch == self.slots.last else "scatter"
             scatter, key = self._slow("scatter", own, place), ("scatter", own)
             _, reduced = self._join_ranks(index, np.maximum(end, sum_there), name, scatter, key)
             self._hold("own_gradients", index, self._begun[index], reduced)
@@ -534,17 +547,21 @@ class StageChannels:
         size = self._sizes.get((what, index)) if self.holds else None
         if size is not None:
             self._held_at.append(self._place)
-            self._held.append((start, end, size, float(end.max())))
+            self._held.append((start, end, size, float(start.min()), float(end.max())))
 
     def peak_bytes(self, place: int, begin: Floats, end: Floats) -> Floats:
         """Peak bytes of buffers that come and go at the beginning and the end of a use, once two more have been advanced."""
-        recent, earliest = self._held[bisect_left(self._held_at, place - RECENT) :], begin.min()
-        # What was gone in all of them before counts for none.
-        recent = [held for held in recent if held[-1] > earliest]
+        recent, earliest, latest = self._held[bisect_left(self._held_at, place - RECENT) :], begin.min(), end.max()
+        # What was gone in all of them before, or comes later, counts for none.
+        recent = [held for held in recent if held[-1] > earliest and held[-2] <= latest]
         if not recent:
             return self._nothing
         starts, ends, sizes = (np.array(values) for values in list(zip(*recent, strict=True))[:3])
-        arrives = np.where(starts < end, starts, begin).max(axis=0)
+        arrives = np.where((starts < end) & (sizes > 0.0), starts, begin).max(axis=0)
         arrives = np.maximum(arrives, begin)
-        at_begin, at_arrival = ((sizes * ((starts <= time) & (time < ends))).sum(axis=0) for time in (begin, arrives))
+        # What waits for room begins when another ends: just behind that time rounding cannot tell them apart.
+        at_begin, at_arrival = (
+            (sizes * ((starts <= time) & (time < ends))).sum(axis=0)
+            for time in (begin * (1.0 + ROUNDING), arrives * (1.0 + ROUNDING))
+        )
         return np.maximum(at_begin, at_arrival)

@@ -65,12 +65,10 @@ class ListKind:
 
     Attributes:
         offloads_weights: whether each part is updated in front of its first use, and not all of them first.
-        scatters: whether the gradient of every micro-batch is reduced into shards (ZeRO 2, 3).
         transfers_wait: whether passes of several chunks wait for transfers between stages, as those of one chunk always do.
     """
 
     offloads_weights: bool
-    scatters: bool
     transfers_wait: bool = True
 
 
@@ -322,7 +320,7 @@ class UseSlowdowns:
         kinds = {rows: self._seconds_of(rows) for rows in dict.fromkeys(self._rows)}
         self.seconds = [kinds[rows] for rows in self._rows]
         """Seconds of each part."""
-        jobs = {rows: self._jobs_in(rows, seconds) for rows, seconds in kinds.items()}
+        jobs = {rows: self._jobs_in(rows) for rows in kinds}
         self.jobs = [jobs[rows] for rows in self._rows]
         """The jobs that they are."""
         self.sent, self.shared = np.empty((len(uses), self.lanes)), np.empty((len(uses), self.lanes))
@@ -338,8 +336,20 @@ class UseSlowdowns:
             return kinds[0]
         return {name: np.concatenate([seconds[name] for seconds in kinds]) for name in kinds[0]}
 
-    def _jobs_in(self, rows: tuple[int, ...], seconds: Mapping[str, Floats]) -> dict[str, Job | None]:
-        return self.group.jobs(rows[0]) if len(rows) == 1 else jobs_of(seconds)
+    def _jobs_in(self, rows: tuple[int, ...]) -> dict[str, Job | None]:
+        kinds = [self.group.jobs(row) for row in rows]
+        if len(kinds) == 1:
+            return kinds[0]
+        # Most jobs are none of any strategy, or of all of them, on every stage.
+        known: dict[str, Job | None] = {}
+        for name in kinds[0]:
+            jobs = [of_kind[name] for of_kind in kinds]
+            if any(jobs):
+                taken = np.concatenate([self._nothing if job is None else job.seconds for job in jobs])
+                known[name] = Job(taken, None, None) if all(job and job.has is None for job in jobs) else _job(taken)
+            else:
+                known[name] = None
+        return known
 
     @cached_property
     def moved(self) -> dict[tuple[str, int], Floats]:

@@ -14,7 +14,7 @@ import pytest
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Offload, Plan, Recompute
-from moe_overlap.tuner.cost import evaluate
+from moe_overlap.tuner.cost import decoupled, evaluate
 from moe_overlap.tuner.cost.analytic import prepare, price, stage_evaluator
 from moe_overlap.tuner.cost.decoupled import PlayedStage, play_stages
 from moe_overlap.tuner.cost.evaluate import (
@@ -29,7 +29,13 @@ from moe_overlap.tuner.cost.evaluate import (
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.layer import Setting, alone_seconds, kernel_seconds, part_cost
-from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds, point_to_point_seconds
+from moe_overlap.tuner.cost.links import (
+    LinkUse,
+    all_to_all_seconds,
+    axis_group,
+    collective_seconds,
+    point_to_point_seconds,
+)
 from moe_overlap.tuner.cost.operators import CostClassCode, tabulate
 from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
 from moe_overlap.tuner.cost.use_slowdowns import Part
@@ -208,6 +214,51 @@ def test_stages_that_differ_in_kinds_of_parts_are_played_in_one_go(
         assert np.array_equal(getattr(at_once, name), getattr(alone, name)), name
     for name in CATEGORIES:
         assert np.array_equal(at_once.peaks[name], alone.peaks[name]), name
+
+
+@pytest.mark.parametrize("place", ["first", "between", "last"])
+def test_a_strategy_costs_the_same_among_others_as_alone(place: str) -> None:
+    """Also among those of other ZeRO levels, whose uses have other jobs, and whose updates go on for longer."""
+    _, kinds, strategy, rates = random_evaluator(np.random.default_rng(11), 200)
+    # Links that collectives share with transfers between stages; every fifth strategy.
+    rates = replace(rates, transfer_seconds=1e-3, transfer_use=LinkUse())
+    shapes = replace(shapes_of((2, 2, 1)), is_first=place == "first", is_last=place == "last")
+    together = evaluator_of(kinds, strategy, rates).costs(shapes)
+    for number in range(0, 200, 5):
+        own = {field.name: getattr(strategy, field.name)[[number]] for field in dataclasses.fields(Strategy)}
+        scatters = {name: getattr(rates, name)[[number]] for name in ("dense_scatter", "expert_scatter")}
+        alone = evaluator_of(kinds, Strategy(**own), replace(rates, **scatters)).costs(shapes)
+        scale = alone.stable_seconds[0, 0]
+        for name in SECONDS:
+            apart = getattr(together, name)[number, 0] - getattr(alone, name)[0, 0]
+            assert abs(apart) < 1e-9 * scale, (number, name)
+        assert together.peaks["communication"][number, 0] == pytest.approx(alone.peaks["communication"][0, 0], abs=8)
+
+
+@pytest.mark.parametrize("place", ["first", "between", "last"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_updates_that_leave_nothing_behind_are_played_no_further(
+    place: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are those of plays to the end."""
+    _, kinds, strategy, rates = random_evaluator(np.random.default_rng(13), 200)
+    one = shapes_of((2, 2, 1), (1, 3, 0))
+    shapes = replace(
+        one,
+        runs=tuple(replace(part, chunk=chunk) for chunk in range(chunks) for part in RUNS),
+        counts=np.concatenate([one.counts] * chunks),
+        is_first=place == "first",
+        is_last=place == "last",
+    )
+    evaluator = evaluator_of(kinds, strategy, replace(rates, transfer_seconds=1e-3, transfer_use=LinkUse()))
+    costs = evaluator.costs(shapes)
+    ended = []
+    monkeypatch.setattr(decoupled._Run, "goes_on_like", lambda run, *_: ended.append(run) or np.zeros(1, np.bool_))
+    whole = evaluator.anew().costs(shapes)
+    assert ended
+    for name in SECONDS:
+        np.testing.assert_allclose(getattr(costs, name), getattr(whole, name), rtol=0, atol=1e-12, err_msg=name)
+    np.testing.assert_array_equal(costs.peak_bytes, whole.peak_bytes)
 
 
 def step(costs: StageCosts) -> np.ndarray:

@@ -66,7 +66,7 @@ def test_strategies_that_differ_in_their_updates_alone_are_one_without_them() ->
     for values in (seconds["sweep"], sizes["states"]):
         values[:, 1] = 2.0
     sizes["gradients"][:, 2] = 2.0
-    kind = ListKind(offloads_weights=False, scatters=False)
+    kind = ListKind(offloads_weights=False)
     still, places = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still
     assert places[0] == places[1] != places[2]
     assert still.sizes.gradients[0, places].tolist() == [1, 1, 2] and not still.seconds.sweep.any()
@@ -82,7 +82,7 @@ def test_a_run_that_has_been_forked_goes_on_as_one_that_has_not() -> None:
     for name in ("gradients", "activations"):
         seconds[name][:, 1], seconds[name] = 0.0, 4.0 * seconds[name]
     seconds["gradients"][:, 2] = 0.0
-    kind, parts = ListKind(offloads_weights=False, scatters=False), [Part(0), Part(1)]
+    kind, parts = ListKind(offloads_weights=False), [Part(0), Part(1)]
     passes = _Passes(parts, ahead=1, waits=False, transfers_wait=True)
     table = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still[0]
     whole, first = (_Run(StageChannels(UseSlowdowns([parts], passes.uses, table)), passes, [PASSING]) for _ in range(2))
@@ -97,13 +97,35 @@ def test_a_run_that_has_been_forked_goes_on_as_one_that_has_not() -> None:
     assert (other.ends[passes.order[-1]] > whole.ends[passes.order[-1]]).any()
 
 
+def test_peaks_are_those_of_the_times_at_which_a_strategys_own_buffers_come() -> None:
+    """The second strategy lacks the buffer that comes last. Room is free for what waits for it, whatever rounding says."""
+    seconds = {field.name: np.ones((1, 2)) for field in fields(UseSeconds)}
+    sizes = {field.name: np.ones((1, 2)) for field in fields(UseBytes)}
+    kind, parts = ListKind(offloads_weights=False), [Part(0)]
+    passes = _Passes(parts, ahead=1, waits=False, transfers_wait=True)
+    table = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5))
+    channels = StageChannels(UseSlowdowns([parts], passes.uses, table))
+    begin, end = np.array([0.3, 0.3]), np.ones(2)
+
+    def hold(start: float, until: float, size: list[float]) -> None:
+        channels._sizes = {("states", 0): np.array(size)}
+        channels._hold("states", 0, np.full(2, start), np.full(2, until))
+
+    hold(0.0, 0.1 + 0.2, [16.0, 16.0])
+    hold(0.0, 0.5, [8.0, 8.0])
+    hold(0.4, 1.0, [4.0, 4.0])
+    hold(0.7, 1.0, [2.0, 0.0])
+    assert 0.1 + 0.2 > 0.3
+    assert channels.peak_bytes(0, begin, end).tolist() == [8.0, 12.0]
+
+
 def test_last_backward_passes_of_chunks_come_as_far_apart_as_the_stage_behind_makes_them() -> None:
     ones = np.ones((1, 1))
     seconds = {field.name: 0.0 * ones for field in fields(UseSeconds)} | {"forward": ones, "backward": 2.0 * ones}
     sizes = {field.name: 0.0 * ones for field in fields(UseBytes)}
     parts = [Part(0), Part(0, chunk=1)]
     passes = _Passes(parts, ahead=1, waits=False, transfers_wait=True)
-    kind = ListKind(offloads_weights=False, scatters=False)
+    kind = ListKind(offloads_weights=False)
     table = SlowdownTable(UseSeconds(**seconds), UseBytes(**sizes), kind, slowed_down(0.5)).still[0]
     run = _Run(StageChannels(UseSlowdowns([parts], passes.uses, table)), passes, [])
     run.play(forward_waits=False, drains=dict.fromkeys(passes.order, np.array([5.0])))
