@@ -501,7 +501,7 @@ class _Run:
             lanes: the place there of each strategy.
         """
         apart = np.abs(self.played.behind() - other.played.behind()[:, lanes])
-        alike: NDArray[np.bool_] = (apart <= ROUNDING * self.played.computed).all(axis=0)
+        alike: NDArray[np.bool_] = np.all(apart <= ROUNDING * self.played.computed, axis=0)
         return alike
 
     def end_early(self) -> None:
