@@ -484,4 +484,4 @@ def test_corners_of_four_stages() -> None:
     plain, interleaved = (np.abs(found) for found in seconds.values())
     assert len(plain) == len(interleaved) == 81
     assert plain.max() < 0.01 and np.median(plain) < 0.004
-    assert (interleaved <= NEAR).sum() >= 52 and interleaved.max() < 0.045
+    assert (interleaved <= NEAR).sum() >= 51 and interleaved.max() < 0.045
