@@ -96,7 +96,7 @@ def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: i
         waits: whether another stage stands before it.
     """
     passes = _Passes(stages[0], ahead, waits, table.kind.transfers_wait)
-    chunks, order, filling = passes.chunks, passes.order, passes.filling
+    chunks, order, filling, entered = passes.chunks, passes.order, passes.filling, passes.entered
     # Many strategies differ in their updates alone: all other runs play one of those.
     still, places = table.still
     still_slots, slots = (UseSlowdowns(stages, passes.uses, given) for given in (still, table))
@@ -125,7 +125,6 @@ def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: i
         """Seconds of passes with updates in front of them beyond the usual ones."""
         return sum((updating.taken[step] - usual[step][lanes] for step in steps), start=nothing_updated)
 
-    entered = passes.entered
     # Where no pass follows, those between the chunks' first ones stand for more of them in longer pipelines.
     followed = filling[entered:] or [step for step in filling if step.micro_batch > 0]
     again = _each_beyond(busy, usual, followed, len(chunks))
@@ -289,8 +288,8 @@ def _play_both(updating: _Run, bare: _Run, passes: _Passes, lanes: NDArray[np.in
         if len(unlike) >= passes.entered:
             alike |= updating.goes_on_like(bare, lanes)
         if alike.all():
-            updating.end_early()
-            bare.forget(FIRST_PASSING)
+            # Two more uses tell when the buffers leave beside which peaks have been noted.
+            updating.play(forward_waits=False, until=min(end + 2, passes.ends[-1]))
     for run in (updating, bare):
         run.close()
     return unlike
@@ -410,7 +409,7 @@ class _Run:
     """
 
     def __init__(self, played: StageChannels, passes: _Passes, noted: Sequence[str]) -> None:
-        self.played, self._passes, self._kinds = played, passes, noted
+        self.played, self._passes = played, passes
         self._noted = [may and counts for may, counts in zip(passes.noted(noted), passes.counts, strict=True)]
         # Buffers count beside uses whose peaks are noted alone, and those are looked at two uses late.
         self._held_until = 2 + max((place for place, may in enumerate(passes.noted(noted)) if may), default=-3)
@@ -500,19 +499,9 @@ class _Run:
         Args:
             lanes: the place there of each strategy.
         """
-        apart = np.abs(self.played.behind() - other.played.behind()[:, lanes])
+        apart = np.abs(self.played.lags() - other.played.lags()[:, lanes])
         alike: NDArray[np.bool_] = np.all(apart <= ROUNDING * self.played.computed, axis=0)
         return alike
-
-    def end_early(self) -> None:
-        """Play what tells when the buffers leave that peaks have been asked for, and no more."""
-        self._noted = [False] * len(self._noted)
-        self.play(forward_waits=False, until=min(self._place + 2, len(self._noted)))
-
-    def forget(self, kind: str) -> None:
-        """Note peaks from here on alone, where those of this kind have been asked for."""
-        if kind in self._kinds:
-            self.later, self._window = [self.later[0]], []
 
     def close(self) -> None:
         """Let leave what is left behind the last use."""

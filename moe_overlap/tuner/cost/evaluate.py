@@ -59,7 +59,7 @@ PlayKey = tuple[tuple[Part, ...], bool, bool]
 FEW = 1 << 12
 """Numbers that are compared faster than the sets of kinds among them are found."""
 LANES = 1 << 14
-"""Strategies of all stages that are played in one go: with more of them their numbers leave the cache."""
+"""Strategies of all stages that are played in one go; with a quarter as many starting operations took a tenth longer."""
 PIECES = 8
 """Slices beyond which places of strategies are written one by one."""
 BLOCK = 1 << 18

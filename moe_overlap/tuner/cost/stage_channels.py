@@ -114,7 +114,7 @@ class StageChannels:
         """When all computation and all collectives have ended."""
         return np.maximum(self.computed, self._free["ranks"])
 
-    def behind(self) -> Floats:
+    def lags(self) -> Floats:
         """[channels, L] By how much longer than the last use each channel and what the next use has loaded go on.
 
         All waits are for one of these: stages of which they are equal go on alike.

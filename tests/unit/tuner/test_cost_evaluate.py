@@ -178,8 +178,23 @@ def shapes_of(*counts: tuple[int, int, int]) -> StageShapes:
     )
 
 
-@pytest.mark.parametrize("place", ["first", "between", "last"])
-@pytest.mark.parametrize("chunks", [1, 2])
+def at_place(one: StageShapes, place: str, chunks: int) -> StageShapes:
+    """The shapes at a place of the pipeline, with as many parts in each chunk."""
+    return replace(
+        one,
+        runs=tuple(replace(part, chunk=chunk) for chunk in range(chunks) for part in one.runs),
+        counts=np.concatenate([one.counts] * chunks),
+        is_first=place == "first",
+        is_last=place == "last",
+    )
+
+
+AT_PLACES = pytest.mark.parametrize(
+    ("place", "chunks"), [(place, chunks) for place in ("first", "between", "last") for chunks in (1, 2)]
+)
+
+
+@AT_PLACES
 def test_stages_that_differ_in_kinds_of_parts_are_played_in_one_go(
     place: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,14 +204,7 @@ def test_stages_that_differ_in_kinds_of_parts_are_played_in_one_go(
     kinds = replace(
         kinds, expert_parameters=kinds.expert_parameters * (1.0 - dense), saved_bytes=kinds.saved_bytes * dense[::-1]
     )
-    one = shapes_of((3, 0, 1), (2, 1, 1), (1, 2, 1), (0, 3, 1))
-    shapes = replace(
-        one,
-        runs=tuple(replace(part, chunk=chunk) for chunk in range(chunks) for part in RUNS),
-        counts=np.concatenate([one.counts] * chunks),
-        is_first=place == "first",
-        is_last=place == "last",
-    )
+    shapes = at_place(shapes_of((3, 0, 1), (2, 1, 1), (1, 2, 1), (0, 3, 1)), place, chunks)
     together = []
 
     def noted(stages: Sequence[Sequence[Part]], *rest: Any, **named: Any) -> PlayedStage:
@@ -216,15 +224,15 @@ def test_stages_that_differ_in_kinds_of_parts_are_played_in_one_go(
         assert np.array_equal(at_once.peaks[name], alone.peaks[name]), name
 
 
-@pytest.mark.parametrize("place", ["first", "between", "last"])
-def test_a_strategy_costs_the_same_among_others_as_alone(place: str) -> None:
+@AT_PLACES
+def test_a_strategy_costs_the_same_among_others_as_alone(place: str, chunks: int) -> None:
     """Also among those of other ZeRO levels, whose uses have other jobs, and whose updates go on for longer."""
     _, kinds, strategy, rates = random_evaluator(np.random.default_rng(11), 200)
-    # Links that collectives share with transfers between stages; every fifth strategy.
-    rates = replace(rates, transfer_seconds=1e-3, transfer_use=LinkUse())
-    shapes = replace(shapes_of((2, 2, 1)), is_first=place == "first", is_last=place == "last")
+    # Links that collectives share with transfers between stages.
+    rates = replace(rates, transfer_seconds=1e-2, transfer_use=LinkUse())
+    shapes = at_place(shapes_of((2, 2, 1)), place, chunks)
     together = evaluator_of(kinds, strategy, rates).costs(shapes)
-    for number in range(0, 200, 5):
+    for number in range(0, 200, 7):
         own = {field.name: getattr(strategy, field.name)[[number]] for field in dataclasses.fields(Strategy)}
         scatters = {name: getattr(rates, name)[[number]] for name in ("dense_scatter", "expert_scatter")}
         alone = evaluator_of(kinds, Strategy(**own), replace(rates, **scatters)).costs(shapes)
@@ -235,21 +243,13 @@ def test_a_strategy_costs_the_same_among_others_as_alone(place: str) -> None:
         assert together.peaks["communication"][number, 0] == pytest.approx(alone.peaks["communication"][0, 0], abs=8)
 
 
-@pytest.mark.parametrize("place", ["first", "between", "last"])
-@pytest.mark.parametrize("chunks", [1, 2])
+@AT_PLACES
 def test_updates_that_leave_nothing_behind_are_played_no_further(
     place: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs are those of plays to the end."""
     _, kinds, strategy, rates = random_evaluator(np.random.default_rng(13), 200)
-    one = shapes_of((2, 2, 1), (1, 3, 0))
-    shapes = replace(
-        one,
-        runs=tuple(replace(part, chunk=chunk) for chunk in range(chunks) for part in RUNS),
-        counts=np.concatenate([one.counts] * chunks),
-        is_first=place == "first",
-        is_last=place == "last",
-    )
+    shapes = at_place(shapes_of((2, 2, 1), (1, 3, 0)), place, chunks)
     evaluator = evaluator_of(kinds, strategy, replace(rates, transfer_seconds=1e-3, transfer_use=LinkUse()))
     costs = evaluator.costs(shapes)
     ended = []
@@ -259,6 +259,17 @@ def test_updates_that_leave_nothing_behind_are_played_no_further(
     for name in SECONDS:
         np.testing.assert_allclose(getattr(costs, name), getattr(whole, name), rtol=0, atol=1e-12, err_msg=name)
     np.testing.assert_array_equal(costs.peak_bytes, whole.peak_bytes)
+
+
+@pytest.mark.parametrize("apart", [1, 2], ids=["few slices", "each by itself"])
+def test_pieces_are_the_places_that_they_were_made_of(apart: int) -> None:
+    places = np.array([2, 3, 4, 7, 9, 10, *range(20, 40, apart)])
+    values, written = np.arange(1.0, len(places) + 1), np.zeros(40)
+    pieces = evaluate._pieces(places)
+    for rows, own in pieces:
+        written[rows] = values[own]
+    assert len(pieces) == (4 if apart == 1 else 1)
+    assert np.array_equal(written[places], values) and written.sum() == values.sum()
 
 
 def step(costs: StageCosts) -> np.ndarray:
