@@ -13,8 +13,8 @@ are here, with the number of the step there. What runs at the same time slows ea
 6. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Without updates, whose
    copies would slow down the one that stands for many, at the rates of slots and then twice at those that were read off the
    play before; at these also by a stage that waits in front of forward passes and its last backward pass. Once with updates,
-   at the rates of slots, which tells what they add to the first pass and leave behind for later ones, until those differ no
-   more. Most strategies differ in their updates alone: without updates one of those is played.
+   at the rates of slots, which tells what they add to the first pass and leave behind for later ones, until later passes
+   differ no more. Most strategies differ in their updates alone: without updates one of those is played.
 
 Legend: K kinds of parts, N strategies. `simulate/engine.py` is the slow twin.
 Source: Mist, section 5.1 and figure 10.
@@ -109,7 +109,7 @@ def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: i
     in_front = [FIRST_PASSING] if ahead and not waits else []
     updating = run(slots, UPDATING, *in_front)
     bare = run(still_slots, *(in_front if ahead else [PASSING]), notes=True)
-    unlike = _play_both(updating, bare, passes, lanes)
+    with_updates = _play_both(updating, bare, passes, lanes)
     busy, idle = _read_off(bare, run, passes)
     group = 1 if len(chunks) == 1 else GROUP
     stable = range(STABLE, STABLE + group)
@@ -133,7 +133,7 @@ def play_stages(stages: Sequence[Sequence[Part]], table: SlowdownTable, ahead: i
 
     def slowed(steps: Sequence[Step]) -> Floats:
         """Seconds by which what updates leave behind slows down some passes."""
-        apart = (updating.taken[step] - bare.taken[step][lanes] for step in steps if step in unlike)
+        apart = (updating.taken[step] - bare.taken[step][lanes] for step in steps if step in with_updates)
         return sum(apart, start=nothing_updated)
 
     waited, turn = (
@@ -267,32 +267,35 @@ def _read_off(bare: _Run, run: Callable[..., _Run], passes: _Passes) -> tuple[_R
 
 
 def _play_both(updating: _Run, bare: _Run, passes: _Passes, lanes: NDArray[np.intp]) -> list[Step]:
-    """Play a stage with updates and without; with them until nothing differs that later passes, which take as long, could tell.
+    """Play a stage with updates and without, with updates only until every strategy has settled.
+
+    A strategy has settled when its updates have left nothing behind that a later pass could wait for: from there on its passes
+    take as long as without updates.
 
     Args:
         lanes: of every strategy the place of the one that stands for it without updates.
     Returns:
-        The passes up to there.
+        The passes that were played with updates.
     """
-    alike = np.zeros(len(lanes), dtype=np.bool_)
-    unlike: list[Step] = []
+    settled = np.zeros(len(lanes), dtype=np.bool_)
+    with_updates: list[Step] = []
     for step, end in zip(passes.order, passes.ends, strict=True):
         bare.play(forward_waits=False, until=end)
-        if alike.all():
+        if settled.all():
             continue
         updating.play(forward_waits=False, until=end)
-        if alike.any():
-            # So that no strategy's answer depends on how long others go on.
-            updating.taken[step] = np.where(alike, bare.taken[step][lanes], updating.taken[step])
-        unlike.append(step)
-        if len(unlike) >= passes.entered:
-            alike |= updating.goes_on_like(bare, lanes)
-        if alike.all():
+        if settled.any():
+            # So that no strategy's answer depends on when the others settle.
+            updating.taken[step] = np.where(settled, bare.taken[step][lanes], updating.taken[step])
+        with_updates.append(step)
+        if len(with_updates) >= passes.entered:
+            settled |= updating.goes_on_like(bare, lanes)
+        if settled.all():
             # Two more uses tell when the buffers leave beside which peaks have been noted.
             updating.play(forward_waits=False, until=min(end + 2, passes.ends[-1]))
     for run in (updating, bare):
         run.close()
-    return unlike
+    return with_updates
 
 
 UPDATING, PASSING, FIRST_PASSING = "updating", "passing", "first passing"
@@ -500,8 +503,8 @@ class _Run:
             lanes: the place there of each strategy.
         """
         apart = np.abs(self.played.lags() - other.played.lags()[:, lanes])
-        alike: NDArray[np.bool_] = np.all(apart <= ROUNDING * self.played.computed, axis=0)
-        return alike
+        equal: NDArray[np.bool_] = np.all(apart <= ROUNDING * self.played.computed, axis=0)
+        return equal
 
     def close(self) -> None:
         """Let leave what is left behind the last use."""

@@ -60,8 +60,8 @@ FEW = 1 << 12
 """Numbers that are compared faster than the sets of kinds among them are found."""
 LANES = 1 << 14
 """Strategies of all stages that are played in one go; with a quarter as many starting operations took a tenth longer."""
-PIECES = 8
-"""Slices beyond which places of strategies are written one by one."""
+MOST_SLICES = 8
+"""Strategies that lie in more slices than these are written by their places."""
 BLOCK = 1 << 18
 """Numbers of a term worked on at a time, few enough to stay in the cache."""
 
@@ -269,7 +269,7 @@ class StageEvaluator:
                 noted = _extended(base[number], fewer, beyond[longer], bool((counts > SHORT).any()))
                 # Shapes that differ in what they hold alone mostly follow one another: a slice is written faster than places.
                 is_row = places[-1] - places[0] == len(places) - 1
-                for rows, own in _pieces(members) if is_row else [(members[:, None], slice(None))]:
+                for rows, own in _as_slices(members) if is_row else [(members[:, None], slice(None))]:
                     grid = (rows, slice(places[0], places[-1] + 1) if is_row else places)
                     seconds[:-1, *grid] = noted[: len(PLAYED), own]
                     buffer_bytes, update_bytes = noted[len(PLAYED) :, own]
@@ -455,10 +455,10 @@ def _rates_of(rates: StateRates, members: NDArray[np.intp]) -> StateRates:
     return replace(rates, dense_scatter=rates.dense_scatter[members], expert_scatter=rates.expert_scatter[members])
 
 
-def _pieces(places: NDArray[np.intp]) -> list[tuple[slice | NDArray[np.intp], slice]]:
-    """Places of a row in order, as slices where these are few, which are written faster; beside each its part of the places."""
+def _as_slices(places: NDArray[np.intp]) -> list[tuple[slice | NDArray[np.intp], slice]]:
+    """Ascending places as slices, which are written faster, each with its share; as they are where that takes many slices."""
     ends = np.flatnonzero(np.diff(places) != 1) + 1
-    if len(ends) >= PIECES:
+    if len(ends) >= MOST_SLICES:
         return [(places, slice(None))]
     bounds = [0, *ends.tolist(), len(places)]
     return [

@@ -178,12 +178,12 @@ def shapes_of(*counts: tuple[int, int, int]) -> StageShapes:
     )
 
 
-def at_place(one: StageShapes, place: str, chunks: int) -> StageShapes:
+def at_place(shapes: StageShapes, place: str, chunks: int) -> StageShapes:
     """The shapes at a place of the pipeline, with as many parts in each chunk."""
     return replace(
-        one,
-        runs=tuple(replace(part, chunk=chunk) for chunk in range(chunks) for part in one.runs),
-        counts=np.concatenate([one.counts] * chunks),
+        shapes,
+        runs=tuple(replace(part, chunk=chunk) for chunk in range(chunks) for part in shapes.runs),
+        counts=np.concatenate([shapes.counts] * chunks),
         is_first=place == "first",
         is_last=place == "last",
     )
@@ -262,13 +262,13 @@ def test_updates_that_leave_nothing_behind_are_played_no_further(
 
 
 @pytest.mark.parametrize("apart", [1, 2], ids=["few slices", "each by itself"])
-def test_pieces_are_the_places_that_they_were_made_of(apart: int) -> None:
+def test_slices_are_the_places_that_they_stand_for(apart: int) -> None:
     places = np.array([2, 3, 4, 7, 9, 10, *range(20, 40, apart)])
     values, written = np.arange(1.0, len(places) + 1), np.zeros(40)
-    pieces = evaluate._pieces(places)
-    for rows, own in pieces:
+    slices = evaluate._as_slices(places)
+    for rows, own in slices:
         written[rows] = values[own]
-    assert len(pieces) == (4 if apart == 1 else 1)
+    assert len(slices) == (4 if apart == 1 else 1)
     assert np.array_equal(written[places], values) and written.sum() == values.sum()
 
 
