@@ -11,21 +11,25 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow test-gpu check format clean
+.PHONY: train test test-slow test-sweep test-gpu check format clean
 
 train: .venv/installed
 	$(BIN)/python tools/first_run.py --processes $(PROCESSES) --link $(LINK) $(ARGS)
 
 # A hundred processes import the same modules: compiled once, whatever the caller's environment says.
-test test-slow: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-sweep: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
 # Two workers leave no core idle; what measures has the machine to itself.
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not alone" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not alone and not sweep" $(ARGS)
 	$(BIN)/python -m pytest -m "slow and alone" $(ARGS)
+
+# Every case of what slow tests show a few of: before a release, and behind a change of what they look at.
+test-sweep: .venv/installed
+	$(BIN)/python -m pytest -n $(WORKERS) -m sweep $(ARGS)
 
 # On a machine with GPUs; elsewhere each test is skipped by its name.
 test-gpu: .venv/installed

@@ -51,6 +51,7 @@ def test_job_killed_three_times_continues_bitwise(undisturbed: Undisturbed, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_job_killed_twelve_times_continues_bitwise(tmp_path: Path) -> None:
     """As many as one likes: `python -m tests.faults --kills 50`."""
     words = [*SMALL, "--train-iters", "100"]  # More than all steps between kills.

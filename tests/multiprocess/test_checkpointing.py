@@ -200,7 +200,7 @@ def more_resumes(place: str, runs: dict[str, str], others: list[tuple[str, str]]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "runs", "others"),
-    [(2, MORE, MORE_RESHARDED), (4, FOUR, FOUR_RESHARDED)],
+    [(2, MORE, MORE_RESHARDED), pytest.param(4, FOUR, FOUR_RESHARDED, marks=pytest.mark.sweep)],
     ids=["more features", "mixed layouts"],
 )
 def test_more_checkpoints(tmp_path: Path, processes: int, runs: dict[str, str], others: list[tuple[str, str]]) -> None:

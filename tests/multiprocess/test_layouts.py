@@ -165,15 +165,17 @@ def test_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_layouts_of_two_ranks_over_twenty_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.sweep)])
+def test_all_layouts_of_two_ranks(steps: int, tmp_path: Path) -> None:
     """All over fifty steps: `tools/compare_layouts.py --steps 50`."""
-    check(tuple(layout for layout in LAYOUTS if layout.world_size <= 2), 20, tmp_path)
+    check(tuple(layout for layout in LAYOUTS if layout.world_size <= 2), steps, tmp_path)
 
 
 @pytest.mark.slow
-def test_layouts_of_four_ranks_over_ten_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.sweep)])
+def test_all_layouts_of_four_ranks(steps: int, tmp_path: Path) -> None:
     """Four processes take turns on two cores."""
-    check(tuple(layout for layout in LAYOUTS if layout.world_size in (1, 4)), 10, tmp_path)
+    check(tuple(layout for layout in LAYOUTS if layout.world_size in (1, 4)), steps, tmp_path)
 
 
 @pytest.mark.slow

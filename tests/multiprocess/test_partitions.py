@@ -228,10 +228,11 @@ VARIED = {
 
 
 @pytest.mark.slow
-def test_every_recomputation_keeps_twenty_steps():
-    base = f"{EP} --train-iters 20"
+@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.sweep)])
+def test_every_recomputation_keeps_the_training(steps):
+    base = f"{EP} --train-iters {steps}"
     variants = {"plain": base} | {name: f"{base} {flags}" for name, flags in RECOMPUTED.items()}
-    answers = run(2, curves, variants, None, 20, timeout_seconds=600)
+    answers = run(2, curves, variants, None, steps, timeout_seconds=600)
     for name in RECOMPUTED:
         assert_same(answers[0][name], answers[0]["plain"])
 
@@ -309,7 +310,8 @@ def test_a_pipeline_of_four_ranks():
 
 
 @pytest.mark.slow
-def test_an_interleaved_pipeline_of_four_ranks():
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.sweep)])
+def test_an_interleaved_pipeline_of_four_ranks(every):
     virtual = f"{RANKS} {PP} --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 --global-batch-size 32"
     gated = f"{virtual} {GATE}"
     variants = {
@@ -324,6 +326,7 @@ def test_an_interleaved_pipeline_of_four_ranks():
         "all": (gated, f"{PAIRS} {TWO} {DEFER}"),
         "pairs that send late": (gated, f"{PAIRS} {DEFER} --moe-overlap-forward-send late"),
     }
+    variants = {name: variants[name] for name in [*variants][every - 1 :: every]}
     answers = run(4, curves, pairs(variants), timeout_seconds=900)
     for name in variants:
         assert_same(answers[0][name], answers[0][f"plain: {name}"])

@@ -55,7 +55,7 @@ def test_error_on_unseen_rows(host: Host) -> None:
 
 
 def test_factors_of_a_group_are_those_in_the_file() -> None:
-    """One group of the three hosts' fourteen; the slow test below makes the whole file again."""
+    """One group of the three hosts' fourteen; the sweep below makes the whole file again."""
     host = next(host for host in measured_hosts() if "merged-l4" in host.source)
     samples, alone = samples_of(host.source)
     chosen = used_samples(samples, alone).mixed_N & ~samples.is_test_N & (samples.groups_N == "1x4")
@@ -68,6 +68,7 @@ UNMEASURED_PERCENT = {"bandwidth-l4-n1-m8": 6.5, "bandwidth-merged-l4": 2.7, "ba
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @HOSTS
 def test_error_on_groups_that_were_not_measured(host: Host) -> None:
     samples, alone = samples_of(host.source)
@@ -85,6 +86,7 @@ def test_error_on_groups_that_were_not_measured(host: Host) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_the_file_is_made_again_byte_for_byte(tmp_path: Path) -> None:
     made = tmp_path / "interference.json"
     assert fit_interference.main([str(DATA), str(made)]) == 0

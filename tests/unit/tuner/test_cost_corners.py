@@ -434,9 +434,10 @@ def in_turn() -> list[Corner]:
 
 
 @pytest.mark.slow
-def test_answers_in_all_corners_are_those_of_the_list() -> None:
-    found = [apart_from_list(corner) for corner in in_turn()[::5] if moves_states(plan_of(corner))]
-    assert len(found) > 60
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.sweep), 17])
+def test_answers_in_corners_are_those_of_the_list(every: int) -> None:
+    found = [apart_from_list(corner) for corner in in_turn()[::every] if moves_states(plan_of(corner))]
+    assert len(found) > 300 / every
     assert max(seconds for seconds, _ in found) < 1e-9 and max(bytes_ for _, bytes_ in found) <= 8
 
 
@@ -465,23 +466,26 @@ def test_all_corners() -> None:
 
 
 @pytest.mark.slow
-def test_errors_do_not_grow_with_micro_batches() -> None:
+@pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.sweep), 20])
+def test_errors_do_not_grow_with_micro_batches(every: int) -> None:
     """Four times as many: what errs in every one of them shows, and what errs at the ends of a step is a few milliseconds."""
-    seconds = np.abs([errors(replace(corner, per_stage=12))[0] for corner in in_turn()[2::5]])
-    assert len(seconds) == 65 and seconds.max() <= NEAR and np.median(seconds) < 0.0025
+    seconds = np.abs([errors(replace(corner, per_stage=12))[0] for corner in in_turn()[2::every]])
+    assert len(seconds) > 300 / every and seconds.max() <= NEAR and np.median(seconds) < 0.0025
 
 
 @pytest.mark.slow
-def test_corners_of_four_stages() -> None:
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.sweep), 13])
+def test_corners_of_four_stages(every: int) -> None:
     """Equal ones. Interleaved stages wait for each other in more ways than one chain of passes has: up to 4.5 % below the list.
 
     Answers are those of lists, also there; searches look at the lists of the best few.
     """
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for corner in in_turn():
+    for corner in in_turn()[::every]:
         if not corner.unequal:
             seconds[corner.interleaved].append(errors(replace(corner, stages=4))[0])
     plain, interleaved = (np.abs(found) for found in seconds.values())
-    assert len(plain) == len(interleaved) == 81
-    assert plain.max() < 0.01 and np.median(plain) < 0.004
-    assert (interleaved <= NEAR).sum() >= 51 and interleaved.max() < 0.045
+    assert min(len(plain), len(interleaved)) >= 81 // every
+    assert plain.max() < 0.01 and np.median(plain) < 0.004 and interleaved.max() < 0.045
+    if every == 1:
+        assert (interleaved <= NEAR).sum() >= 51
