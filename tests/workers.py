@@ -1,4 +1,4 @@
-"""Which tests run beside which where pytest has several workers (`make test`, most of `make test-slow`; pytest-xdist).
+"""Which tests run beside which where pytest has several workers (pytest-xdist).
 
 A unit of work is a file, so that the set-ups of its tests are made once; files that share more than a file are one unit. Tests
 of one unit follow one another on one worker. Some units launch ranks, which keep more than one core busy and wait for each

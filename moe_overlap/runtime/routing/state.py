@@ -147,7 +147,7 @@ def draw_experts(key: int, positions_S: Tensor, samples_B: Tensor, topk: int, ex
     """Draw k different experts for every token.
 
     Args:
-        key: folded from seed, layer and whatever else is common to the tokens.
+        key: derived from seed, layer and whatever else is common to the tokens.
         positions_S: int64, positions in the whole sequence.
         samples_B: int64, numbers of the samples; a single zero gives every sample the same draws.
     Returns:

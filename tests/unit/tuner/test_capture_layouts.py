@@ -32,11 +32,11 @@ MORE_GRAPHS = (
     *(("deepseek-v3-mtp", library, NO_RECOMPUTATION) for library in ("deepep", "hybridep")),
     ("deepseek-v3-mtp", "", "layernorm+mla_up_proj+mlp+moe_act+shared_experts"),
 )
-"""The others. With them at least twenty layouts of every family but Mixtral are compared."""
+"""The others."""
 ENDS = ("embedding", "head")
 """Parts that recompute nothing: captures of a variant have none of them."""
 COMPARED = 6
-"""Layouts that no capture shows, recorded for every one of them."""
+"""Layouts that no capture shows, recorded for every one of both."""
 REWRITTEN_LAYOUTS = 5
 """Under each of them a family is recorded once for every variant."""
 MOST = 10

@@ -68,7 +68,8 @@ FLEX = {
 }
 SLOW |= {f"te, {backend}, TP2 EP2": (f"{flags} {TP2_EP2} --bf16", "te", "none") for backend, flags in FLEX.items()}
 COSTLY = ("torch, latent attention, TP2", "torch, prediction, CP2", "torch, TP2 EP2")
-"""What they add to others is captured under Transformer Engine, too."""
+"""What they have is in other cases, too; no other beside the same."""
+SWEPT = (pytest.mark.slow, pytest.mark.sweep)
 POINTS = [(1, 320), (2, 192), (4, 320), (7, 192)]
 """Longer than what the expressions are made from."""
 
@@ -91,10 +92,7 @@ def structure(part: Part) -> list[Any]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *FAST,
-        *(pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.sweep] * (name in COSTLY)]) for name in SLOW),
-    ],
+    [*FAST, *(pytest.param(name, marks=SWEPT if name in COSTLY else pytest.mark.slow) for name in SLOW)],
 )
 def test_expressions_give_the_numbers_of_single_batches(case: str) -> None:
     flags, implementation, variant = (FAST | SLOW)[case]
