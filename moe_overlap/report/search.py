@@ -282,6 +282,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
             "pruned": counts.too_large + counts.too_slow,
             "pruned_by_memory": counts.too_large,
             "pruned_by_time": counts.too_slow,
+            "not_reached": counts.not_reached,
             "layouts": counts.layouts,
             "objective": solution.objective,
             "bound": solution.bound,
@@ -459,7 +460,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     pruned = counts.too_large + counts.too_slow
     lines.append(
         f"{'searched':<12}{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
-        f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} ruled out by bounds{ended}"
+        f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} ruled out by bounds"
+        f"{f', {counts.not_reached:,} not reached' if counts.not_reached else ''}{ended}"
     )
     staged = search.staged
     if staged is not None and staged.programs:

@@ -311,6 +311,7 @@ def with_further(found: UniformSearch, wide: UniformSearch, keep: int) -> Unifor
         layouts=found.counts.layouts + wide.counts.layouts,
         too_large=found.counts.too_large + wide.counts.too_large,
         too_slow=found.counts.too_slow + wide.counts.too_slow,
+        not_reached=found.counts.not_reached + wide.counts.not_reached,
         evaluated=found.counts.evaluated + wide.counts.evaluated,
         fitting=found.counts.fitting + wide.counts.fitting,
     )

@@ -72,6 +72,8 @@ class Counts:
     """Left out: not even the lower bound of their bytes fits."""
     too_slow: int
     """Left out: the lower bound of their step is above the plans that are kept."""
+    not_reached: int
+    """Neither: the search ended early."""
     evaluated: int
     fitting: int
     """Evaluated layouts that have a plan that fits."""
@@ -143,24 +145,27 @@ def search_uniform(
             if time.monotonic() > deadline:
                 status = Status.TIME_LIMIT
                 break
-            bound, is_priced, layout = heapq.heappop(waiting)
+            # A layout leaves when it is done: where the search is interrupted, what waits says how good a plan may still be.
+            bound, is_priced, layout = waiting[0]
             if not is_priced:
                 # Pricing the parts is cheaper than pricing stages: most layouts go no further.
-                heapq.heappush(waiting, (max(bound, costs.step_bound(layout)), True, layout))
+                heapq.heapreplace(waiting, (max(bound, costs.step_bound(layout)), True, layout))
                 continue
             if costs.plays and layout not in played:
-                together = [layout, *_next(waiting, costs, found.bar, TOGETHER - 1)]
+                together = _next(waiting, costs, found.bar)
                 costs.play_ahead(together)
                 played.update(together)
             is_short = found.add(costs.evaluate(layout), accepts)
             if is_short and costs.task.modules:
                 found.add(costs.evaluate(layout, of_modules=True), accepts)
+            heapq.heappop(waiting)
             done += 1
             progress(done, small, found.best)
     except KeyboardInterrupt:
         status, is_interrupted = Status.TIME_LIMIT, True
     best = found.best
     left = waiting[0][0] if waiting else math.inf
+    not_reached = sum(bound <= found.bar for bound, _, _ in waiting)
     objective = best.seconds if best is not None else math.inf
     if best is None and status is Status.OPTIMAL:
         status = Status.INFEASIBLE
@@ -178,7 +183,8 @@ def search_uniform(
         counts=Counts(
             layouts=len(layouts),
             too_large=len(layouts) - small,
-            too_slow=small - done,
+            too_slow=small - done - not_reached,
+            not_reached=not_reached,
             evaluated=done,
             fitting=len(found.fitting),
             stages=costs.stages_priced,
@@ -187,18 +193,20 @@ def search_uniform(
     )
 
 
-def _next(waiting: Waiting, costs: UniformCosts, bar: float, count: int) -> list[UniformLayout]:
+def _next(waiting: Waiting, costs: UniformCosts, bar: float) -> list[UniformLayout]:
     """The layouts that will be evaluated next, if no plan that is found before rules them out; they stay where they are."""
     taken: Waiting = []
-    while waiting and len(taken) < count and waiting[0][0] <= bar:
-        bound, is_priced, layout = heapq.heappop(waiting)
-        if is_priced:
-            taken.append((bound, is_priced, layout))
-        else:
-            heapq.heappush(waiting, (max(bound, costs.step_bound(layout)), True, layout))
-    for entry in taken:
-        heapq.heappush(waiting, entry)
-    return [layout for *_, layout in taken]
+    try:
+        while waiting and len(taken) < TOGETHER and waiting[0][0] <= bar:
+            bound, is_priced, layout = waiting[0]
+            if is_priced:
+                taken.append(heapq.heappop(waiting))
+            else:
+                heapq.heapreplace(waiting, (max(bound, costs.step_bound(layout)), True, layout))
+    finally:
+        for entry in taken:
+            heapq.heappush(waiting, entry)
+    return [layout for _, _, layout in taken]
 
 
 def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSearch:

@@ -116,7 +116,7 @@ def searched() -> tuple[PlanSearch, list[Competitor]]:
         ranked=(best,),
         smallest=small,
         frontier=(best, small),
-        counts=Counts(layouts=2, too_large=0, too_slow=0, evaluated=2, fitting=2, stages=8),
+        counts=Counts(layouts=2, too_large=0, too_slow=0, not_reached=0, evaluated=2, fitting=2, stages=8),
     )
     search = PlanSearch(
         target="megatron-lm",

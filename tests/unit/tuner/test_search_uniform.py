@@ -389,6 +389,7 @@ def agrees(case: Case, best: list[tuple[float, UniformLayout]], keep: int) -> No
     assert kept == pytest.approx(sorted(seconds.values())[: len(kept)], rel=1e-9)
     counts = found.counts
     assert counts.layouts == len(case.sound) == counts.too_large + counts.too_slow + counts.evaluated
+    assert not counts.not_reached
 
 
 @cache
@@ -419,6 +420,28 @@ def test_a_deadline_that_is_over_ends_the_search_with_what_it_has() -> None:
     stopped = CASE.search(deadline=-math.inf)
     assert stopped.solution.status is Status.TIME_LIMIT and stopped.solution.value is None
     assert 0 < stopped.solution.bound <= CASE.search().solution.objective
+    counts = stopped.counts
+    assert counts.not_reached == counts.layouts - counts.too_large and not counts.too_slow and not counts.evaluated
+
+
+@pytest.mark.parametrize("where", ["evaluate", "step_bound"])
+def test_a_layout_that_an_interrupt_leaves_unfinished_still_bounds_the_step(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the best one: the bound was that of the next, and it counted as ruled out."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    at_once = CASE.search(deadline=-math.inf)
+    monkeypatch.setattr(UniformCosts, where, interrupted)
+    stopped = CASE.search()
+    assert stopped.is_interrupted and not stopped.counts.evaluated and not stopped.counts.too_slow
+    assert stopped.counts.not_reached == at_once.counts.not_reached > 0
+    # Layouts in front of it have their parts priced by then, which only raises bounds.
+    assert stopped.solution.bound >= at_once.solution.bound
+    if where == "step_bound":
+        assert stopped.solution.bound == at_once.solution.bound
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
