@@ -72,17 +72,6 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
     )
 
 
-def with_global_batch(plan: Plan, global_batch_size: int) -> Plan:
-    """A copy of the plan with the number of micro-batches per step that this global batch needs."""
-    stages = (
-        dataclasses.replace(
-            stage, gradient_accumulation_steps=global_batch_size // (stage.micro_batch_size * stage.data)
-        )
-        for stage in plan.stages
-    )
-    return dataclasses.replace(plan, global_batch_size=global_batch_size, stages=tuple(stages))
-
-
 def precision_of(config: Config) -> Precision:
     """The precision that flags choose; the narrowest product names it."""
     precision = config.precision

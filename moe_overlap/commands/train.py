@@ -246,7 +246,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.data.sources import tokenizer_of_run
     from megatron.training.initialize import device_of_this_process
     from megatron.training.job import Job, Schedule
-    from megatron.training.plan_flags import plan_of_run, with_global_batch
+    from megatron.training.plan_flags import plan_of_run
     from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
     from moe_overlap.plan.instructions import ScheduleError
@@ -265,7 +265,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
 
     @functools.cache
     def lowered(size: int) -> Sequence[Instruction]:
-        sized = plan if size == plan.global_batch_size else with_global_batch(plan, size)
+        sized = plan if size == plan.global_batch_size else plan.with_global_batch(size)
         try:
             return lower(sized, model, rank, queues)
         except ScheduleError as error:

@@ -221,10 +221,19 @@ class Plan:
         return sum(len(stage.devices.ranks) for stage in self.stages)
 
     def with_micro_batches(self, count: int) -> Plan:
-        """The plan with so many micro-batches of a step, whose samples are as many fewer or more."""
-        whole = self.stages[0].gradient_accumulation_steps
-        stages = tuple(replace(stage, gradient_accumulation_steps=count) for stage in self.stages)
-        return replace(self, stages=stages, global_batch_size=self.global_batch_size * count // whole)
+        """The plan with so many micro-batches of a step on the first stage, and as many fewer or more on the others."""
+        samples, rest = divmod(self.global_batch_size * count, self.stages[0].gradient_accumulation_steps)
+        assert not rest, (count, self.global_batch_size)
+        return self.with_global_batch(samples)
+
+    def with_global_batch(self, samples: int) -> Plan:
+        """The plan with the micro-batches of a step that so many samples need; whole ones on every stage."""
+        assert all(samples % (stage.micro_batch_size * stage.data) == 0 for stage in self.stages), samples
+        stages = (
+            replace(stage, gradient_accumulation_steps=samples // (stage.micro_batch_size * stage.data))
+            for stage in self.stages
+        )
+        return replace(self, global_batch_size=samples, stages=tuple(stages))
 
     def stage_of(self, rank: int) -> int:
         """Index of the stage that holds a rank; ValueError where none does."""

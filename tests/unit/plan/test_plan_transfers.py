@@ -18,6 +18,7 @@ from moe_overlap.plan.rules.resharding import boundary_batch, samples_of
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan.tiles import bytes_by_link, transfer_between, with_transfers
+from moe_overlap.tuner.search.layer.slots import shortened
 from tests.unit.plan import plan_samples
 
 Shape = tuple[int, int, int, int]
@@ -156,3 +157,16 @@ def test_equal_neighbours_have_no_tiles() -> None:
 def test_the_worked_example_is_generated() -> None:
     plan = load_plan(plan_samples.GOLDEN / "example_plan.json")
     assert with_transfers(plan).transfers == plan.transfers
+
+
+@pytest.mark.parametrize("shapes", [[(2, 1, 1, 2), (8, 1, 1, 1)], [(1, 1, 1, 2), (3, 2, 1, 1)], [(2, 1, 1, 1)] * 2])
+def test_shortened_steps_have_whole_micro_batches_on_every_stage(shapes: list[Shape]) -> None:
+    """Stages that cut 8 samples into 2 and 1 micro-batches had 4 each, which no global batch has."""
+    plan = with_transfers(unlike(shapes, rounds=4))
+    own = plan.stages[0].gradient_accumulation_steps
+    assert plan.with_micro_batches(own) == shortened(plan, 2 * own) == plan
+    for count in range(1, own + 1):
+        few = shortened(plan, count)
+        validate_plan(few, plan_samples.model("d" * len(shapes)))
+        assert count <= few.stages[0].gradient_accumulation_steps <= own
+        assert few.with_global_batch(plan.global_batch_size) == plan

@@ -10,7 +10,7 @@ import torch
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.flags.without_effect import idle_flags
 from megatron.training.cli.sizes import describe_model
-from megatron.training.plan_flags import plan_from_flags, with_global_batch
+from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.runtime.groups import stage_rank_sets
 from tests.unit.runtime.one_process import MOE, SEQUENCE, SHARED, SIZES, loss_of, small
 
@@ -189,6 +189,6 @@ def test_stages_of_a_replica_can_be_neighbours() -> None:
 def test_a_plan_for_another_batch() -> None:
     config = parse(f"{SIZES} --global-batch-size 16".split()).config
     plan = plan_from_flags(config, describe_model(config, 64), 2)
-    less = with_global_batch(plan, 8)
+    less = plan.with_global_batch(8)
     assert (plan.stages[0].gradient_accumulation_steps, less.stages[0].gradient_accumulation_steps) == (4, 2)
-    assert with_global_batch(less, 16) == plan
+    assert less.with_global_batch(16) == plan

@@ -24,6 +24,7 @@ Source: Lancet, section 4.1 and algorithm 1, lines 1-9; dependencies of writes o
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,9 +277,13 @@ def without_pieces(plan: Plan) -> Plan:
 
 
 def shortened(plan: Plan, micro_batches: int) -> Plan:
-    """The plan with fewer micro-batches a step, for simulations; the same where it has no more."""
+    """The plan with fewer micro-batches a step, for simulations: those of the first stage, the same where it has no more.
+
+    Stages of unlike shape cut the samples differently: so many more that every stage has whole micro-batches.
+    """
     whole = plan.stages[0].gradient_accumulation_steps
-    return plan.with_micro_batches(min(whole, micro_batches))
+    together = whole // math.gcd(*(stage.gradient_accumulation_steps for stage in plan.stages))
+    return plan.with_micro_batches(min(whole, -(-micro_batches // together) * together))
 
 
 def enough_micro_batches(stages: int) -> int:
