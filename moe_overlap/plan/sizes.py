@@ -69,6 +69,12 @@ def static_rows(plan: Plan, stage: StagePlan, model: ModelDescription) -> int | 
     return experts * expert_capacity(tokens, model.router_topk, experts, plan.static_capacity_factor)
 
 
+def sent_rows(plan: Plan, stage: StagePlan, model: ModelDescription) -> int:
+    """Rows that one rank sends for a micro-batch: those of a static capacity, or B · S / (C · T) · k."""
+    static = static_rows(plan, stage, model)
+    return tokens_of_rank(plan, stage) * model.router_topk if static is None else static
+
+
 def exchange_bytes(plan: Plan, stage: StagePlan, model: ModelDescription, partitions: int = 1) -> int:
     """Bytes of one dispatch or combine of one of the micro-batch's partitions.
 

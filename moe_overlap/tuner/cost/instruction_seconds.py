@@ -48,7 +48,7 @@ from moe_overlap.plan.operators import (
 )
 from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes, static_rows, tokens_of_rank
+from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes, sent_rows, tokens_of_rank
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import (
     Priced,
@@ -119,6 +119,11 @@ class StagePrices:
     _beside: Mapping[int, Mapping[tuple[OperatorKind, bool], float]] = field(default_factory=dict)
 
     @property
+    def _rows_per_token(self) -> float:
+        """Rows that a rank sends for each of its tokens, empty places of a static capacity included."""
+        return sent_rows(self.plan, self.stage, self.model) / tokens_of_rank(self.plan, self.stage)
+
+    @property
     def slowed(self) -> Interference:
         """How what runs at the same time on a rank slows down."""
         return concurrency(self.machine, self.priced.setting.groups["dp_cp"])[1]
@@ -134,7 +139,7 @@ class StagePrices:
             if place := place_of(operator):
                 self._named[place][_key(operator)] = None
         hidden = self.priced.family.boundary_bytes
-        self._copied = copied_bytes(made, hidden, hidden * self.priced.setting.topk)
+        self._copied = copied_bytes(made, hidden, hidden * self._rows_per_token)
         if self.priced.setting.replays.captured:
             replayed = self.replayed(made)
             self._beside = beside_replays(made, replayed, self.row)
@@ -146,9 +151,8 @@ class StagePrices:
     def replayed(self, made: Sequence[Instruction]) -> dict[int, Replayed]:
         """Launches, copies and memory of the captured graphs of a list of this stage, by instruction."""
         pieces = Counter((i.name, i.micro_batch) for i in made)
-        hidden, tokens = self.priced.family.boundary_bytes, tokens_of_rank(self.plan, self.stage)
-        rows = static_rows(self.plan, self.stage, self.model) or tokens * self.priced.setting.topk
-        routed = hidden * rows / tokens
+        hidden = self.priced.family.boundary_bytes
+        routed = hidden * self._rows_per_token
 
         def size(i: Instruction, role: BufferRole, parts: int) -> float:
             cut = pieces[i.name, i.micro_batch]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from moe_overlap.api import read_job, simulated
+from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.serialize import save_plan
+from moe_overlap.tuner.cost import instruction_seconds
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.copied_bytes import copied_bytes
+from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.simulate.memory import RowBytes
 from tests.unit.tuner.test_cost_listed_step import BASE, BATCH, DEFERRED, PARTS, predicted
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.test_cost_simulate_step import CLUSTER, STAGES
@@ -60,6 +64,26 @@ def test_chunks_of_capacity_pick_and_place_their_rows() -> None:
     found = copies(f"{STAGES} 1 {CHUNKED}")
     kinds = ("moe.dispatch", "moe.merge", "moe.combine.backward", "moe.gate.backward")
     assert found == {kind: pytest.approx(LAYERS * ROWS) for kind in kinds}
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_a_static_capacity_copies_and_holds_its_empty_places(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were those of balanced routing, whatever the capacity, and those of experts grew with the load of the busiest rank."""
+    asked: list[float] = []
+
+    def copied(made: Sequence[Instruction], hidden: float, rows: float) -> dict[Place, float]:
+        asked.append(rows)
+        return copied_bytes(made, hidden, rows)
+
+    monkeypatch.setattr(instruction_seconds, "copied_bytes", copied)
+    padded = f"--moe-overlap-capacity-chunks 2 --moe-expert-capacity-factor {factor} --moe-pad-expert-input-to-capacity"
+    prices = prices_of(f"{STAGES} 1 {padded}")
+    assert asked and set(asked) == {factor * ROWS}
+    setting = dataclasses.replace(prices.priced.setting, load=2.0)
+    prices.priced = dataclasses.replace(prices.priced, setting=setting)
+    held = RowBytes(prices, prices.model, prices.made)
+    # Experts compute chunk by chunk.
+    assert held.of("rows.L0.m0") == 2 * held.of("computed.L0.m0") == factor * ROWS
 
 
 def test_copies_are_priced_by_the_memory_of_the_device() -> None:

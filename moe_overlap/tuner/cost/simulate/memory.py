@@ -208,16 +208,16 @@ def flights(ran: Sequence[Ran]) -> Iterator[Interval]:
 class RowBytes:
     """Bytes of routed rows on their way between ranks.
 
-    A rank sends B · S / (C · T) · k rows (batch, sequence, context and tensor ranks, top k). Its experts receive as many times
-    more as ranks share an expert, and as the load of the busiest rank is above the mean.
+    What a rank sends is said in sizes.py (`sent_rows`). Its experts receive as many times more as ranks share an expert, and as
+    the load of the busiest rank is above the mean; with a static capacity every rank receives as many places.
     """
 
     def __init__(self, prices: StagePrices, model: ModelDescription, instructions: Sequence[Instruction]) -> None:
         stage, plan = prices.stage, prices.plan
-        setting = prices.priced.setting
         width = (model.moe_latent_size or model.hidden_size) * payload.ACTIVATION_BYTES[plan.precision]
-        self._sent = float(payload.tokens_of_rank(plan, stage) * setting.topk * width)
-        self._received = self._sent * stage.expert_tensor * setting.load
+        load = prices.priced.setting.load if plan.static_capacity_factor is None else 1.0
+        self._sent = float(payload.sent_rows(plan, stage, model) * width)
+        self._received = self._sent * stage.expert_tensor * load
         self._partitions = _partitions(instructions)
 
     def of(self, name: str) -> float:
