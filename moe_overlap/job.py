@@ -22,6 +22,7 @@ from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run, require_world
 from moe_overlap.describe.errors import ConfigError, require
+from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.model import ModelDescription, require_bounded_layers
 from moe_overlap.describe.readers.predicted_flags import (
     assumed_vocabulary,
@@ -268,10 +269,11 @@ def offloaded_layers(flags: Flags, num_layers: int) -> int:
         ConfigError: not a number of layers below that of the model.
     """
     (layers,) = flags.get("--cpu-offloading-num-layers", ("0",)) or ("",)
-    if not layers.isdecimal() or len(layers) > 9 or int(layers) >= num_layers:
+    number = whole_number(layers)
+    if number is None or number >= num_layers:
         rule = f"is no number of layers below the model's {num_layers}"
         raise ConfigError("--cpu-offloading-num-layers", layers, rule, f"use 0 to {num_layers - 1}")
-    return int(layers)
+    return number
 
 
 def offloaded_states(flags: Flags) -> float:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import Unreadable, bounded_json, new_file
+from moe_overlap.describe.files import Unreadable, bounded_json, new_file, whole_number
 from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import UniformLayout
@@ -53,11 +53,9 @@ class Shard:
         Raises:
             ConfigError: the text is no i/n with 1 <= i <= n.
         """
-        index, slash, count = text.partition("/")
-        if slash and index.isascii() and count.isascii() and index.isdigit() and count.isdigit():
-            shard = Shard(int(index), int(count))
-            if 1 <= shard.index <= shard.count:
-                return shard
+        index, count = (whole_number(part) for part in text.partition("/")[::2])
+        if index is not None and count is not None and 1 <= index <= count:
+            return Shard(index, count)
         raise ConfigError("--shard", text, "is no i/n with i from 1 to n", "write 1/4 for the first of four")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from moe_overlap.describe.errors import ConfigError, one_of
+from moe_overlap.describe.files import whole_number
 from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, HARDWARE_QUEUES, most_blocks
 
 if TYPE_CHECKING:
@@ -81,9 +82,10 @@ def _number(environment: Mapping[str, str], name: str, most: int, fix: str) -> i
     said = environment.get(name)
     if not said:
         return None
-    if not (said.isascii() and said.isdigit() and len(said) < 10 and 1 <= int(said) <= most):
+    number = whole_number(said)
+    if number is None or not 1 <= number <= most:
         raise ConfigError(name, said, f"must be a number from 1 to {most}", fix)
-    return int(said)
+    return number
 
 
 def _require_agreement(name: str, said: int | None, flag: str, value: int | None) -> None:

@@ -12,6 +12,7 @@ from moe_overlap.commands.gpus import ListGpus
 from moe_overlap.commands.help_topics import topic
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.tuner.cost.memory_errors import require_margin
 
@@ -115,10 +116,11 @@ def clusters_of(arguments: argparse.Namespace) -> list[Cluster]:
 
 def _count(part: str, text: str) -> int:
     """One number of GPUs out of the text of `--num-gpus`."""
-    if not (part.isascii() and part.isdigit() and int(part) > 0):
+    count = whole_number(part)
+    if not count:
         rule = "must be a whole number from 1" if part == text else f"{part or 'nothing'} is no number of GPUs"
         raise ConfigError("--num-gpus", text, rule, "give for example 64, or 32,64,128 to tools/autotune.py")
-    return int(part)
+    return count
 
 
 def words_of(arguments: argparse.Namespace, is_predicted: bool = False, chooses_dispatcher: bool = False) -> list[str]:

@@ -30,7 +30,7 @@ from moe_overlap.commands.help_topics import Parser
 from moe_overlap.commands.train import place_among_ranks
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import new_file
+from moe_overlap.describe.files import new_file, whole_number
 from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct
 from moe_overlap.tuner.profile.lookup import IN_STEP, link_grid, operator_grid
@@ -60,11 +60,12 @@ class Ranks:
             ConfigError: a variable of the launcher is no whole number, or the rank is none of the job's.
         """
         rank, world = place_among_ranks(os.environ)
-        local, per_node = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("LOCAL_WORLD_SIZE", "1")
-        if not (per_node.isascii() and per_node.isdigit() and len(per_node) < 10 and 1 <= int(per_node) <= world):
+        local, said = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        per_node = whole_number(said)
+        if per_node is None or not 1 <= per_node <= world:
             rule = f"must be a whole number from 1 to WORLD_SIZE, {world}"
-            raise ConfigError("LOCAL_WORLD_SIZE", per_node, rule, "start by torchrun, which sets it, or unset it")
-        return Ranks(rank, world, local, int(per_node))
+            raise ConfigError("LOCAL_WORLD_SIZE", said, rule, "start by torchrun, which sets it, or unset it")
+        return Ranks(rank, world, local, per_node)
 
     @property
     def nodes(self) -> int:

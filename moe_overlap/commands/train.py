@@ -41,7 +41,7 @@ from moe_overlap.commands.exits import (
 )
 from moe_overlap.commands.missing import says_what_is_missing
 from moe_overlap.describe.errors import ConfigError, system_refusal
-from moe_overlap.describe.files import printable
+from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.describe.model import require_bounded_layers
 
 if TYPE_CHECKING:
@@ -111,16 +111,14 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
     Raises:
         ConfigError: a variable of the launcher is no whole number, or the rank is none of the job's.
     """
-    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     for name, least in numbers.items():
-        text = environment.get(name)
-        if text is None:
-            numbers[name] = least
-        elif text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least:
-            numbers[name] = int(text)
-        else:
+        text = environment.get(name, str(least))
+        number = whole_number(text)
+        if number is None or number < least:
             rule = f"must be a whole number from {least}"
             raise ConfigError(name, printable(text, 20), rule, "start by torchrun, which sets it, or unset it")
+        numbers[name] = number
     port = environment.get("MASTER_PORT", "1")
     if not (port.isascii() and port.isdigit() and 0 < len(port) < 6 and int(port) < 2**16):
         rule = "is no port"

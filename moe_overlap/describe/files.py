@@ -22,6 +22,8 @@ MOST_JSON_BYTES = 8 << 20
 """Bytes of the largest JSON file that is read whole: as objects it takes about ten times as much memory."""
 MOST_DEPTH = 200
 MOST_DIGITS = 300
+MOST_WHOLE_DIGITS = 9
+"""Digits of the largest number that a word or a name holds; Python itself refuses to read thousands."""
 MOST_VALUES = 4_000_000
 """Commas and opening brackets of the largest JSON text: with as many values as these, Python's objects take some 400 MB."""
 
@@ -119,6 +121,12 @@ def bounded_integer(text: str) -> int:
     if len(text) > MOST_DIGITS:
         raise Unreadable(f"holds a number of {'thousands' if len(text) >= 1000 else 'hundreds'} of digits")
     return int(text)
+
+
+def whole_number(word: str) -> int | None:
+    """The whole number from 0 that a word of at most MOST_WHOLE_DIGITS digits spells; None for every other word."""
+    # For ² and the digits of other scripts `isdigit` holds as well.
+    return int(word) if word.isascii() and word.isdigit() and len(word) <= MOST_WHOLE_DIGITS else None
 
 
 def names_file(word: str) -> bool:

@@ -23,7 +23,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any, Literal, get_args
 
-from moe_overlap.plan.operators import FORWARD, WEIGHT_GRADIENT, OperatorId, OperatorKind, parse_operator
+from moe_overlap.plan.operators import FORWARD, NUMBER, WEIGHT_GRADIENT, OperatorId, OperatorKind, parse_operator
 from moe_overlap.plan.serialize import as_values, read_record
 
 Kind = Literal["compute", "weight-gradient", "collective", "point-to-point", "copy", "optimizer"]
@@ -145,8 +145,8 @@ class BufferId:
         return parse_operator(f"{self.subject}.{WEIGHT_GRADIENT}", "buffer")
 
 
-_BUFFER = re.compile(rf"(?:({'|'.join(filter(None, Home))})\.)?([a-z]+)(?:\.(.+?))??(?:\.m(\d+))?(?:\.p(\d+))?")
-_SUBJECT = re.compile(r"L(0|[1-9]\d*)|mtp(0|[1-9]\d*)(\.loss)?|embedding|head|norm")
+_BUFFER = re.compile(rf"(?:({'|'.join(filter(None, Home))})\.)?([a-z]+)(?:\.(.+?))??(?:\.m{NUMBER})?(?:\.p{NUMBER})?")
+_SUBJECT = re.compile(rf"L{NUMBER}|mtp{NUMBER}(\.loss)?|embedding|head|norm")
 
 
 @cache

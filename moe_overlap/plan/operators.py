@@ -20,6 +20,7 @@ from enum import StrEnum
 from functools import cache
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import MOST_WHOLE_DIGITS
 
 
 class OperatorKind(StrEnum):
@@ -152,7 +153,9 @@ class ParameterGroup:
         return list(GroupKind).index(self.kind), self.number or 0
 
 
-_GROUP = re.compile(r"(L|mtp)(0|[1-9]\d*)|embedding|head")
+NUMBER = rf"(0|[1-9][0-9]{{,{MOST_WHOLE_DIGITS - 1}}})"
+"""Numbers in the names of operators and buffers, as a pattern: as `str` writes them, and of so many digits as a word holds."""
+_GROUP = re.compile(rf"(L|mtp){NUMBER}|embedding|head")
 
 
 @cache
@@ -377,8 +380,8 @@ def is_state_key(kind: str) -> bool:
     return kind.startswith(STATE_KINDS)
 
 
-_LAYER = re.compile(r"(?:(L|mtp)(\d+)\.)?(.+)")
-_BOUNDARY = re.compile(rf"({'|'.join(_BOUNDARY_KINDS)})\.S(\d+)>S(\d+)(\.{BACKWARD})?")
+_LAYER = re.compile(rf"(?:(L|mtp){NUMBER}\.)?(.+)")
+_BOUNDARY = re.compile(rf"({'|'.join(_BOUNDARY_KINDS)})\.S{NUMBER}>S{NUMBER}(\.{BACKWARD})?")
 _STATE = re.compile(rf"({'|'.join(STATE_KINDS)})(?:\.({_GROUP.pattern}))?")
 _COPY = re.compile(rf"({'|'.join(COPY_KINDS)})\.({_GROUP.pattern})\.({'|'.join(Copied)})")
 
@@ -387,7 +390,7 @@ _COPY = re.compile(rf"({'|'.join(COPY_KINDS)})\.({_GROUP.pattern})\.({'|'.join(C
 def _parsed(name: str) -> OperatorId | None:
     """None for what is no name; a list of instructions has few names, each many times."""
     operator = _boundary(name) or _state(name) or _model_operator(name)
-    # Numbers such as 03 and suffixes that an operator does not print are refused here, for all forms at once.
+    # Suffixes that an operator does not print are refused here, for all forms at once.
     return operator if operator is not None and str(operator) == name else None
 
 

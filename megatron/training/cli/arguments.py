@@ -24,7 +24,7 @@ from megatron.training.cli.flags.launch import LAUNCH_FLAGS
 from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
 from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError, one_of
-from moe_overlap.describe.files import Unreadable, bounded_text, names_file
+from moe_overlap.describe.files import Unreadable, bounded_text, names_file, whole_number
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.describe.readers.shell_script import script_flags
 from moe_overlap.describe.readers.upstream_flags import (
@@ -367,6 +367,7 @@ def _world_size(written: Mapping[str, tuple[str, ...]]) -> int | None:
     text = written["--world-size"][0]
     if "--dry-run" not in written:
         raise ConfigError("--world-size", text, "torchrun sets it", "use torchrun --nproc-per-node N")
-    if not text.isdigit() or int(text) == 0:
+    number = whole_number(text)
+    if not number:
         raise ConfigError("--world-size", text, "must be a positive whole number", "correct the value")
-    return int(text)
+    return number

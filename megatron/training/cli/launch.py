@@ -29,7 +29,7 @@ from megatron.training.data.sources import check_indexed_dataset, data_source
 from megatron.training.plan_flags import plan_of_run
 from megatron.training.report.outputs import prove_places
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import printable
+from moe_overlap.describe.files import printable, whole_number
 
 PROCESSES, NODES, NODE_RANK, RESTARTS = "--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts"
 ENDPOINT, BACKEND, JOB = "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id"
@@ -169,10 +169,10 @@ def _whole(given: Mapping[str, str], flag: str, default: int, least: int) -> int
     text = given.get(flag)
     if text is None:
         return default
-    is_number = text.isascii() and text.isdigit() and len(text) < 10
-    rule = f"must be a whole number from {least}"
-    _require(is_number and int(text) >= least, flag, printable(text, 40), rule, "correct the value")
-    return int(text)
+    number = whole_number(text)
+    if number is None or number < least:
+        raise ConfigError(flag, printable(text, 40), f"must be a whole number from {least}", "correct the value")
+    return number
 
 
 def _require(holds: object, flag: str, value: object, rule: str, fix: str) -> None:

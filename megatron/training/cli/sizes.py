@@ -17,13 +17,15 @@ from pathlib import Path
 from megatron.training.cli.config import Config
 from megatron.training.data.tokenizers import TIKTOKEN_VOCAB_SIZE, ByteTokenizer
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import MOST_BYTES, Unreadable, bounded_json
+from moe_overlap.describe.files import MOST_BYTES, Unreadable, bounded_json, whole_number
 from moe_overlap.describe.model import LatentAttention, ModelDescription
 
 # The global batch
 
 _STEPS = "--step-batch-size-schedule"
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_LONGEST_NUMBER = 20
+"""Characters of a number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,15 @@ def _read_steps(texts: tuple[str, ...], seq_length: int) -> Iterator[tuple[int, 
     for step in " ".join(texts).split():
         tokens, colon, size = step.partition(":")
         number, unit = (tokens[:-1], _UNITS[tokens[-1]]) if tokens[-1:] in _UNITS else (tokens, 1)
-        if not (colon and size.isdigit() and int(size) > 0 and number.replace(".", "", 1).isdigit()):
+        samples = whole_number(size)
+        is_number = number.isascii() and number.replace(".", "", 1).isdigit() and len(number) <= _LONGEST_NUMBER
+        if not (colon and samples and is_number):
             raise ConfigError(_STEPS, step, rule, fix)
         first = math.ceil(float(number) * unit / seq_length)
         if first in seen:
             raise ConfigError(_STEPS, step, "two sizes begin at the same sample", "correct one")
         seen.add(first)
-        yield first, int(size)
+        yield first, samples
     if 0 not in seen:
         raise ConfigError(_STEPS, " ".join(texts), rule, fix)
 
@@ -174,11 +178,16 @@ def layout_parts(text: str) -> list[str]:
     """
     written = text.replace(",", "").replace(" ", "")
     for shorthand in _SHORTHANDS:
-        written = shorthand.sub(lambda match: (match[1] * min(int(match[2]), _LONGEST))[:_LONGEST], written)
+        written = shorthand.sub(lambda match: (match[1] * _repeats(match[2]))[:_LONGEST], written)
     if not set(written) <= set("EtmL|"):
         rule = "has another letter than E (embedding), t (layer), m (prediction layers), L (loss) and |"
         raise ConfigError(_LAYOUT, text, rule, 'write for example "Et*3|(tt|)*6tL"')
     return written.split("|")
+
+
+def _repeats(digits: str) -> int:
+    number = whole_number(digits)
+    return _LONGEST if number is None else min(number, _LONGEST)
 
 
 # The parallel layout

@@ -229,7 +229,7 @@ class NullTokenizer:
         """Ids that the text spells; raises ConfigError for a word that is not an id of the vocabulary."""
         ids = []
         for word in text.split():
-            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+            if not (word.isascii() and word.isdigit() and len(word) < 20 and int(word) < self.vocab_size):
                 raise ConfigError(
                     "--tokenizer-type",
                     "NullTokenizer",

@@ -293,7 +293,7 @@ def require_context_heads(flags: Flags, context: int, key_value_heads: int) -> N
     for kind in kinds if context > 1 else ():
         # The inner one of two levels is the all-to-all; without sizes upstream refuses, so all ranks are taken.
         inner = int(sizes[0]) if kind == "a2a+p2p" and sizes and sizes[0].isdigit() else context
-        if kind.startswith("a2a") and key_value_heads % inner:
+        if kind.startswith("a2a") and (inner == 0 or key_value_heads % inner):
             rule = f"{inner} context ranks cannot deal out the {key_value_heads} key-value heads of a tensor rank"
             raise ConfigError(_CONTEXT, kind, rule, "use p2p, or fewer --context-parallel-size")
 
@@ -309,6 +309,8 @@ def assumed_vocabulary(tokenizer: str | None, file: str | None) -> tuple[int, st
     size, why = VOCABULARIES.get(name), f"the size of every {name}"
     if size is None and file is not None:
         # Files of vocabularies carry their size in thousands: nemotron_2_256k.model.
-        thousands = re.search(r"(?<![0-9A-Za-z])(\d+)k(?![0-9A-Za-z])", PurePosixPath(file).stem.replace("_", "-"))
+        thousands = re.search(
+            r"(?<![0-9A-Za-z])([0-9]{1,6})k(?![0-9A-Za-z])", PurePosixPath(file).stem.replace("_", "-")
+        )
         size, why = (int(thousands[1]) * 1000, f"as {PurePosixPath(file).name} is called") if thousands else (None, "")
     return None if size is None else (size, f"a vocabulary of {size} tokens, {why}; --vocab-size says another")

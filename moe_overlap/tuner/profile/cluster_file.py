@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey
 
@@ -46,9 +47,9 @@ def this_device(kind: str | None = None) -> Device:
     if gpu is not None:
         return Device("cuda", gpu, 1, version)
     given = os.environ.get("OMP_NUM_THREADS") or str(usable_cores())
-    if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) > 0):
+    threads = whole_number(given)
+    if not threads:
         raise ConfigError("OMP_NUM_THREADS", given, "must be a whole number from 1", "set it to the cores of one rank")
-    threads = int(given)
     return Device("cpu", _cpu_name(), threads, version)
 
 

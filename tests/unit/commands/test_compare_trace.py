@@ -37,6 +37,7 @@ def spans(scale: float, *further: Span) -> list[Span]:
         ("optimizer.norm", "optimizer.norm"),
         ("send.S0>S1.backward", "send.backward"),
         ("L0.moe.dispatch.p1", "L0.moe.dispatch.p1"),
+        (f"L{'9' * 5000}.attention", f"L{'9' * 5000}.attention"),
     ],
 )
 def test_kinds_are_names_without_places(name: str, kind: str) -> None:

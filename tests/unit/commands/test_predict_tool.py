@@ -122,6 +122,7 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
         ([*JOB, "--gpu", "H1000"], "--gpu H1000: "),
         ([*JOB, *H100, "--cluster", "x.json"], "--cluster x.json: stands beside --gpu"),
         ([*JOB, "--gpu", "H100", "--num-gpus", "24"], "world size 24"),
+        ([*JOB, "--gpu", "H100", "--num-gpus", "9" * 5000], "…: must be a whole number from 1; give for example 64"),
         ([*JOB, *H100, "--software", "latest"], "--software latest: is no release"),
         ([*JOB, *H100, "--train-tokens", "many"], "--train-tokens many: is no number of tokens"),
         (["--megatron-args", "none.args", *H100], "cannot read none.args"),

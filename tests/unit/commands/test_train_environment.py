@@ -21,6 +21,7 @@ from moe_overlap.describe.errors import ConfigError
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE 0: must be a whole number from 1;"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK: must be a whole number from 0;"),
         ({"RANK": "9" * 5000}, f"RANK {'9' * 19}…: must be"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE x: must be a whole number from 1;"),
         ({"RANK": "\x1b[2J"}, "RANK ?[2J: must be"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT x: is no port; start by torchrun,"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT 70000: is no port;"),

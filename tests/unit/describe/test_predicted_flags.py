@@ -153,6 +153,7 @@ GROUPS = "--group-query-attention --num-query-groups 4 --pipeline-model-parallel
         ("--context-parallel-size 8 --cp-comm-type a2a", 4),
         ("--context-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel --cp-comm-type a2a", 2),
         ("--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 1", 4),
+        ("--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 0 1", 4),
     ],
 )
 def test_an_all_to_all_of_heads_needs_a_head_for_every_context_rank(words: str, heads: int) -> None:
@@ -194,6 +195,7 @@ def test_a_vocabulary_that_lies_in_files_is_assumed_and_said() -> None:
         "a vocabulary of 256000 tokens, as nemotron_2_256k.model is called; --vocab-size says another",
     )
     assert assumed_vocabulary("HuggingFaceTokenizer", "org/model-7b") is None
+    assert assumed_vocabulary("HuggingFaceTokenizer", f"model-{'9' * 5000}k") is None
     assert read_job(without, 32).assumed[0].startswith("a vocabulary of 257 bytes, as no tokenizer is named")
     assert read_job(JOB, 32).assumed == ()
 

@@ -47,6 +47,7 @@ def test_a_schedule_of_tokens() -> None:
     words = "--step-batch-size-schedule 0:4 20K:8 0.1M:16"
     assert sizes_of(words) == BatchSizes((0, 20, 100), (4, 8, 16))
     assert parse(["--step-batch-size-schedule", "0:4 20K:8"]).config.training.step_batch_size_schedule == ("0:4 20K:8",)
-    for wrong in ("4 20K:8", "20K:8", "0:4 20Q:8", "0:4 20K:0", "0:4 0:8"):
+    digits = "9" * 5000
+    for wrong in ("4 20K:8", "20K:8", "0:4 20Q:8", "0:4 20K:0", "0:4 0:8", f"0:{digits}", "0:²", f"{digits}:8", "²:8"):
         with pytest.raises(ConfigError, match="--step-batch-size-schedule"):
             sizes_of(f"--step-batch-size-schedule {wrong}")

@@ -47,7 +47,7 @@ def test_null_tokenizer() -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
     assert tokenizer.tokenize("1 2  99") == [1, 2, 99]
     assert tokenizer.detokenize([1, 2]) == "1 2"
-    for wrong in ("1 x", "100", "-1", "1.5"):
+    for wrong in ("1 x", "100", "-1", "1.5", "9" * 5000):
         with pytest.raises(ConfigError, match="not an id below --vocab-size 100"):
             tokenizer.tokenize(wrong)
 

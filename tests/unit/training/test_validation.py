@@ -88,6 +88,11 @@ WORDS = [
     ),
     ("--window-size 128", "--window-size 128: must be two whole numbers; write for example 128,0"),
     ("--world-size 2", "--world-size 2: torchrun sets it; use torchrun --nproc-per-node N"),
+    ("--dry-run --world-size ²", "--world-size ²: must be a positive whole number; correct the value"),
+    (
+        f"--dry-run --world-size {'9' * 5000}",
+        f"--world-size {'9' * 399}…: must be a positive whole number; correct the value",
+    ),
 ]
 
 RULES = [
@@ -180,6 +185,11 @@ RULES = [
         2,
         "--pipeline-model-parallel-layout Et|t|tL: names 3 stages for --pipeline-model-parallel-size 2; "
         "name a multiple of 2",
+    ),
+    (
+        f"{PP2} --pipeline-model-parallel-layout E|t*{'9' * 5000}L",
+        2,
+        f"--pipeline-model-parallel-layout E|t*{'9' * 395}…: holds 100000 layers of --num-layers 4; name 4 layers t",
     ),
     (
         f"{PP2} --pipeline-model-parallel-layout E(tt|)*2L",
@@ -380,6 +390,11 @@ RULES = [
         "--split 0,0,0",
         1,
         "--split 0,0,0: must be up to three parts for training, validation and test; use for example 969,30,1",
+    ),
+    (
+        "--split ²,1",
+        1,
+        "--split ²,1: must be up to three parts for training, validation and test; use for example 969,30,1",
     ),
     (
         "--recompute-granularity full --recompute-method block --recompute-num-layers 5",

@@ -221,6 +221,7 @@ def test_a_job_is_its_flags_its_gpus_and_its_options() -> None:
         (["--shard", "0/4"], "--shard 0/4: is no i/n with i from 1 to n"),
         (["--shard", "5/4"], "--shard 5/4: is no i/n"),
         (["--shard", "2"], "--shard 2: is no i/n"),
+        (["--shard", f"1/{'9' * 5000}"], "…: is no i/n"),
         (["--shard", "1/2", "--jobs", "2"], "--jobs 2: a shard is one process"),
         (["--shard", "1/2", "--target", "both"], "--shard 1/2: is a share of one search"),
         (["--shard", "1/2", "--num-gpus", "8,16"], "--shard 1/2: is a share of one search"),

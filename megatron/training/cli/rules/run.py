@@ -146,7 +146,8 @@ def data_are_named(config: Config) -> None:
     check_data_flags(data)
     if data.split is not None:
         parts = data.split.split(",")
-        fits = len(parts) <= 3 and all(part.strip().replace(".", "", 1).isdigit() for part in parts)
+        digits = [part.strip().replace(".", "", 1) for part in parts]
+        fits = len(parts) <= 3 and all(part.isascii() and part.isdigit() and len(part) < 20 for part in digits)
         rule = "must be up to three parts for training, validation and test"
         require(
             fits and any(float(part) > 0 for part in parts), "--split", data.split, rule, "use for example 969,30,1"
