@@ -17,6 +17,9 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import SHAPE_FIELDS
 from moe_overlap.plan.plan import AllGather, Plan, StagePlan, Tile, Transfer
 
+MOST_PIECES = 2_000_000
+"""Most pieces of a step at a boundary. Every rank makes all of them, in 400 MB; a plan of a few lines may ask for any number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -108,9 +111,22 @@ def passes_ahead(plan: Plan, stage: int) -> int:
 def _cut(tile: Tile, before: StagePlan, behind: StagePlan) -> list[tuple[int, int]]:
     """Ranges of samples between the ends of either side's rows: what a rank has of a micro-batch."""
     first, last = tile.batch
-    edges = {n for stage in (before, behind) for n in range(0, last, stage.micro_batch_size) if first < n < last}
+    sizes = before.micro_batch_size, behind.micro_batch_size
+    edges = {n for size in sizes for n in range((first // size + 1) * size, last, size)}
     ends = [*sorted(edges), last]
     return list(zip([first, *ends[:-1]], ends, strict=True))
+
+
+def _cuts(tile: Tile, before: StagePlan, behind: StagePlan) -> int:
+    """The number of ranges that `_cut` makes."""
+    first, last = tile.batch
+    sizes = before.micro_batch_size, behind.micro_batch_size
+
+    def edges(size: int) -> int:
+        return (last - 1) // size - first // size
+
+    # Where both sides have an end it counts once.
+    return 1 + edges(sizes[0]) + edges(sizes[1]) - edges(lcm(*sizes))
 
 
 def validate_transfers(plan: Plan, source: str = "plan.json") -> None:
@@ -165,6 +181,11 @@ def _check_tiles(plan: Plan, transfer: Transfer, subject: str) -> None:
             f"the tiles cover {covered} of {whole} (batch {extents['batch']} · sequence {extents['sequence']}) places"
         )
         raise ConfigError(f"{subject}.tiles", "", rule, "let every element cross once")
+    rounds = -(-plan.global_batch_size // extents["batch"])
+    pieces = rounds * sum(_cuts(tile, before, behind) for tile in transfer.tiles)
+    if pieces > MOST_PIECES:
+        rule = f"ends of micro-batches cut a step into {pieces} pieces, more than {MOST_PIECES}"
+        raise ConfigError(f"{subject}.tiles", "", rule, "raise micro_batch_size, or lower global_batch_size")
     check_owners(plan, transfer, subject)
 
 

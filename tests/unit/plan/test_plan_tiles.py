@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.lowering.pipeline_order import pipeline_order
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import AllGather, Devices, Plan, Tile, Transfer
+from moe_overlap.plan.rules import resharding
 from moe_overlap.plan.rules.resharding import boundary_batch, passes_ahead, pieces_of
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, read_record
@@ -178,6 +180,47 @@ def test_tiles_of_other_ranks_samples_are_refused() -> None:
         validate_plan(wrong, model)
     message = "plan.json transfers[0].tiles[0].source 1: sample 0 is that of data rank 0, and it is data rank 1"
     assert str(caught.value) == f"{message}; name a rank that has the samples"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "batch"), [(((8_000_000, 1, 1), (1, 1, 1)), 8_000_000), (((2, 1, 1), (1, 1, 1)), 8_000_000)]
+)
+def test_pieces_are_counted_before_they_are_made(shapes: Any, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one tile, and in as many rounds."""
+    plan, model = unlike(((2, 1, 1), (1, 1, 1)))
+    (transfer,) = plan.transfers
+    stages = tuple(
+        dataclasses.replace(stage, micro_batch_size=size, gradient_accumulation_steps=batch // size)
+        for stage, (size, *_) in zip(plan.stages, shapes, strict=True)
+    )
+    tile = dataclasses.replace(transfer.tiles[0], batch=(0, shapes[0][0]))
+    large = dataclasses.replace(plan, stages=stages, global_batch_size=batch)
+    large = dataclasses.replace(large, transfers=(dataclasses.replace(transfer, tiles=(tile,)),))
+    monkeypatch.setattr(resharding, "_cut", lambda *_: pytest.fail("pieces are made"))
+    with pytest.raises(ConfigError) as caught:
+        validate_plan(large, model)
+    message = "plan.json transfers[0].tiles: ends of micro-batches cut a step into 8000000 pieces, more than 2000000"
+    assert str(caught.value) == f"{message}; raise micro_batch_size, or lower global_batch_size"
+
+
+def test_a_tile_is_cut_from_its_own_first_sample_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against every sample looked at, with as many pieces as are counted."""
+    plan, _ = unlike(((2, 1, 1), (3, 1, 1)))
+    before, behind = plan.stages
+    looked: list[int] = []
+
+    def recorded(*places: int) -> range:
+        looked.append(len(range(*places)))
+        return range(*places)
+
+    monkeypatch.setattr(resharding, "range", recorded, raising=False)
+    for first, last in ((0, 6), (1, 2), (1, 9), (2, 3), (3, 5), (600, 612), (601, 613)):
+        looked.clear()
+        tile = dataclasses.replace(plan.transfers[0].tiles[0], batch=(first, last))
+        ends = [first, *(n for n in range(first + 1, last) if n % 2 == 0 or n % 3 == 0), last]
+        assert resharding._cut(tile, before, behind) == list(itertools.pairwise(ends))
+        assert resharding._cuts(tile, before, behind) == len(ends) - 1
+        assert sum(looked) < last - first + 1
 
 
 def test_unlike_stages_run_1f1b_only() -> None:
