@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = parser.parse_args(argv)
     try:
         text = bounded_text(words.script, MOST_SCRIPT_BYTES)
-        flags = script_flags(text, dict(pair.split("=", 1) for pair in words.set if "=" in pair), str(words.script))
+        flags = script_flags(text, dict(map(_variable, words.set)), str(words.script))
         for word in flags.arguments:
             if not word.isprintable():
                 rule = "holds control characters, which an argument file may not bring to a terminal"
@@ -57,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in flags.unresolved:
         print(f"unresolved: ${{{name}}}", file=sys.stderr)
     return 0
+
+
+def _variable(pair: str) -> tuple[str, str]:
+    name, sign, value = pair.partition("=")
+    if not (name and sign):
+        raise ConfigError("--set", pair, "is no NAME=VALUE", f"write --set {name or 'NAME'}=VALUE")
+    return name, value
 
 
 def argument_lines(words: tuple[str, ...]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.cli.arguments import parse
+from moe_overlap.commands.import_flags import main as import_flags
 from moe_overlap.commands.train import main as train
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.shell_conditions import compared, evaluated
@@ -193,6 +194,14 @@ def test_the_tool_writes_a_file_that_parses_alike(tmp_path: Path) -> None:
         parse([f"@{out}", "--moe-layer-freq", "2"]).config
         == parse([f"@{SCRIPT}", "--moe-layer-freq", "2", "--num-layers", "6"]).config
     )
+
+
+@pytest.mark.parametrize(("pair", "fix"), [("LAYERS", "LAYERS=VALUE"), ("=6", "NAME=VALUE"), ("", "NAME=VALUE")])
+def test_a_variable_without_a_value_is_refused(pair: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_flags([str(SCRIPT), "--set", pair]) == 2
+    said = capsys.readouterr()
+    shown = f" {pair}" if pair else ""
+    assert (said.out, said.err) == ("", f"error: --set{shown}: is no NAME=VALUE; write --set {fix}\n")
 
 
 @pytest.mark.parametrize(
