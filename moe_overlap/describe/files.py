@@ -102,7 +102,7 @@ def plain_json(text: str | bytes, *, finite: bool = True) -> Any:
         raise Unreadable(f"is too large: it holds more than {MOST_VALUES} values")
     try:
         numbers: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
-        value = json.loads(text, object_pairs_hook=_unique, parse_int=bounded_integer, **numbers)
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=_bounded_integer, **numbers)
     except json.JSONDecodeError as error:
         raise Unreadable(f"is no JSON: line {error.lineno}: {error.msg}") from None
     except RecursionError:
@@ -110,17 +110,6 @@ def plain_json(text: str | bytes, *, finite: bool = True) -> Any:
     if _is_deep(value):
         raise Unreadable(f"nests deeper than {MOST_DEPTH} levels")
     return value
-
-
-def bounded_integer(text: str) -> int:
-    """The integer of a JSON text: one that a floating-point number can hold, so that arithmetic with it does not overflow.
-
-    Raises:
-        Unreadable: it has hundreds of digits.
-    """
-    if len(text) > MOST_DIGITS:
-        raise Unreadable(f"holds a number of {'thousands' if len(text) >= 1000 else 'hundreds'} of digits")
-    return int(text)
 
 
 def whole_number(word: str) -> int | None:
@@ -178,6 +167,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise Unreadable(f"holds the key {printable(twice)} twice")
     return values
+
+
+def _bounded_integer(text: str) -> int:
+    """The integer of a JSON text: one that a floating-point number can hold, so that arithmetic with it does not overflow.
+
+    Raises:
+        Unreadable: it has hundreds of digits.
+    """
+    if len(text) > MOST_DIGITS:
+        raise Unreadable(f"holds a number of {'thousands' if len(text) >= 1000 else 'hundreds'} of digits")
+    return int(text)
 
 
 def _no_constant(name: str) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import MOST_JSON_BYTES, Unreadable, bounded_integer, bounded_text, new_file, printable
+from moe_overlap.describe.files import MOST_JSON_BYTES, Unreadable, bounded_text, new_file, plain_json
 from moe_overlap.plan.plan import SCHEMA_VERSION, Plan
 
 LINE_WIDTH = 120
@@ -35,9 +35,12 @@ def from_json(text: str, source: str = "plan.json") -> Plan:
     Args:
         source: what the text was read from, for errors.
     Raises:
-        ConfigError: the text is not JSON, of another schema version, or does not have the schema's form.
+        ConfigError: the text is no JSON that `plain_json` reads, of another schema version, or does not have the schema's form.
     """
-    values = _parse(text, source)
+    try:
+        values = plain_json(text, finite=False)  # Where a number must be finite, the field is named.
+    except Unreadable as error:
+        raise ConfigError(source, "", str(error), "write the file again") from error
     if not isinstance(values, dict):
         raise ConfigError(source, "", "must be a JSON object", "write a plan with tools/autotune.py")
     version = values.get("schema_version")
@@ -192,26 +195,6 @@ def _read_scalar(hint: Any, value: Any, source: str, path: str) -> Any:
     if not fits(value):
         raise ConfigError(_subject(source, path), _short(value), f"must be {what}", f"write {what}")
     return float(value) if hint is float else value
-
-
-def _parse(text: str, source: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in values:
-                raise ConfigError(source, "", f'key "{printable(key)}" stands twice in one object', "remove one")
-            values[key] = value
-        return values
-
-    try:
-        return json.loads(text, object_pairs_hook=unique, parse_int=bounded_integer)
-    except json.JSONDecodeError as error:
-        rule = f"not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
-        raise ConfigError(source, "", rule, "write the file again") from error
-    except RecursionError as error:
-        raise ConfigError(source, "", "nested too deeply", "write the file again") from error
-    except Unreadable as error:
-        raise ConfigError(source, "", str(error), "write the file again") from error
 
 
 def _subject(source: str, path: str) -> str:

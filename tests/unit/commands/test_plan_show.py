@@ -85,4 +85,4 @@ def test_command_line_without_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code, TOOL, tmp_path / "bad.json"], cwd=root, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path / 'bad.json'}: not JSON")
+    assert done.stderr.startswith(f"error: {tmp_path / 'bad.json'}: is no JSON")

@@ -174,11 +174,13 @@ def test_wrong_json_is_refused_by_path(change: Change, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "plan.json: not JSON: Expecting value in line 1, column 1"),
-        ("{", "plan.json: not JSON: "),
+        ("", "plan.json: is no JSON: line 1: Expecting value; write the file again"),
+        ("{", "plan.json: is no JSON: "),
         ("[1]", "plan.json: must be a JSON object"),
-        ('{"model": 1, "model": 2}', 'plan.json: key "model" stands twice in one object'),
-        ("[" * 200_000, "plan.json: nested too deeply"),
+        ('{"model": 1, "model": 2}', "plan.json: holds the key model twice"),
+        ("[" * 200_000, "plan.json: is no JSON: it nests too deep"),
+        ("[" * 201 + "]" * 201, "plan.json: nests deeper than 200 levels"),
+        (f"[{'0,' * 4_000_000}0]", "plan.json: is too large: it holds more than 4000000 values"),
     ],
 )
 def test_text_that_is_no_plan(text: str, message: str) -> None:
