@@ -67,6 +67,7 @@ from tools.bench.launch import (
     Ranks,
     Tell,
     environment_of_job,
+    kill_sessions,
     place_of,
     placed,
     report_failure,
@@ -91,22 +92,28 @@ def measure_cluster(bed: Bed, priority: CpuGroup, path: Path) -> None:
     """Run tools/profile_cluster.py on the hosts of a bed.
 
     Raises:
-        RankFailed: a rank ended with another status than 0.
+        RankFailed: a rank ended with another status than 0, or has not ended in PROFILE_SECONDS.
     """
     command = [sys.executable, str(ROOT / "tools/profile_cluster.py"), "--quick", "--output", str(path.resolve())]
     shared = environment_of_job(bed.hosts, bed, FIRST_PORT + 2) | {"LOCAL_WORLD_SIZE": str(bed.hosts)}
-    processes = []
-    for rank in range(bed.hosts):
-        started = subprocess.Popen(
-            placed(command, rank, bed.hosts, bed), env=shared | place_of(rank), cwd=ROOT, stdout=subprocess.DEVNULL
-        )
-        processes.append(started)
-        priority.join(started.pid)
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        statuses = [process.wait(PROFILE_SECONDS) for process in processes]
+        for rank in range(bed.hosts):
+            started = subprocess.Popen(
+                placed(command, rank, bed.hosts, bed),
+                env=shared | place_of(rank),
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            processes.append(started)
+            priority.join(started.pid)
+        deadline = time.monotonic() + PROFILE_SECONDS
+        statuses = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise RankFailed(f"tools/profile_cluster.py has not ended in {PROFILE_SECONDS:g} s") from None
     finally:
-        for process in processes:
-            process.kill()
+        kill_sessions(processes)
     if any(statuses):
         raise RankFailed(f"tools/profile_cluster.py ended with statuses {statuses}")
 

@@ -170,18 +170,24 @@ class Ranks:
 
     def kill(self) -> None:
         """End every process, and what it started."""
+        kill_sessions(self._processes)
         for process in self._processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
         for descriptor in self._replies:
             os.close(descriptor)
         self._replies = []
+
+
+def kill_sessions(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End processes that were started in sessions of their own, and what they started."""
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
 
 
 def placed(command: Sequence[str], rank: int, ranks: int, bed: Bed | None) -> list[str]:

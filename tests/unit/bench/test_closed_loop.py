@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from moe_overlap.plan.instructions import COMPUTE, EXPERT
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.tuner.search.space import Run, uniform_layouts
 from tests.unit.plan import plan_samples
+from tools import benchmark_closed_loop
 from tools.bench import padded_clock
 from tools.bench.closed_loop import (
     Cell,
@@ -25,6 +29,7 @@ from tools.bench.closed_loop import (
     spearman,
     table,
 )
+from tools.bench.launch import RankFailed
 from tools.bench.padded_clock import PaddedClock
 from tools.bench.padded_ranks import PaddedRank
 from tools.bench.profile import LATE_SECONDS
@@ -54,6 +59,27 @@ def test_a_choice_is_compared_with_the_best_median() -> None:
     assert CELL.over_best == pytest.approx(-0.05)
     assert CELL.picked.name == "second"
     assert CELL.picked_over_best == pytest.approx(0.5)
+
+
+def test_a_profile_that_does_not_end_is_a_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ended with what it has started."""
+    os.mkfifo(tmp_path / "pipe")
+    script = f"exec 9> {tmp_path / 'pipe'}; sleep 60 & echo started >&9; wait"
+    pipes: list[IO[str]] = []
+
+    def started(_: int) -> None:
+        pipes.append((tmp_path / "pipe").open())
+        assert pipes[0].readline() == "started\n"
+
+    monkeypatch.setattr(benchmark_closed_loop, "placed", lambda *_: ["sh", "-c", script])
+    monkeypatch.setattr(benchmark_closed_loop, "PROFILE_SECONDS", 0.0)
+    bed: Any = SimpleNamespace(hosts=1, address=lambda _: "127.0.0.1")
+    priority: Any = SimpleNamespace(join=started)
+    with pytest.raises(RankFailed, match=r"^tools/profile_cluster\.py has not ended in 0 s$"):
+        benchmark_closed_loop.measure_cluster(bed, priority, tmp_path / "cluster.json")
+    # The pipe ends with the last process that has it open.
+    with pipes[0] as pipe:
+        assert pipe.read() == ""
 
 
 def test_rank_correlation() -> None:
