@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import gzip
 import json
@@ -27,17 +26,16 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 import numpy
 
 from megatron.training.cli.packages import is_installed
 from megatron.training.data.tokenizers import TYPES, Tokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
 from moe_overlap import VERSION_LINE
-from moe_overlap.describe.errors import ConfigError, system_refusal
-
-#!/usr/bin/env python
-
+from moe_overlap.commands.exits import interruptible
+from moe_overlap.commands.help_topics import Parser
+from moe_overlap.describe.errors import ConfigError
 
 TASK_BYTES, TASK_DOCUMENTS = 1 << 20, 1000
 """A worker gets documents until one of these is reached."""
@@ -76,27 +74,20 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Ids per document and key (int32; empty where the text is), or the mistake found, as ConfigError's arguments."""
+    """Ids per document and key (int32; empty where the text is)."""
 
     documents: list[list[numpy.ndarray]]
     text_bytes: int
-    mistake: tuple[str, str, str, str] | None
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are one line in our form."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("command line", "", message, "see --help")
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Flags of the tool.
 
     Raises:
-        ConfigError: an unknown or unsupported flag, or a value that cannot be.
+        ConfigError: an unsupported flag, or a value that cannot be.
+        SystemExit: an unknown flag, or what the parser refuses by itself.
     """
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     group = parser.add_argument_group("input")
     group.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files: .jsonl, .txt, .parquet")
@@ -125,9 +116,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for flag in (word.partition("=")[0] for word in arguments):
         if flag in UNSUPPORTED:
             raise ConfigError(flag, "", f"not supported: {UNSUPPORTED[flag]}", "drop the flag")
-        if flag.startswith("--") and flag not in parser._option_string_actions:
-            near = difflib.get_close_matches(flag, parser._option_string_actions, 1)
-            raise ConfigError(flag, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
     options = parser.parse_args(arguments)
     for name in ("workers", "log_interval"):
         if getattr(options, name) < 1:
@@ -261,17 +249,18 @@ def texts_of(document: Document, keys: Sequence[str]) -> list[str]:
 
 
 def encode(encoding: Encoding, documents: Sequence[Document]) -> Encoded:
-    """Ids of documents. A mistake is returned: a ConfigError does not survive the way between processes."""
+    """Ids of documents.
+
+    Raises:
+        ConfigError: a document holds no text, or what the tokenizer does not take.
+    """
     encoded: list[list[numpy.ndarray]] = []
-    try:
-        tokenizer = tokenizer_of(encoding)
-        end = [tokenizer.eod] if encoding.append_eod else []
-        for document in documents:
-            ids = [tokenizer.tokenize(text) for text in texts_of(document, encoding.keys)]
-            encoded.append([numpy.array([*i, *end] if i else [], dtype=numpy.int32) for i in ids])
-    except ConfigError as error:
-        return Encoded([], 0, (error.subject, str(error.value), error.rule, error.fix))
-    return Encoded(encoded, sum(len(d.raw) for d in documents), None)
+    tokenizer = tokenizer_of(encoding)
+    end = [tokenizer.eod] if encoding.append_eod else []
+    for document in documents:
+        ids = [tokenizer.tokenize(text) for text in texts_of(document, encoding.keys)]
+        encoded.append([numpy.array([*i, *end] if i else [], dtype=numpy.int32) for i in ids])
+    return Encoded(encoded, sum(len(d.raw) for d in documents))
 
 
 def tasks(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -327,8 +316,6 @@ def write(options: argparse.Namespace, encoding: Encoding) -> None:
         writers = [stack.enter_context(indexed_dataset(prefix, vocab_size)) for prefix in prefixes]
         incoming = read_documents(options.input, options.txt_documents, options.json_keys)
         for result in encode_all(encoding, incoming, options.workers):
-            if result.mistake is not None:
-                raise ConfigError(*result.mistake)
             for document in result.documents:
                 for writer, ids in zip(writers, document, strict=True):
                     writer.add_document(ids)
@@ -356,8 +343,9 @@ def write(options: argparse.Namespace, encoding: Encoding) -> None:
         print(f"left out {empty:,} empty documents")
 
 
+@interruptible
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The tool; returns the exit status, 2 for a mistake of the user."""
+    """The tool; returns the exit status, 2 for a mistake of the user. Interrupted, it has written nothing."""
     try:
         options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         check_inputs(options.input, options.json_keys)
@@ -378,10 +366,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"error: {system_refusal(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
     return 0

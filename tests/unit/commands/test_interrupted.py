@@ -11,6 +11,7 @@ from moe_overlap.commands import (
     compare,
     import_flags,
     predict,
+    preprocess_data,
     profile_cluster,
     show_plan,
 )
@@ -20,6 +21,7 @@ ENDS: list[tuple[Callable[..., int], list[str]]] = [
     (autotune.main, ["--megatron-args", "none", "--output", "none"]),
     (show_plan.main, ["none"]),
     (import_flags.main, ["none"]),
+    (preprocess_data.main, ["--input", "none.txt", "--output-prefix", "none"]),
     (profile_cluster.main, ["--output", "none.json"]),
     (compare.compare_losses, ["none", "none"]),
     (compare.compare_traces, ["none", "none"]),
@@ -39,6 +41,7 @@ def test_one_line(
         (autotune, "_options"),
         (show_plan, "load_plan"),
         (import_flags, "bounded_text"),
+        (preprocess_data, "check_inputs"),
         (profile_cluster, "this_device"),
         (compare, "read_losses"),
         (compare, "read_trace"),

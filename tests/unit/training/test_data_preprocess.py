@@ -15,6 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.data.tokenizers import ByteTokenizer, TokenizerFiles
 from moe_overlap.commands import preprocess_data
+from moe_overlap.describe.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,7 +91,6 @@ def test_plain_text(tmp_path: Path, unit: str, expected: list[str]) -> None:
         ("a.txt", b"x", ["--vocab-file", "v"], "--vocab-file v: is used by --tokenizer-type GPT2BPETokenizer only"),
         ("a.txt", b"x", ["--workers", "0"], "--workers 0: must be at least 1"),
         ("a.txt", b"x", ["--split-sentences"], "--split-sentences: not supported"),
-        ("a.txt", b"x", ["--append-eot"], "--append-eot: unknown flag; did you mean --append-eod?"),
         ("a.txt", b"x", ["--tokenizer-type", "Foo"], "--tokenizer-type Foo: is not supported"),
         ("a.txt", b"x", ["--output-prefix", "/proc/none/x"], "--output-prefix /proc/none/x: cannot be written"),
     ],
@@ -119,11 +119,27 @@ def test_a_single_document_is_said_with_what_makes_more(tmp_path: Path, capsys: 
     assert ": 2 documents, 2 tokens" in said and "--txt-documents" not in said
 
 
-def test_a_mistake_found_by_a_worker_arrives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--output-prefix", "d", "--append-eot"], "--append-eot: is no flag of this tool; did you mean --append-eod?"),
+        ([], "--output-prefix: is missing; add --output-prefix PREFIX"),
+    ],
+)
+def test_flags_that_there_are_not(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        preprocess_data.main(["--input", "a.txt", *flags])
+    assert (end.value.code, capsys.readouterr().err) == (2, f"error: {message}\n")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_mistake_found_by_a_worker_arrives(workers: int) -> None:
     documents = [preprocess_data.Document(f"f:{i}", b"{}" if i == 7 else b'{"text": "x"}', True) for i in range(9)]
     encoding = preprocess_data.Encoding(None, TokenizerFiles(), None, ("text",), False)
-    (result,) = preprocess_data.encode_all(encoding, iter(documents), 1)
-    assert result.mistake is not None and result.mistake[1] == "f:7"
+    with pytest.raises(ConfigError) as caught:
+        list(preprocess_data.encode_all(encoding, iter(documents), workers))
+    assert (caught.value.subject, caught.value.value) == ("--input", "f:7")
+    assert caught.value.rule == "has no text under the key 'text'"
 
 
 def test_parquet_needs_its_package(
