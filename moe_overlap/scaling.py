@@ -16,7 +16,7 @@ from moe_overlap.report.targets import BothTargets
 from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder
 from moe_overlap.tuner.capture.library import Libraries
 
-INTERRUPTED = "not searched: interrupted"
+NOT_SEARCHED = "not searched: interrupted"
 
 
 def search_both(
@@ -53,14 +53,14 @@ def search_numbers(
     refusal: ConfigError | None = None
     for cluster in clusters:
         if is_interrupted:
-            rows.append(ScalingRow(cluster, None, INTERRUPTED))
+            rows.append(ScalingRow(cluster, None, NOT_SEARCHED))
             continue
         try:
             search = search_plan(words, cluster, settings, libraries, **options)
         except KeyboardInterrupt:
             if all(row.search is None for row in rows):
                 raise
-            rows.append(ScalingRow(cluster, None, INTERRUPTED))
+            rows.append(ScalingRow(cluster, None, NOT_SEARCHED))
             is_interrupted = True
             continue
         except ConfigError as error:

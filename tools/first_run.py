@@ -37,7 +37,7 @@ if __name__ == "__main__":
 from megatron.training.cli.arguments import expand_files, parse
 from megatron.training.cli.validation import validate
 from moe_overlap.api import Tuned, job_operators, read_job, tune
-from moe_overlap.commands.exits import end_process
+from moe_overlap.commands.exits import INTERRUPTED, end_process
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import plain_json
@@ -465,7 +465,7 @@ def main(argv: Sequence[str]) -> int:
         return report_failure(error)
     except KeyboardInterrupt:
         print("\nerror: interrupted; the ranks and their hosts are gone", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     for index, line in enumerate(table(facts)):
         console.say("" if index else "5 compare", line)
     console.say("look at", f"{run.folder / 'report.html'} (picture), {run.folder / 'trace.json'} (ui.perfetto.dev)")

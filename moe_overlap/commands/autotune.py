@@ -32,6 +32,7 @@ from typing import TextIO
 from megatron.training.report.live_line import LiveLine
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
+from moe_overlap.commands.exits import INTERRUPTED
 from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
     ELSEWHERE,
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("error: interrupted before the answer was complete", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _overlap(arguments: argparse.Namespace) -> int:

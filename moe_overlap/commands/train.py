@@ -31,6 +31,7 @@ from moe_overlap.commands.device_settings import (
     settle_environment,
 )
 from moe_overlap.commands.exits import (
+    INTERRUPTED,
     LaunchFolder,
     end_process,
     end_with_launcher,
@@ -59,9 +60,6 @@ if TYPE_CHECKING:
     from moe_overlap.plan.plan import Plan
     from moe_overlap.runtime.build import Builders, Settings
     from moe_overlap.runtime.context import RunContext
-
-INTERRUPTED = 130
-"""The status of a program that Ctrl-C ended, as shells count it."""
 
 
 def main(argv: Sequence[str]) -> int:

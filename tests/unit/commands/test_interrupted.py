@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from moe_overlap.commands import (
     autotune,
     compare,
+    exits,
     import_flags,
     predict,
     preprocess_data,
@@ -16,6 +19,7 @@ from moe_overlap.commands import (
     show_plan,
 )
 
+ROOT = Path(__file__).resolve().parents[3]
 ENDS: list[tuple[Callable[..., int], list[str]]] = [
     (predict.main, ["--megatron-args", "none"]),
     (autotune.main, ["--megatron-args", "none", "--output", "none"]),
@@ -26,6 +30,14 @@ ENDS: list[tuple[Callable[..., int], list[str]]] = [
     (compare.compare_losses, ["none", "none"]),
     (compare.compare_traces, ["none", "none"]),
 ]
+
+
+def test_the_status_is_said_once() -> None:
+    said = []
+    for path in sorted([*(ROOT / "moe_overlap").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]):
+        numbers = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        said += [path.name for number in numbers if number.value == exits.INTERRUPTED]
+    assert said == ["exits.py"]
 
 
 def interrupt(*_: object, **__: object) -> None:

@@ -18,7 +18,7 @@ from moe_overlap.plan_search import SearchSettings, Target, search_plan
 from moe_overlap.report.scaling import scaling_json, scaling_lines
 from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.targets import BothTargets, gain_sentence
-from moe_overlap.scaling import INTERRUPTED, search_numbers
+from moe_overlap.scaling import NOT_SEARCHED, search_numbers
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.search.solution import Status
 from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
@@ -131,13 +131,13 @@ def test_an_interrupted_table_ends_with_what_was_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(scaling, "search_plan", stops)
     clusters = [H100, shipped_cluster("H100", 16)]
     rows = search_numbers(SMALL, clusters, QUICK)
-    assert calls == [8] and [row.reason for row in rows] == ["", INTERRUPTED]
+    assert calls == [8] and [row.reason for row in rows] == ["", NOT_SEARCHED]
     assert "stopped early" in scaling_lines(rows, Path("tuned"), None)[1]
     # A limit of time holds for every search.
     by_ctrl_c = False
     assert len(search_numbers(SMALL, clusters, QUICK)) == 2 and calls == [8, 8, 16]
-    assert scaling_json(rows, None)[1] == {"num_gpus": 16, "reason": INTERRUPTED}
-    assert scaling_lines(rows, Path("tuned"), None)[2] == f"  16  {INTERRUPTED}"
+    assert scaling_json(rows, None)[1] == {"num_gpus": 16, "reason": NOT_SEARCHED}
+    assert scaling_lines(rows, Path("tuned"), None)[2] == f"  16  {NOT_SEARCHED}"
 
 
 def test_ctrl_c_before_an_answer_keeps_the_rows_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_ctrl_c_before_an_answer_keeps_the_rows_before(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(scaling, "search_plan", next_answer)
     clusters = [shipped_cluster("H100", count) for count in (8, 16, 32)]
-    assert [row.reason for row in search_numbers(SMALL, clusters, QUICK)] == ["", INTERRUPTED, INTERRUPTED]
+    assert [row.reason for row in search_numbers(SMALL, clusters, QUICK)] == ["", NOT_SEARCHED, NOT_SEARCHED]
     answers.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         search_numbers(SMALL, clusters, QUICK)
