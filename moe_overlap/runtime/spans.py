@@ -148,7 +148,7 @@ class SpanRecorder:
 
     def begin(self, name: str, channel: str = COMPUTE) -> None:
         """End the current span and begin the next. Forward work met during a backward pass is a recomputation."""
-        if self._in_backward and channel in (COMPUTE, "ep") and parse_operator(name).phase is FORWARD:
+        if self._in_backward and channel in (COMPUTE, EXPERT) and parse_operator(name).phase is FORWARD:
             name = str(replace(parse_operator(name), phase=RECOMPUTE))
         self._switch(name, channel)
 

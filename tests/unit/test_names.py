@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.plan.instructions import BufferRole, Home
+from moe_overlap.plan.instructions import DATA, EXPERT, INSIDE, PIPELINE, TO_DEVICE, TO_HOST, BufferRole, Home
 from moe_overlap.plan.operators import Copied, OperatorKind, Phase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +27,8 @@ NAMED = {"name", "channel"}
 VARIABLES = {"buffer", "slot", "operator", "gradient", "stem"}
 OTHER_NAMES = {"path", "variant"}
 """Variables whose `name` is that of a file or of a benchmark's variant."""
+CHANNELS = {EXPERT, DATA, PIPELINE, *INSIDE, TO_DEVICE, TO_HOST}
+RECORDS = {"begin", "background"}
 WORDS = {
     word
     for text in (*OperatorKind, *Phase, *Copied, *BufferRole, *Home)
@@ -99,6 +101,29 @@ def test_the_rule_can_be_broken(line: str) -> None:
 )
 def test_what_the_rule_allows(line: str) -> None:
     assert not list(names_taken_apart(line))
+
+
+def channels_written_out(source: str) -> Iterator[int]:
+    """Lines on which a recorder is handed, or a channel is compared with, the text of a channel in place of its constant."""
+    for node in ast.walk(ast.parse(source)):
+        parts: list[ast.expr] = []
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in RECORDS:
+            parts = node.args[1:]
+        elif isinstance(node, ast.Compare) and any(map(is_channel, (node.left, *node.comparators))):
+            parts = [node.left, *node.comparators]
+        constants = [inner for part in parts for inner in ast.walk(part) if isinstance(inner, ast.Constant)]
+        if any(constant.value in CHANNELS for constant in constants):
+            yield node.lineno
+
+
+def is_channel(node: ast.expr) -> bool:
+    return "channel" in (getattr(node, "attr", ""), getattr(node, "id", ""))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_channels_are_written_as_their_constants(folder: str) -> None:
+    found = {path.name: list(channels_written_out(path.read_text())) for path in (ROOT / folder).rglob("*.py")}
+    assert {path: lines for path, lines in found.items() if lines} == {}
 
 
 def test_bindings_are_named_in_a_dictionary() -> None:

@@ -89,7 +89,7 @@ class Rank:
         """
         import torch.distributed as dist
 
-        from moe_overlap.plan.instructions import communication_seconds
+        from moe_overlap.plan.instructions import EXPERT, communication_seconds
         from moe_overlap.plan.trace import write_trace
 
         dist.barrier()
@@ -103,7 +103,7 @@ class Rank:
         # The norm waits for the last sends: their spans reach into the update, which is not looked at here.
         before = [span for span in result.spans if not span.operator.is_update]
         passes = [dataclasses.replace(span, end=min(span.end, update)) for span in before]
-        exchanges = sum(span.end - span.start for span in passes if span.channel == "ep")
+        exchanges = sum(span.end - span.start for span in passes if span.channel == EXPERT)
         return {
             "step": update,
             "whole": whole,

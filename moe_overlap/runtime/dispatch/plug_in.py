@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.gates import expert_capacity
+from moe_overlap.plan.instructions import EXPERT
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher, Wires
 from moe_overlap.runtime.dispatch.wire import Pack, Pending
 
@@ -81,7 +82,7 @@ class IrregularTokenDispatcher:
         pending = self.stages.start_counts(handle)
         rows = self.stages.select(hidden_TH, probs, handle)
         if spans:
-            self.layer.recorder.begin(f"{name}.count", "ep")
+            self.layer.recorder.begin(f"{name}.count", EXPERT)
         pending.wait()
         return rows
 

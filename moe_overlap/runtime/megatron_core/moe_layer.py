@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from moe_overlap.plan.instructions import EXPERT
 from moe_overlap.runtime.spans import SpanRecorder
 
 AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
@@ -127,7 +128,7 @@ class RecordedMoELayer(MoELayer):
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send the tokens to their experts, then run the shared expert."""
         if self.sends_tokens:
-            self.recorder.begin(f"{self.operator}.dispatch", "ep")
+            self.recorder.begin(f"{self.operator}.dispatch", EXPERT)
         received, probs = super().dispatch(hidden_states, probs)
         if self.sends_tokens:
             received, probs = self.recorder.on_backward(f"{self.operator}.dispatch.backward", received, probs)
@@ -147,7 +148,7 @@ class RecordedMoELayer(MoELayer):
         """Send the results back."""
         if not self.sends_tokens:
             return super().combine(output)
-        self.recorder.begin(f"{self.operator}.combine", "ep")
+        self.recorder.begin(f"{self.operator}.combine", EXPERT)
         return self.recorder.on_backward(f"{self.operator}.combine.backward", super().combine(output))
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
@@ -170,7 +171,7 @@ class RecordedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
         if not self.layer.sends_tokens or self.drop_and_pad:
             return super().preprocess(routing_map)
         recorder, operator = self.layer.recorder, self.layer.operator
-        recorder.begin(f"{operator}.count", "ep")
+        recorder.begin(f"{operator}.count", EXPERT)
         counts = super().preprocess(routing_map)
         recorder.begin(f"{operator}.gate")
         return counts

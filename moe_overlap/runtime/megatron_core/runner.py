@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moe_overlap.describe.model import TOKEN_COUNT
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import PIPELINE, Instruction
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_inside
 from moe_overlap.runtime.routing.state import first_micro_batch
@@ -61,7 +61,7 @@ class RecordedTransfers(P2PCommunicator):
         blocking = transfer.get("wait_on_reqs", True)
         if blocking:
             self._recorder.end()
-        opened = [self._recorder.background(name, "pp") for name in names]
+        opened = [self._recorder.background(name, PIPELINE) for name in names]
         received_previous, received_next, requests = super()._communicate(**transfer)
         if blocking or not requests:
             for span in opened:

@@ -24,12 +24,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_overlap.plan.instructions import COMPUTING, Span, operator_spans
+from moe_overlap.plan.instructions import COMPUTING, DATA, EXPERT, Span, operator_spans
 from moe_overlap.plan.operators import NORM, is_state_key, kind_of
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
 
-EXCHANGING = ("ep", "dp")
+EXCHANGING = (EXPERT, DATA)
 EXPOSED = 0.1
 """Share of a collective's span at its end in which its rank has to wait, from which on the end is taken for the collective's
 own."""
