@@ -18,6 +18,7 @@ from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, read_record
+from moe_overlap.plan.sizes import GRADIENT_BYTES
 from moe_overlap.report.plan import format_plan
 
 
@@ -69,8 +70,7 @@ def _require_listable(plan: Plan, model: ModelDescription) -> None:
         )
 
     smallest = min((stage.overlap.gradient_chunk_bytes or math.inf for stage in plan.stages), default=math.inf)
-    # Gradients are reduced in four bytes.
-    if 4 * model_parameters(model).total > smallest * MOST_PIECES:
+    if GRADIENT_BYTES * model_parameters(model).total > smallest * MOST_PIECES:
         rule = f"gradient_chunk_bytes of {smallest} cuts the gradients into more than {MOST_PIECES} pieces"
         raise ConfigError("--list", "", rule, "raise it, or write 0")
 
