@@ -7,55 +7,24 @@ executed yet; the record names the first reason. Files that the lists' users hav
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron.training.cli.arguments import parse
-from megatron.training.cli.dry_run import dry_run
-from megatron.training.cli.start import VARIABLE, Machine, obstacles
-from moe_overlap.describe.errors import ConfigError
+if __name__ == "__main__":
+    # A script finds only what stands beside it: the package `tools` is one folder up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROOT = Path(__file__).resolve().parents[1]
-LISTS = ROOT / "tests/golden/argument_lists.json"
+from tools.bench.real_lists import LISTS, ROOT, Answer, answer
+
 RECORD = ROOT / "examples/records/argument_lists.md"
-CPU = Machine(cuda=False, packages=frozenset())
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer of a dry run to one list.
-
-    Attributes:
-        refused: the error's line, or None where it is accepted.
-        stops: lines of what stops a start on the CPU.
-    """
-
-    name: str
-    moe: bool
-    refused: str | None
-    stops: tuple[str, ...]
-
-
-def answer(entry: dict[str, Any]) -> Answer:
-    """Execute a dry run of one list; errors other than the user's pass through."""
-    try:
-        # Places of data and checkpoints are variables that the job's environment gives; any value will do.
-        parsed = parse([VARIABLE.sub("given", word) for word in entry["arguments"]])
-        dry_run(parsed, None, io.StringIO())
-    except ConfigError as error:
-        return Answer(entry["name"], entry["moe"], str(error), ())
-    return Answer(entry["name"], entry["moe"], None, tuple(str(obstacle) for obstacle in obstacles(parsed, CPU)))
 
 
 def record(answers: Sequence[Answer]) -> str:
     """The record's text."""
-    accepted = sum(answer.refused is None for answer in answers)
-    runnable = sum(answer.refused is None and not answer.stops for answer in answers)
+    accepted = sum(one.refused is None for one in answers)
+    runnable = sum(one.refused is None and not one.stops for one in answers)
     lines = [
         "# Argument lists of real Megatron-LM jobs",
         "",
@@ -68,11 +37,11 @@ def record(answers: Sequence[Answer]) -> str:
         "| list | MoE | dry run | refused, or stops a start on the CPU, because |",
         "|---|---|---|---|",
     ]
-    for answer in sorted(answers, key=lambda answer: (not answer.moe, answer.name)):
-        verdict = "accepted" if answer.refused is None else "refused"
-        reason = answer.refused or (answer.stops[0] if answer.stops else "-")
-        others = f" (and {len(answer.stops) - 1} more)" if len(answer.stops) > 1 else ""
-        cells = (answer.name, "yes" if answer.moe else "no", verdict, (reason + others).replace("|", "\\|"))
+    for one in sorted(answers, key=lambda one: (not one.moe, one.name)):
+        verdict = "accepted" if one.refused is None else "refused"
+        reason = one.refused or (one.stops[0] if one.stops else "-")
+        others = f" (and {len(one.stops) - 1} more)" if len(one.stops) > 1 else ""
+        cells = (one.name, "yes" if one.moe else "no", verdict, (reason + others).replace("|", "\\|"))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

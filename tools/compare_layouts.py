@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from moe_overlap.commands.compare import read_losses, relative_differences
 from moe_overlap.commands.exits import end_process
+from tools.bench.marks import write_between_marks
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"
 LIMIT = 1e-5
@@ -168,15 +169,6 @@ def table(rows: Sequence[Comparison]) -> str:
         place = f"{row.layout.name} | {row.layout.world_size} | {row.steps}"
         lines.append(f"| {place} | {row.worst:.1e} | {row.decided_at or '-'} | {verdict} |")
     return "\n".join(lines) + "\n"
-
-
-def write_between_marks(path: Path, mark: str, text: str) -> None:
-    """Replace what stands between `<!-- mark -->` and `<!-- /mark -->`."""
-    before, opening, rest = path.read_text().partition(f"<!-- {mark} -->\n")
-    _, closing, after = rest.partition(f"<!-- /{mark} -->")
-    if not opening or not closing:
-        raise SystemExit(f"error: {path}: has no <!-- {mark} --> … <!-- /{mark} -->")
-    path.write_text(before + opening + text + closing + after)
 
 
 def train_here(names: Sequence[str], steps: int, folder: Path) -> None:

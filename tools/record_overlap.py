@@ -26,7 +26,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.compare_layouts import write_between_marks
+from tools.bench.marks import write_between_marks
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = "tools/benchmark_overlap.py"

@@ -24,7 +24,7 @@ from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import read_job
-from tools.answer_lists import LISTS, ROOT, answer
+from tools.bench.real_lists import LISTS, ROOT, answer
 
 GPU = "H100"
 NUMBERS = (8, 16, 32, 64, 128, 256)

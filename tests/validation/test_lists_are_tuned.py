@@ -26,8 +26,8 @@ from moe_overlap.report.search import PlanSearch, closing_lines
 from moe_overlap.tuner.search.space import Run, UniformLayout, uniform_layouts
 from moe_overlap.tuner.write.argument_file import layout_flags
 from tests.unit.tuner.test_cost_predict import by_hand
-from tools.answer_lists import answer
-from tools.tune_lists import LISTS, record, smallest
+from tools.bench.real_lists import LISTS, answer
+from tools.tune_lists import record, smallest
 
 MOE = {entry["name"]: entry for entry in json.loads(LISTS.read_text(encoding="utf-8")) if entry["moe"]}
 BY_HAND = ("--mtp-num-layers", "0", "--recompute-granularity", "full", "--recompute-method", "uniform")

@@ -11,7 +11,8 @@ from megatron.training.cli.flags.without_effect import idle_flags
 from megatron.training.cli.start import Machine, obstacles, require_startable
 from megatron.training.cli.validation import validate
 from moe_overlap.describe.errors import ConfigError
-from tools.answer_lists import LISTS, RECORD, Answer, answer, record
+from tools.answer_lists import RECORD, record
+from tools.bench.real_lists import LISTS, Answer, answer
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
