@@ -12,7 +12,7 @@ import pytest
 from moe_overlap.tuner.cost.evaluate import StageCosts
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes
 from moe_overlap.tuner.search.pipeline import mist_milp
-from moe_overlap.tuner.search.pipeline.mist_milp import choose_pipeline, choose_stages
+from moe_overlap.tuner.search.pipeline.mist_milp import choose_stages
 from moe_overlap.tuner.search.pipeline.stage_cuts import CutProblem, cut_stages
 from moe_overlap.tuner.search.pipeline.stage_options import (
     AdditiveBound,
@@ -257,29 +257,6 @@ def test_candidates_of_costs_are_strategy_by_strategy() -> None:
         assert (options.layers[row], options.fits[row]) == (shape + 1, fits[strategy, shape])
         assert options.optimizer[row] == costs.optimizer_seconds[strategy, shape]
         assert options.devices[row].tolist() == [8] and options.sent[row] == 0.1
-
-
-def test_best_of_many_problems_is_the_best_choice_of_any() -> None:
-    draw = np.random.default_rng(57)
-    for _ in range(12):
-        problems = [random_problem(draw) for _ in range(int(draw.integers(1, 6)))]
-        everything = [of_all(problem) for problem in problems]
-        best = min(seconds for seconds, _ in everything)
-        solution = choose_pipeline(problems)
-        assert solution.objective == pytest.approx(best, rel=2e-6)
-        if solution.value is None:
-            assert solution.status == Status.INFEASIBLE
-            continue
-        index, choice = solution.value
-        assert solution.status == Status.OPTIMAL and solution.objective == float(
-            step_of_choice(problems[index], choice)
-        )
-        # The slowest of the problems' best choices is a start that is kept where there is no time.
-        seconds, worst = max((entry[0], i) for i, entry in enumerate(everything) if entry[0] < math.inf)
-        stopped = choose_pipeline(problems, start=(worst, everything[worst][1]), time_limit=0.0)
-        assert stopped.objective == seconds and stopped.bound <= best * (1 + 1e-12)
-        assert stopped.status == (Status.OPTIMAL if stopped.gap == 0.0 else Status.TIME_LIMIT)
-        assert choose_pipeline(problems, start=(worst, everything[worst][1])).objective == pytest.approx(best, rel=2e-6)
 
 
 def test_choice_and_cuts_agree_where_both_apply() -> None:

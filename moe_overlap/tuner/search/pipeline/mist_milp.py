@@ -1,8 +1,8 @@
 """The best choice of every stage's layers, devices and frontier point: what Mist's mixed-integer program decides, exactly.
 
 Contract: problem and objective are stage_options.py's. The answer is feasible, its objective is `step_of_choice` of it, and no
-choice is better than the bound. The solver's own objective of it agrees to AGREE, or an assertion fails. `choose_pipeline`
-chooses among many problems as well: numbers of stages and of micro-batches, meshes.
+choice is better than the bound. The solver's own objective of it agrees to AGREE, or an assertion fails. Each number of
+stages and of micro-batches is a problem of its own: per_stage.py goes over them.
 
 Steps of `choose_stages`.
 1. The additive bound, by branch and bound over the longest chain at a stage. Each choice on the way is priced by the objective;
@@ -135,49 +135,6 @@ def _answer(
     if best.choice is None and is_complete:
         return answer(best, bound, Status.INFEASIBLE)
     return answer(best, bound, Status.FEASIBLE if is_complete else Status.TIME_LIMIT)
-
-
-def choose_pipeline(
-    problems: Sequence[PipelineProblem],
-    start: tuple[int, Choice] | None = None,
-    time_limit: float = math.inf,
-    gap: float = 0.0,
-) -> Solution[tuple[int, Choice]]:
-    """The best choice of the best problem, with the problem's index: Mist's outer loop over G, S and meshes.
-
-    Problems come in the order of a first bound, the smallest sum and the smallest slowest stage, each by itself: none behind the
-    first whose bound is not below the best can be better.
-
-    Args:
-        start: a problem and a feasible choice of it.
-        time_limit, gap: as of `choose_stages`, for all problems together.
-    """
-    started = time.perf_counter()
-    best: tuple[int, Choice] | None = start
-    seconds = math.inf if start is None else float(step_of_choice(problems[start[0]], start[1]))
-    first_bounds = [AdditiveBound(problem).at_once() for problem in problems]
-    bound, status = seconds, Status.OPTIMAL
-    for index in np.argsort(first_bounds, kind="stable").tolist():
-        left = started + time_limit - time.perf_counter()
-        if first_bounds[index] >= seconds:
-            break
-        if left <= 0.0:
-            bound, status = min(bound, first_bounds[index]), Status.TIME_LIMIT
-            break
-        hint = start[1] if start is not None and start[0] == index else None
-        solution = choose_stages(problems[index], hint, left, gap, beat=seconds)
-        bound = min(bound, solution.bound)
-        if solution.status == Status.TIME_LIMIT:
-            status = Status.TIME_LIMIT
-        if solution.value is not None and solution.objective < seconds:
-            best, seconds = (index, solution.value), solution.objective
-    if status != Status.TIME_LIMIT and best is None:
-        status = Status.INFEASIBLE
-    elif status != Status.TIME_LIMIT and seconds > bound * (1.0 + CLOSED):
-        status = Status.FEASIBLE
-    return Solution(
-        value=best, objective=seconds, bound=min(bound, seconds), status=status, seconds=time.perf_counter() - started
-    )
 
 
 class _Best:
