@@ -62,9 +62,10 @@ def cluster(nodes: int, per_node: int) -> Cluster:
     return cluster_of({"name": "test", "groups": [{**group, "domain_gpus": per_node}]}, "test")
 
 
-def workload(samples: int = 16, micro_batches: int = 8, **changed: Any) -> Workload:
-    """Sequences of 4096 tokens on H100s."""
+def workload(samples: int = 16, micro_batches: int = 8, memory_gib: float | None = None, **changed: Any) -> Workload:
+    """Sequences of 4096 tokens on H100s, or on GPUs that have another memory and are like them in all else."""
     gpu = cluster(1, 8).group_of(0).gpu
+    gpu = gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
     given = {"samples": samples, "tokens": 4096, "micro_batches": micro_batches, "gpu": gpu, "constants": CONSTANTS}
     return Workload(**{**given, **changed})
 
@@ -73,6 +74,11 @@ def workload(samples: int = 16, micro_batches: int = 8, **changed: Any) -> Workl
 def whole() -> CapturedModel:
     """The model on one rank."""
     return load_captured(WHOLE)
+
+
+def dense() -> CapturedModel:
+    """The model without its MoE layer."""
+    return replace(whole(), layer_kinds=("dense",), parts=tuple(part for part in whole().parts if part.kind != "moe"))
 
 
 def collectives(layout: Layout) -> list[Row]:

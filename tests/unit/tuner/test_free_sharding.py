@@ -29,7 +29,7 @@ from moe_overlap.tuner.search.layer.sharding_losses import LostOperator, LostWay
 from moe_overlap.tuner.search.layer.sharding_specs import logical_meshes
 from moe_overlap.tuner.search.layer.sharding_stage import model_graphs, stage_problem
 from moe_overlap.tuner.search.solution import Solution, Status
-from tests.unit.tuner.sharding_cases import cluster, whole, workload
+from tests.unit.tuner.sharding_cases import cluster, dense, workload
 from tests.unit.tuner.test_cost_predict import CONSTANTS
 from tests.unit.tuner.test_plan_search import by_hand
 
@@ -41,13 +41,6 @@ DENSE = """--num-layers 1 --hidden-size 4096 --ffn-hidden-size 14336 --num-atten
     --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights --train-iters 10 --lr 1e-4
     --use-distributed-optimizer""".split()
 COMMAND = ["--num-gpus", "2", "--gpu", "H100", "--target", "any", "--search-space", "intra-only", "--verbose"]
-
-
-def dense() -> CapturedModel:
-    """The captured model without its MoE layer."""
-    return dataclasses.replace(
-        whole(), layer_kinds=("dense",), parts=tuple(part for part in whole().parts if part.kind != "moe")
-    )
 
 
 def graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
@@ -151,7 +144,7 @@ def test_time_and_ctrl_c_end_the_program(told: tuple[PlanSearch, str], monkeypat
     problem, task = told[0].chosen.problem, _Task()
     assert search_sharding(problem, task, -math.inf).refusal == "the search ended before it"  # type: ignore[arg-type]
     assert search_sharding(problem, task, math.inf, is_interrupted=True).answer is None  # type: ignore[arg-type]
-    answer = intra_only(dense(), workload(samples=4), cluster(1, 2), kinds=("dense",), seconds=0.0)
+    answer = intra_only(dense(), workload(samples=4), cluster(1, 2), seconds=0.0)
     assert answer.solution.status == "time limit" and answer.solution.bound == 0.0
     # What is left is the best layout of the one shape that was set up.
     assert answer.best is not None and answer.nearest is not None and answer.best.seconds == answer.nearest.seconds
@@ -189,7 +182,7 @@ def test_where_nothing_fits_more_micro_batches_are_tried(
 
 
 def test_a_tie_is_said() -> None:
-    answer = intra_only(dense(), workload(samples=4, micro_batches=8), cluster(2, 1), kinds=("dense",))
+    answer = intra_only(dense(), workload(samples=4, micro_batches=8), cluster(2, 1))
     (line,) = sharding_lines(SearchedSharding(answer=answer, micro_batches=8, samples=4))
     assert answer.best is not None and "(optimal, bound " in line
     assert f"free for every operator nothing beats the {answer.best.seconds:.4g} s of DP2, ZeRO-1, with nothing" in line

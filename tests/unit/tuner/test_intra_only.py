@@ -8,15 +8,23 @@ from itertools import product
 
 import pytest
 
+from moe_overlap.describe.cluster import GIB
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.links import collective_seconds
-from moe_overlap.tuner.search.layer.intra_only import IntraOnly, executable, intra_only, sharding_of
-from moe_overlap.tuner.search.layer.sharding_algorithms import turned
+from moe_overlap.tuner.search.layer.intra_only import (
+    IntraOnly,
+    cheapest_layout,
+    free_sharding,
+    intra_only,
+    sharding_of,
+)
+from moe_overlap.tuner.search.layer.sharding_algorithms import ZERO_LEVELS, turned
 from moe_overlap.tuner.search.layer.sharding_graph import NotShardableError
-from moe_overlap.tuner.search.layer.sharding_ilp import solve_choices
+from moe_overlap.tuner.search.layer.sharding_ilp import Chosen, solve_choices
+from moe_overlap.tuner.search.layer.sharding_losses import Losses, losses
 from moe_overlap.tuner.search.layer.sharding_specs import Dim, logical_meshes
-from moe_overlap.tuner.search.layer.sharding_stage import model_graphs, stage_problem
-from tests.unit.tuner.sharding_cases import CONSTANTS, cluster, whole, workload
+from moe_overlap.tuner.search.layer.sharding_stage import StageProblem, model_graphs, stage_problem
+from tests.unit.tuner.sharding_cases import CONSTANTS, cluster, dense, whole, workload
 
 KINDS = ("embedding", "dense", "head")
 NODES = cluster(2, 2)
@@ -24,7 +32,17 @@ NODES = cluster(2, 2)
 
 @pytest.fixture(scope="module")
 def answer() -> IntraOnly:
-    return intra_only(whole(), workload(samples=4), NODES, kinds=KINDS)
+    return intra_only(dense(), workload(samples=4), NODES)
+
+
+def compared(stage: StageProblem) -> tuple[Chosen, Chosen, Losses]:
+    """The best sharding on the mesh of a stage, the cheapest layout there, and what lies between them."""
+    layouts = tuple(stage.layouts(ZERO_LEVELS))
+    cheapest = cheapest_layout(stage, layouts)
+    assert cheapest is not None
+    free = free_sharding(stage, cheapest, 60.0).value
+    assert free is not None
+    return free, cheapest[1], losses(stage, free, cheapest, layouts, 60.0)
 
 
 def test_the_best_shape_is_the_least_of_all_shapes(answer: IntraOnly) -> None:
@@ -71,11 +89,11 @@ def test_the_nearest_layout_is_a_plan(answer: IntraOnly) -> None:
 def test_a_layout_that_nothing_beats_is_the_answer() -> None:
     """Many micro-batches on two nodes: data ranks are best for every operator; with two samples they are not."""
     described = cluster(2, 1)
-    tie = intra_only(whole(), workload(samples=4, micro_batches=8), described, kinds=KINDS)
+    tie = intra_only(dense(), workload(samples=4, micro_batches=8), described)
     assert tie.best is not None and tie.nearest is not None and tie.losses is not None
     assert tie.nearest.seconds == tie.best.seconds == tie.solution.bound and tie.solution.status == "optimal"
     assert (tie.nearest.data, tie.losses.operators, tie.losses.parts) == (2, (), {})
-    strict = intra_only(whole(), workload(samples=2, micro_batches=2), described, kinds=KINDS)
+    strict = intra_only(dense(), workload(samples=2, micro_batches=2), described)
     assert strict.best is not None and strict.nearest is not None and strict.losses is not None
     assert strict.best.seconds < 0.95 * strict.nearest.seconds
     gains = {operator.operator: operator.gain_seconds for operator in strict.losses.operators}
@@ -90,25 +108,24 @@ def test_operators_that_no_layout_executes_are_listed_with_their_gain() -> None:
         mesh for mesh in logical_meshes(8, 8, described.group_of(0), CONSTANTS.link_rates) if mesh.shape == (2, 4)
     )
     stage = stage_problem(model, mesh, load)
-    answer = executable(stage)
-    assert answer.layout is not None and answer.free.value is not None and answer.restricted.value is not None
-    assert answer.lost_seconds == pytest.approx(answer.restricted.objective - answer.free.objective)
-    assert answer.lost_seconds > 0 and answer.losses is not None and answer.losses.is_proven
-    assert answer.losses.layout_seconds == answer.restricted.objective and answer.losses.operators
-    assert any(not operator.has_layout for operator in answer.losses.operators)
-    for operator in answer.losses.operators:
+    free, executed, lost = compared(stage)
+    lost_seconds = stage.problem.cost(executed) - stage.problem.cost(free)
+    assert lost_seconds > 0 and lost.is_proven
+    assert lost.layout_seconds == stage.problem.cost(executed) and lost.operators
+    assert any(not operator.has_layout for operator in lost.operators)
+    for operator in lost.operators:
         assert operator.ways
         for way in operator.ways:
             assert (way.free, way.free_out, way.free_zero) != (way.executed, way.executed_out, way.executed_zero)
         # One operator alone gains no more than all of its part, and that no more than all together.
-        together = answer.losses.parts[operator.part]
-        assert 0.0 <= operator.gain_seconds <= together + 1e-9 and together <= answer.lost_seconds + 1e-9
-    free, layout = (sharding_of(stage, value) for value in (answer.free.value, answer.restricted.value))
-    assert layout.seconds - free.seconds == pytest.approx(answer.lost_seconds)
+        together = lost.parts[operator.part]
+        assert 0.0 <= operator.gain_seconds <= together + 1e-9 and together <= lost_seconds + 1e-9
+    best, layout = (sharding_of(stage, chosen) for chosen in (free, executed))
+    assert layout.seconds - best.seconds == pytest.approx(lost_seconds)
 
 
 def test_nothing_fits_and_nothing_is_refused_silently() -> None:
-    answer = intra_only(whole(), workload(samples=4), NODES, kinds=("dense",), capacity=1e9)
+    answer = intra_only(dense(), workload(samples=4, memory_gib=1.0), NODES)
     assert answer.best is None and answer.nearest is None and answer.losses is None
     assert (answer.solution.status, answer.solution.objective) == ("infeasible", math.inf)
     with pytest.raises(NotShardableError, match="multi-token"):
@@ -120,23 +137,22 @@ def test_an_operator_gains_what_all_of_its_choices_together_allow() -> None:
     load = workload(samples=1, micro_batches=4)
     mesh = logical_meshes(2, 2, cluster(2, 1).group_of(0), CONSTANTS.link_rates)[0]
     stage = stage_problem(model_graphs(whole(), load, KINDS), mesh, load)
-    answer = executable(stage)
-    assert answer.losses is not None and answer.restricted.value is not None
-    operators = {operator.operator: operator for operator in answer.losses.operators}
+    _, executed, lost = compared(stage)
+    operators = {operator.operator: operator for operator in lost.operators}
     place = [graph.kind for graph in stage.model.graphs].index("dense")
     graph = stage.model.graphs[place]
     nodes = [stage.first_node[place] + node.id for node in graph.nodes if node.name == "self_attention.linear_proj"]
     (weight,) = [at for at, weight in enumerate(graph.weights) if weight.name == "self_attention.linear_proj.weight"]
     nodes.append(stage.first_weight[place] + weight)
     assert len(nodes) == 3
-    best, anew = math.inf, list(answer.restricted.value)
+    best, anew = math.inf, list(executed)
     for choices in product(*(range(len(stage.problem.costs[node])) for node in nodes)):
         for node, choice in zip(nodes, choices, strict=True):
             anew[node] = choice
         if stage.problem.is_feasible(anew):
             best = min(best, stage.problem.cost(anew))
     gain = operators["self_attention.linear_proj"].gain_seconds
-    assert gain == pytest.approx(answer.restricted.objective - best, rel=1e-6) and gain > 1e-4
+    assert gain == pytest.approx(stage.problem.cost(executed) - best, rel=1e-6) and gain > 1e-4
 
 
 def tied() -> CapturedModel:
@@ -179,7 +195,7 @@ def test_temporaries_and_norms_are_in_the_memory() -> None:
     stage = stage_problem(model, mesh, load)
     layouts = [chosen for _, chosen in stage.layouts((0, 1, 2, 3))]
     held = sorted(stage.held_bytes(chosen) for chosen in layouts)
-    tight = stage_problem(model, mesh, load, capacity=held[len(held) // 2] - 1.0)
+    tight = stage_problem(model, mesh, workload(samples=4, memory_gib=(held[len(held) // 2] - 1.0) / GIB))
     fitting = [tight.problem.is_feasible(chosen) for chosen in layouts]
     assert fitting == [stage.held_bytes(chosen) < held[len(held) // 2] for chosen in layouts] and any(fitting)
     # Most of it: the logits of 16384 tokens in bf16 over four ranks, beside the fp32 ones that the loss keeps.
@@ -207,13 +223,11 @@ def test_embedding_and_head_with_one_weight_have_one_choice_for_it() -> None:
         assert one.problem.cost(chosen) == pytest.approx(own.problem.cost(chosen) - reduced - swept, rel=1e-9)
         held = own.held_bytes(chosen) - one.held_bytes(chosen)
         assert held == pytest.approx(float(own.problem.rows[0].coefficients[table][chosen[table]]))
-    answer = executable(one)
-    assert answer.free.value is not None and answer.losses is not None and answer.lost_seconds > 0
-    first, second = (
-        one.algorithms[one.place_of(index)[0]].of_weight[0][answer.free.value[index]] for index in (table, output)
-    )
+    free, executed, lost = compared(one)
+    assert one.problem.cost(free) < one.problem.cost(executed)
+    first, second = (one.algorithms[one.place_of(index)[0]].of_weight[0][free[index]] for index in (table, output))
     assert (turned(first.split), first.level) == (second.split, second.level)
-    names = {operator.operator: operator for operator in answer.losses.operators}
+    names = {operator.operator: operator for operator in lost.operators}
     both = names["embedding.word_embeddings and output_layer"]
     assert both.gain_seconds > 0 and {way.part for way in both.ways} == {"embedding", "head"}
-    assert answer.losses.parts[both.part] >= both.gain_seconds - 1e-9
+    assert lost.parts[both.part] >= both.gain_seconds - 1e-9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +13,10 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.tuner.capture.graph import Collective, Layout
 from moe_overlap.tuner.cost.links import collective_seconds
 from moe_overlap.tuner.search.layer.sharding_graph import NotShardableError, operator_graph
-from moe_overlap.tuner.search.layer.sharding_ilp import ChoiceProblem, solve_choices
+from moe_overlap.tuner.search.layer.sharding_ilp import ChoiceProblem, Chosen, MemoryRow, solve_choices
 from moe_overlap.tuner.search.layer.sharding_layouts import MeshLayout, layouts_of
-from moe_overlap.tuner.search.layer.sharding_specs import REPLICATED, Dim, logical_meshes
-from moe_overlap.tuner.search.layer.sharding_stage import StageProblem, model_graphs, restricted, stage_problem
+from moe_overlap.tuner.search.layer.sharding_specs import PARTIAL, REPLICATED, Dim, logical_meshes
+from moe_overlap.tuner.search.layer.sharding_stage import StageProblem, model_graphs, stage_problem
 from tests.unit.tuner.sharding_cases import (
     CONSTANTS,
     LAYOUTS,
@@ -38,12 +39,16 @@ def stage_of(shape: tuple[int, int], kinds: tuple[str, ...], nodes: int = 1, sam
 
 
 def fresh_stage(
-    shape: tuple[int, int], kinds: tuple[str, ...], described: Cluster, samples: int = 16, **options: object
+    shape: tuple[int, int],
+    kinds: tuple[str, ...],
+    described: Cluster,
+    samples: int = 16,
+    memory_gib: float | None = None,
 ) -> StageProblem:
-    load = workload(samples)
+    load = workload(samples, memory_gib=memory_gib)
     meshes = logical_meshes(described.gpus, described.gpus, described.group_of(0), CONSTANTS.link_rates)
     mesh = next(mesh for mesh in meshes if mesh.shape == shape)
-    return stage_problem(model_graphs(whole(), load, kinds), mesh, load, **options)  # type: ignore[arg-type]
+    return stage_problem(model_graphs(whole(), load, kinds), mesh, load)
 
 
 def is_layout(layout: MeshLayout, wanted: Layout, has_experts: bool) -> bool:
@@ -85,6 +90,20 @@ def sent_under(wanted: Layout, stage: StageProblem, rows: list[Collective], desc
         size, group = sent.payload_bytes.value(samples, 4096), group_of(sent.axis, wanted, described)
         expected += float(collective_seconds(sent.kind, size, group, rates))
     return found, expected
+
+
+def restricted(stage: StageProblem, layouts: Sequence[tuple[MeshLayout, Chosen]]) -> ChoiceProblem:
+    """The problem in which every node takes what one layout gives to it; the layout is a further node, the last."""
+    problem = stage.problem
+    edges = list(problem.edges)
+    for node, costs in enumerate(problem.costs):
+        ties = np.full((len(costs), len(layouts)), np.inf)
+        for column, (_, places) in enumerate(layouts):
+            ties[places[node], column] = 0.0
+        edges.append((node, len(problem.costs), ties))
+    nothing = np.zeros(len(layouts))
+    rows = tuple(MemoryRow((*row.coefficients, nothing), row.limit) for row in problem.rows)
+    return ChoiceProblem((*problem.costs, nothing), tuple(edges), rows)
 
 
 @pytest.mark.parametrize("kinds", [("dense", "dense"), ("moe", "moe")], ids=["dense", "moe"])
@@ -175,25 +194,36 @@ def test_a_split_graph_is_refused() -> None:
         operator_graph(recomputed, 16, 4096)
 
 
+def without_rewrite(stage: StageProblem) -> ChoiceProblem:
+    """The problem in which sums end whole on all ranks, and no weight is sharded: nothing is reduced and scattered."""
+    costs = [of_node.copy() for of_node in stage.problem.costs]
+    for place, algorithms in enumerate(stage.algorithms):
+        for node, candidates in zip(algorithms.graph.nodes, algorithms.of_node, strict=True):
+            for choice, candidate in enumerate(candidates):
+                axes = zip(algorithms.pending(node, candidate.loops), candidate.out, strict=True)
+                if any(before == PARTIAL and out != REPLICATED for before, out in axes):
+                    costs[stage.first_node[place] + node.id][choice] = np.inf
+        for at, choices in enumerate(algorithms.of_weight):
+            costs[stage.first_weight[place] + at][[choice.level > 0 for choice in choices]] = np.inf
+    return replace(stage.problem, costs=tuple(costs))
+
+
 def test_without_the_rewrite_results_are_whole_and_nothing_is_cheaper() -> None:
     """One sample cannot be split: tensor ranks work, and sequence parallelism and ZeRO come from the rewrite alone."""
-    split, plain = (
-        fresh_stage((1, 8), ("dense",) * 8, cluster(1, 8), samples=1, rewrites=rewrites, capacity=60e9)
-        for rewrites in (True, False)
-    )
-    with_rewrite, without = solve_choices(split.problem), solve_choices(plain.problem)
+    stage = fresh_stage((1, 8), ("dense",) * 8, cluster(1, 8), samples=1, memory_gib=56.0)
+    with_rewrite, without = solve_choices(stage.problem), solve_choices(without_rewrite(stage))
     assert with_rewrite.value is not None
     assert with_rewrite.objective < 0.95 * without.objective
     outs = {
         algorithms[place].out
-        for algorithms, place in zip(split.algorithms[0].of_node, with_rewrite.value, strict=False)
+        for algorithms, place in zip(stage.algorithms[0].of_node, with_rewrite.value, strict=False)
         if place is not None
     }
     assert (REPLICATED, Dim.TOKENS) in outs
 
 
 def test_less_memory_shards_the_states() -> None:
-    stage = fresh_stage((8, 1), ("dense",) * 8, cluster(1, 8), capacity=1e13)
+    stage = fresh_stage((8, 1), ("dense",) * 8, cluster(1, 8), memory_gib=1e4)
     (row,) = stage.problem.rows
 
     def limited(limit: float) -> ChoiceProblem:

@@ -1,6 +1,6 @@
-"""The best sharding of a whole model on one sub-mesh, and the layout of megatron-core that comes nearest to it.
+"""The best sharding of a whole model on one cluster, and the layout of megatron-core that comes nearest to it.
 
-1. On every logical shape of the sub-mesh megatron-core's layouts are enumerated, and the integer program is solved without that
+1. On every logical shape of the cluster megatron-core's layouts are enumerated, and the integer program is solved without that
    restriction, unless its bound shows that it cannot beat the shapes before.
 2. The best free sharding over all shapes is the answer (`--search-space intra-only`: one stage, no pipeline); the cheapest layout
    over all shapes is the nearest plan that megatron-core executes. What lies between them is lost.
@@ -112,23 +112,6 @@ class NearestLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Executable:
-    """The best sharding on one mesh, and the best one there that megatron-core executes.
-
-    Attributes:
-        free, restricted: the best sharding of all and of megatron-core's; chosen places are those of the stage's problem.
-        lost_seconds: what the restriction costs; infinite where no layout fits.
-        losses: where; None where no layout fits.
-    """
-
-    free: Solution[Chosen]
-    restricted: Solution[Chosen]
-    layout: MeshLayout | None
-    lost_seconds: float
-    losses: Losses | None
-
-
-@dataclass(frozen=True, slots=True)
 class ShapeResult:
     """The answers on one logical shape; `layout_seconds` is infinite where no layout fits.
 
@@ -183,35 +166,28 @@ def intra_only(
     captured: CapturedModel,
     workload: Workload,
     cluster: Cluster,
-    devices: int | None = None,
     seconds: float = 120.0,
     zero_levels: tuple[int, ...] = ZERO_LEVELS,
-    kinds: Sequence[str] | None = None,
-    capacity: float | None = None,
 ) -> IntraOnly:
-    """The best sharding over all logical shapes of a sub-mesh.
+    """The best sharding over all logical shapes of a cluster.
 
     Args:
         captured: the model on one rank (TP = CP = EP = 1), nothing recomputed.
-        devices: of the sub-mesh, from rank 0 on; all of the cluster where None.
         seconds: time limit; one shape is set up whatever it is, and one that is not looked at in time has no bound.
         zero_levels: that the layouts may have.
-        kinds: of the parts in the chain; the whole model where None.
-        capacity: bytes of a rank; the GPU's where None.
     Raises:
         NotShardableError: the graphs hold what the search has no algorithms for.
     """
     started = time.monotonic()
-    model = model_graphs(captured, workload, kinds)
-    number, links = devices if devices is not None else cluster.gpus, cluster.group_of(0)
-    meshes = logical_meshes(number, cluster.gpus, links, workload.constants.link_rates)
+    model = model_graphs(captured, workload)
+    meshes = logical_meshes(cluster.gpus, cluster.gpus, cluster.group_of(0), workload.constants.link_rates)
     shapes: list[_Shape] = []
     results: list[ShapeResult] = []
     for mesh in meshes:
         if shapes and time.monotonic() >= started + seconds:
             results.append(_out_of_time(mesh.shape))
             continue
-        stage = stage_problem(model, mesh, workload, capacity=capacity)
+        stage = stage_problem(model, mesh, workload)
         layouts = tuple(stage.layouts(zero_levels))
         shapes.append(_Shape(stage, layouts, cheapest_layout(stage, layouts)))
     # The shape with the best layout comes first: its sharding cuts most others off.
@@ -259,29 +235,6 @@ def _out_of_time(shape: tuple[int, int]) -> ShapeResult:
         value=None, objective=math.inf, bound=0.0, status=Status.TIME_LIMIT, seconds=0.0
     )
     return ShapeResult(shape, nothing, math.inf)
-
-
-def executable(stage: StageProblem, seconds: float = 60.0, zero_levels: tuple[int, ...] = ZERO_LEVELS) -> Executable:
-    """The best sharding on the mesh of a stage, the best one there that megatron-core executes, and what that one loses.
-
-    Args:
-        seconds: time limit of the solver.
-    """
-    started = time.monotonic()
-    layouts = tuple(stage.layouts(zero_levels))
-    cheapest = cheapest_layout(stage, layouts)
-    free = free_sharding(stage, cheapest, seconds)
-    spent = time.monotonic() - started
-    if cheapest is None:
-        nothing: Solution[Chosen] = Solution(
-            value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=spent
-        )
-        return Executable(free, nothing, None, math.inf, None)
-    layout, chosen = cheapest
-    cost = stage.problem.cost(chosen)
-    lost = losses(stage, free.value, cheapest, layouts, seconds) if free.value is not None else None
-    exact = Solution(value=chosen, objective=cost, bound=cost, status=Status.OPTIMAL, seconds=spent)
-    return Executable(free, exact, layout, cost - free.objective, lost)
 
 
 def cheapest_layout(stage: StageProblem, layouts: Layouts) -> tuple[MeshLayout, Chosen] | None:

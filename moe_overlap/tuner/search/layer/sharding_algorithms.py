@@ -157,17 +157,10 @@ class Pricer:
 
 
 class Algorithms:
-    """All algorithms of the nodes and weights of a graph on one mesh, and what tensors cost between them.
+    """All algorithms of the nodes and weights of a graph on one mesh, and what tensors cost between them."""
 
-    Args:
-        rewrites: all-reduces may end as reduce-scatters, of activations and of gradients.
-    """
-
-    def __init__(
-        self, graph: OperatorGraph, mesh: Mesh, workload: Workload, pricer: Pricer, rewrites: bool = True
-    ) -> None:
-        self.graph, self.mesh, self.workload, self.rewrites = graph, mesh, workload, rewrites
-        self._pricer = pricer
+    def __init__(self, graph: OperatorGraph, mesh: Mesh, workload: Workload, pricer: Pricer) -> None:
+        self.graph, self.mesh, self.workload, self._pricer = graph, mesh, workload, pricer
         self._reshardings: dict[tuple[float, tuple[tuple[Dim, int], ...]], Resharding] = {}
         self.of_node = [self._of_node(node) for node in graph.nodes]
         self.of_weight = [self._of_weight(weight) for weight in graph.weights]
@@ -247,7 +240,7 @@ class Algorithms:
             return [WHOLE]
         pending, extents = self.pending(node, loops), self.graph.extents(node.result)
         whole = [dim if dim != PARTIAL else REPLICATED for dim in pending]
-        split = [dim for dim in extents if dim != Dim.EXPERT] if self.rewrites else []
+        split = [dim for dim in extents if dim != Dim.EXPERT]
         options = [(REPLICATED, *split) if dim == PARTIAL else (whole[axis],) for axis, dim in enumerate(pending)]
         outs = [(a, b) for a, b in product(*options) if is_valid((a, b), extents, self.mesh)]
         return [out for out in outs if not (node.whole_width and Dim.WIDTH in out)]
@@ -374,7 +367,7 @@ class Algorithms:
         for split in specs_of(weight.extents, self.mesh):
             finer = _mapped(split, {REPLICATED: Dim.FLAT})
             finer = tuple(dim if self.mesh.shape[axis] > 1 else REPLICATED for axis, dim in enumerate(finer))  # type: ignore[assignment]
-            for level in ZERO_LEVELS if self.rewrites and finer != split else ZERO_LEVELS[:1]:
+            for level in ZERO_LEVELS if finer != split else ZERO_LEVELS[:1]:
                 choices.append(self._weight_choice(weight, split, finer, level))
         return tuple(choices)
 

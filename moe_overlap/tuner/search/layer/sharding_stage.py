@@ -174,18 +174,10 @@ def fixed_bytes(model: ModelGraphs, mesh: Mesh) -> float:
     return model.working_bytes / mesh.devices + others
 
 
-def stage_problem(
-    model: ModelGraphs, mesh: Mesh, workload: Workload, rewrites: bool = True, capacity: float | None = None
-) -> StageProblem:
-    """The problem of choices of a model on a mesh.
-
-    Args:
-        rewrites: all-reduces may be reduce-scatters (sequence parallelism, ZeRO).
-        capacity: bytes of a rank; those of the workload's GPU where None.
-    """
+def stage_problem(model: ModelGraphs, mesh: Mesh, workload: Workload) -> StageProblem:
+    """The problem of choices of a model on a mesh, within the memory of the workload's GPU."""
     algorithms = tuple(
-        Algorithms(graph, mesh, workload, pricer, rewrites)
-        for graph, pricer in zip(model.graphs, model.pricers, strict=True)
+        Algorithms(graph, mesh, workload, pricer) for graph, pricer in zip(model.graphs, model.pricers, strict=True)
     )
     counts, number = model.counts, workload.micro_batches
     costs: list[Floats] = []
@@ -203,8 +195,7 @@ def stage_problem(
         for choices in prices.of_weight:
             costs.append(np.array([choice.step_seconds for choice in choices]) * counts[place])
             loads.append(np.array([choice.bytes for choice in choices]) * counts[place])
-    limit = capacity if capacity is not None else workload.gpu.memory_gib * GIB
-    limit -= fixed_bytes(model, mesh)
+    limit = workload.gpu.memory_gib * GIB - fixed_bytes(model, mesh)
     tied = tied_weight(model)
     stage = StageProblem(model, mesh, workload, algorithms, ChoiceProblem((), ()), tied, first_node, first_weight)
     if tied is not None:
@@ -309,21 +300,3 @@ def _chain_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
                 stage.first_node[places[1]] + right_end,
                 prices.matrix(written, needed) * stage.workload.micro_batches * times,
             )
-
-
-def restricted(stage: StageProblem, layouts: Sequence[tuple[MeshLayout, tuple[int, ...]]]) -> ChoiceProblem:
-    """The problem in which every node takes what one layout gives to it; the layout is a further node, the last.
-
-    Args:
-        layouts: with their choices.
-    """
-    problem = stage.problem
-    edges = list(problem.edges)
-    for node, costs in enumerate(problem.costs):
-        ties = np.full((len(costs), len(layouts)), np.inf)
-        for column, (_, places) in enumerate(layouts):
-            ties[places[node], column] = 0.0
-        edges.append((node, len(problem.costs), ties))
-    nothing = np.zeros(len(layouts))
-    rows = tuple(MemoryRow((*row.coefficients, nothing), row.limit) for row in problem.rows)
-    return ChoiceProblem((*problem.costs, nothing), tuple(edges), rows)
