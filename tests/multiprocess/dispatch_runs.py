@@ -99,12 +99,12 @@ class Experts:
         return torch.cat([apply_expert(*part) for part in parts])
 
 
-def run_stages(dispatcher: Any, inputs: Any, experts: Any) -> SimpleNamespace:
+def run_stages(dispatcher: Any, inputs: Any, experts: Any, most_rows: int | None = None) -> SimpleNamespace:
     """A pass as an executor makes it: compute as autograd segments, all-to-alls outside autograd."""
     import torch
 
     hidden, probs = inputs.hidden.requires_grad_(), inputs.probs.requires_grad_()
-    rows, handle = dispatcher.permute(hidden, probs, inputs.map, "L0.moe")
+    rows, handle = dispatcher.permute(hidden, probs, inputs.map, "L0.moe", most_rows)
     dispatcher.start_counts(handle).wait()
     received = dispatcher.start_dispatch(rows.detach(), handle).wait().requires_grad_()
     sorted_rows, per_expert, sorted_probs = dispatcher.sort(received, handle)
@@ -134,13 +134,36 @@ def run_plugged(dispatcher: Any, inputs: Any, experts: Any) -> SimpleNamespace:
     return _result(merged, inputs, experts, order)
 
 
-def run_chunks(dispatcher: Any, inputs: Any, experts: Any, degree: int) -> SimpleNamespace:
-    """A pass of the capacity-chunk baseline."""
-    from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunks
+def run_chunks(
+    dispatcher: Any, inputs: Any, experts: Any, degree: int, most_rows: int | None = None
+) -> SimpleNamespace:
+    """A pass of the capacity-chunk baseline: every dispatch is started first, then chunk by chunk the experts run."""
+    import torch
+
+    from moe_overlap.runtime.dispatch.capacity_chunks import capacity_chunks, join_chunks
 
     hidden, probs = inputs.hidden.requires_grad_(), inputs.probs.requires_grad_()
-    merged = CapacityChunks(dispatcher, experts, degree).layer(hidden, probs, inputs.map, "L0.moe")
-    merged.backward(inputs.gradient)
+    rows, handle = dispatcher.permute(hidden, probs, inputs.map, "L0.moe", most_rows)
+    dispatcher.start_counts(handle)
+    chunks = capacity_chunks(dispatcher, handle, degree)
+    dispatches = [dispatcher.start_dispatch(chunk.of(rows.detach()), chunk.handle) for chunk in chunks]
+    computed, combines = [], []
+    for chunk, dispatch in zip(chunks, dispatches, strict=True):
+        received = dispatch.wait().requires_grad_()
+        output = dispatcher.unsort(experts(*dispatcher.sort(received, chunk.handle)), chunk.handle)
+        computed.append((received, output))
+        combines.append(dispatcher.start_combine(output.detach(), chunk.handle))
+    returned = join_chunks(chunks, [combine.wait() for combine in combines]).requires_grad_()
+    merged = dispatcher.unpermute(returned, handle)
+
+    torch.autograd.backward(merged, inputs.gradient)
+    combines = [dispatcher.start_combine_backward(chunk.of(returned.grad), chunk.handle) for chunk in chunks]
+    dispatches = []
+    for chunk, combine, (received, output) in zip(chunks, combines, computed, strict=True):
+        torch.autograd.backward(output, combine.wait())
+        dispatches.append(dispatcher.start_dispatch_backward(received.grad, chunk.handle))
+    gradient = join_chunks(chunks, [dispatch.wait() for dispatch in dispatches], rows.shape[0])
+    torch.autograd.backward(rows, gradient)
     return _result(merged, inputs, experts, None)
 
 
@@ -233,7 +256,8 @@ def compare(cases: list[Case], degrees: tuple[int, ...]) -> list[dict[str, Any]]
         rank = dist.get_rank() % (case.expert_ranks * case.tensor_ranks)
         place = (rank // case.tensor_ranks, rank % case.tensor_ranks)
         wires = Wires(collection)
-        exact, bounded = IrregularDispatcher(wires), IrregularDispatcher(wires, case.k)
+        exact, bounded = IrregularDispatcher(wires), IrregularDispatcher(wires, takes_bounds=True)
+        most_rows = case.tokens[rank] * case.k
 
         def fresh(case: Case = case, rank: int = rank, place: tuple[int, int] = place) -> tuple[Any, Any]:
             return make_inputs(case, rank), Experts(case, *place)
@@ -241,14 +265,14 @@ def compare(cases: list[Case], degrees: tuple[int, ...]) -> list[dict[str, Any]]
         with sent:
             found = {"stages": run_stages(exact, *fresh())}
         numbers = {"wire": sent.bytes, "counted": wires.sent_bytes, "host_copies": wires.counts.host_copies}
-        found["bounded"] = run_stages(bounded, *fresh())
+        found["bounded"] = run_stages(bounded, *fresh(), most_rows)
         local = list(range(place[0] * case.experts_per_rank, (place[0] + 1) * case.experts_per_rank))
         for name, kind in (("plugged", IrregularTokenDispatcher), ("megatron-core", MoEAlltoAllTokenDispatcher)):
             dispatcher = kind(len(local), local, config=make_config(case), pg_collection=collection)
             found[name] = run_plugged(dispatcher, *fresh())
         for degree in degrees:
             found[f"degree {degree}"] = run_chunks(exact, *fresh(), degree)
-        found["degree 4, bounded"] = run_chunks(bounded, *fresh(), 4)
+        found["degree 4, bounded"] = run_chunks(bounded, *fresh(), 4, most_rows)
         results.append({"paths": found, "numbers": numbers})
     return results
 

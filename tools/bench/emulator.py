@@ -107,11 +107,10 @@ class EmulatedExchange(AllToAll):
         self,
         group: Any,
         clock: EgressClock,
-        timeout_seconds: float | None = None,
         overtakes: bool = False,
         until: Callable[[float], None] = sleep_until,
     ) -> None:
-        super().__init__(group, timeout_seconds)
+        super().__init__(group)
         self.clock = clock
         self._send = clock.overtake if overtakes else clock.send
         self._until = until

@@ -265,19 +265,14 @@ class Wires:
 
     Args:
         groups: megatron-core's collection; `ep`, `expt_tp` and `tp_ep` are read.
-        timeout_seconds: of every wait; the groups' own unless given.
         on_current_stream: as of `AllToAll`.
     """
 
-    def __init__(self, groups: Any, timeout_seconds: float | None = None, on_current_stream: bool = False) -> None:
-        self.rows = AllToAll(groups.ep, timeout_seconds, on_current_stream)
-        self.tensor = AllToAll(groups.expt_tp, timeout_seconds, on_current_stream)
-        self.counts = CountAllToAll(
-            AllToAll(groups.tp_ep, timeout_seconds, on_current_stream),
-            self.rows.size,
-            self.tensor.size,
-            self.tensor.rank,
-        )
+    def __init__(self, groups: Any, on_current_stream: bool = False) -> None:
+        self.rows = AllToAll(groups.ep, on_current_stream)
+        self.tensor = AllToAll(groups.expt_tp, on_current_stream)
+        counts = AllToAll(groups.tp_ep, on_current_stream)
+        self.counts = CountAllToAll(counts, self.rows.size, self.tensor.size, self.tensor.rank)
 
     @property
     def sent_bytes(self) -> int:
@@ -290,10 +285,9 @@ class IrregularDispatcher:
 
     Args:
         wires: the wires of this rank's experts.
-        rows_per_token: most experts a token goes to, for passes that are opened without a bound of their own. Then no stage
-            before the counts needs the host: `permute` makes T times as many rows, those past the routed ones are never sent.
-            None: exactly the routed rows, counted on the host (free on a CPU).
-        takes_bounds: whether passes take a bound of their own; without, they count their rows on the host.
+        takes_bounds: whether a pass that is opened with a bound of its rows makes as many, so that no stage before the counts
+            needs the host; those past the routed ones are never sent. Otherwise exactly the routed rows are made, counted on the
+            host (free on a CPU).
         in_order: whether the rows of a token are summed in a fixed order on a GPU as well (ordered_sums.py).
         static_capacity: whether passes are opened with a capacity, to which they are padded.
     """
@@ -301,18 +295,12 @@ class IrregularDispatcher:
     def __init__(
         self,
         wires: Wires,
-        rows_per_token: int | None = None,
         takes_bounds: bool = False,
         in_order: bool = False,
         static_capacity: bool = False,
     ) -> None:
-        self.wires, self.rows_per_token, self.takes_bounds = wires, rows_per_token, takes_bounds
+        self.wires, self.takes_bounds = wires, takes_bounds
         self.in_order, self.static_capacity = in_order, static_capacity
-
-    @property
-    def host_copies(self) -> int:
-        """Copies of counts from the device to the host so far, over all that share the wires."""
-        return self.wires.counts.host_copies
 
     def open(
         self,
@@ -327,7 +315,7 @@ class IrregularDispatcher:
         Args:
             map_TE: [T, E] bool; what the gate dropped is not set.
             name: the layer's operator.
-            most_rows: most rows that the gate routes; `rows_per_token` times T unless given.
+            most_rows: most rows that the gate routes; None where no bound is known.
             capacity: with a static capacity, most tokens that the gate lets each expert take, and the rows it is sent; the same
                 on all ranks.
         """
@@ -338,9 +326,7 @@ class IrregularDispatcher:
         to_expert_E = chosen_TE.sum(dim=0)
         if capacity is not None:
             return self._open_static(chosen_TE.t().contiguous(), map_TE, to_expert_E, probs_dtype, name, capacity)
-        if most_rows is None or not self.takes_bounds:
-            most_rows = None if self.rows_per_token is None else tokens * self.rows_per_token
-        rows = int(to_expert_E.sum()) if most_rows is None else most_rows
+        rows = int(to_expert_E.sum()) if most_rows is None or not self.takes_bounds else most_rows
         # Expert by expert, tokens in order. The bound on their number saves asking the device for it: one operator, no wait.
         experts_N, places_N = torch.nonzero_static(chosen_TE.t(), size=rows, fill_value=0).unbind(1)
         flat_N = torch.add(experts_N, places_N, alpha=experts)

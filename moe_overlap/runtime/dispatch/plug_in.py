@@ -29,7 +29,6 @@ class IrregularTokenDispatcher:
 
     Args:
         num_local_experts, local_expert_indices, config, pg_collection: as megatron-core's dispatchers take them.
-        wires: to share them between layers; this layer's own unless given.
     Attributes:
         layer: the layer that owns the dispatcher; None where nothing records spans.
     Raises:
@@ -37,18 +36,13 @@ class IrregularTokenDispatcher:
     """
 
     def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: list[int],
-        config: Any,
-        pg_collection: Any,
-        wires: Wires | None = None,
+        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
     ) -> None:
         refuse_padding(config)
         self.config = config
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
         self.stages = IrregularDispatcher(
-            wires or Wires(pg_collection),
+            Wires(pg_collection),
             takes_bounds=True,
             in_order=config.deterministic_mode,
             static_capacity=config.moe_pad_expert_input_to_capacity,

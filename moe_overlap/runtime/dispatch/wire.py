@@ -73,8 +73,6 @@ class AllToAll:
 
     Args:
         group: the ranks; gloo for tensors in host memory, NCCL for tensors on a GPU.
-        timeout_seconds: how long `wait` waits on a CPU; the group's own timeout unless given. On CUDA the host does not wait:
-            NCCL's watchdog ends the process after the group's timeout and names the collective.
         on_current_stream: the caller makes the stream current on which an all-to-all is to run, orders it with the others, and
             tells the allocator who uses what; otherwise the wire has a stream of its own, which the waiting stream waits for.
     Attributes:
@@ -82,12 +80,11 @@ class AllToAll:
         sent_bytes: bytes that have left this rank so far.
     """
 
-    def __init__(self, group: Any, timeout_seconds: float | None = None, on_current_stream: bool = False) -> None:
+    def __init__(self, group: Any, on_current_stream: bool = False) -> None:
         self.on_current_stream = on_current_stream
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.sent_bytes = 0
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._timeout_seconds = timeout_seconds
         self._next_tag = 0
         self._stream: Any = None
 
@@ -184,8 +181,10 @@ class AllToAll:
         return AllToAllError(name, self._global_ranks[self.rank], ranks, cause)
 
     def _patience_seconds(self) -> float:
-        if self._timeout_seconds is not None:
-            return self._timeout_seconds
+        """How long a wait waits on a CPU: the group's timeout.
+
+        On CUDA the host does not wait: NCCL's watchdog ends the process after that time and names the collective.
+        """
         seconds: float = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         return seconds
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunks
 from moe_overlap.runtime.dispatch.irregular import Counts, IrregularDispatcher, Wires
 from moe_overlap.runtime.dispatch.plug_in import IrregularTokenDispatcher, refuse_padding
 from moe_overlap.runtime.dispatch.wire import AllToAll, AllToAllError
@@ -45,8 +44,8 @@ class HostReads(TorchDispatchMode):
         return function(*arguments, **(named or {}))
 
 
-def one_pass(dispatcher, hidden, probs, chosen):
-    rows, handle = dispatcher.permute(hidden, probs, chosen)
+def one_pass(dispatcher, hidden, probs, chosen, most_rows=None):
+    rows, handle = dispatcher.permute(hidden, probs, chosen, most_rows=most_rows)
     dispatcher.start_counts(handle)
     received = dispatcher.start_dispatch(rows, handle).wait().detach().requires_grad_()
     tokens, per_expert, weights = dispatcher.sort(received, handle)
@@ -69,10 +68,10 @@ def test_one_copy_of_counts_and_no_other_wait(groups, monkeypatch, dropped):
     lists = []
     stock = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (lists.append(tensor.shape), stock(tensor))[1])
-    dispatcher = IrregularDispatcher(Wires(groups), rows_per_token=k)
+    dispatcher = IrregularDispatcher(Wires(groups), takes_bounds=True)
     with HostReads() as reads:
-        merged, per_expert = one_pass(dispatcher, hidden, probs, chosen)
-    assert reads.found == [] and len(lists) == 1 and dispatcher.host_copies == 1
+        merged, per_expert = one_pass(dispatcher, hidden, probs, chosen, tokens * k)
+    assert reads.found == [] and len(lists) == 1 and dispatcher.wires.counts.host_copies == 1
     weights = (probs * chosen).sum(dim=1, keepdim=True)
     assert torch.allclose(merged, hidden * weights)
     assert stock(per_expert) == stock(chosen.sum(dim=0))
@@ -93,8 +92,8 @@ def test_counting_the_rows_asks_the_host(groups):
 
 
 def test_more_rows_than_allowed_for_is_caught(groups):
-    dispatcher = IrregularDispatcher(Wires(groups), rows_per_token=1)
-    rows, handle = dispatcher.permute(torch.randn(3, 2), torch.rand(3, 2), torch.ones(3, 2) > 0, "L7.moe")
+    dispatcher = IrregularDispatcher(Wires(groups), takes_bounds=True)
+    rows, handle = dispatcher.permute(torch.randn(3, 2), torch.rand(3, 2), torch.ones(3, 2) > 0, "L7.moe", 3)
     dispatcher.start_counts(handle)
     with pytest.raises(AssertionError, match=r"L7\.moe: 6 rows routed, 3 allowed for"):
         dispatcher.start_dispatch(rows, handle)
@@ -117,18 +116,6 @@ def test_chunks_add_up(degree):
     assert counts.per_expert == [15, 13]
 
 
-def test_chunks_under_no_grad_and_with_untouched_rows(groups):
-    hidden, probs, chosen = torch.randn(4, 3, requires_grad=True), torch.rand(4, 2), torch.ones(4, 2) > 0
-    stages = IrregularDispatcher(Wires(groups))
-    with torch.no_grad():
-        output = CapacityChunks(stages, lambda rows, counts, probs: rows, 2).layer(hidden, probs, chosen)
-    assert torch.equal(output, hidden * 2) and not output.requires_grad
-    CapacityChunks(stages, lambda rows, counts, probs: torch.ones_like(rows), 2).layer(
-        hidden, probs, chosen
-    ).sum().backward()
-    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
-
-
 def test_tags_do_not_meet(groups):
     exchange = AllToAll(groups.ep)
     assert [exchange.take_tags(8) for _ in range(3)] == [0, 8, 16]
@@ -140,9 +127,7 @@ def test_error_names_operation_and_peers():
     assert error.peers == (2, 1)
 
 
-def test_refusals(groups):
-    with pytest.raises(ConfigError, match="tutel_degree 3: must be 1, 2, 4 or 8"):
-        CapacityChunks(IrregularDispatcher(Wires(groups)), lambda rows, counts, probs: rows, 3)
+def test_refusals():
     accepted = dict.fromkeys(("moe_router_padding_for_quantization", "moe_shared_expert_overlap"), False)
     refuse_padding(SimpleNamespace(**accepted))
     for field in accepted:
