@@ -13,7 +13,6 @@ from functools import cache
 from typing import Literal
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.instructions import ScheduleError
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.resharding import passes_ahead
 
@@ -41,27 +40,21 @@ def _run_ahead(ahead: int, micro_batches: int) -> tuple[Step, ...]:
     return _one_and_one(forward, backward, ahead)
 
 
-def interleaved(stages: int, stage: int, chunks: int, micro_batches: int, group: int | None = None) -> tuple[Step, ...]:
-    """Interleaved 1F1B: groups of micro-batches pass chunk after chunk.
+def interleaved(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[Step, ...]:
+    """Interleaved 1F1B: groups of as many micro-batches as there are stages pass chunk after chunk.
 
-    Args:
-        group: micro-batches that pass a chunk before the next chunk is entered; the number of stages where None.
     Raises:
         ConfigError: a number of micro-batches that the schedule cannot run.
     """
-    group = stages if group is None else group
-    return _one_and_one(
-        *_chunk_passes(stages, chunks, micro_batches, group), _chunks_ahead(stages, stage, chunks, group)
-    )
+    return _one_and_one(*_chunk_passes(stages, chunks, micro_batches), _chunks_ahead(stages, stage, chunks))
 
 
-def _chunk_passes(stages: int, chunks: int, micro_batches: int, group: int) -> tuple[list[Step], list[Step]]:
+def _chunk_passes(stages: int, chunks: int, micro_batches: int) -> tuple[list[Step], list[Step]]:
     """Forward and backward passes of a stage, each in the order of interleaved 1F1B."""
-    check_interleaving(stages, micro_batches, group)
+    check_interleaving(stages, micro_batches)
     units = []
-    for first in range(0, micro_batches, group):
-        members = range(first, min(first + group, micro_batches))
-        units += [(chunk, m) for chunk in range(chunks) for m in members]
+    for first in range(0, micro_batches, stages):
+        units += [(chunk, m) for chunk in range(chunks) for m in range(first, first + stages)]
     # Gradients come back through the chunks from the last to the first.
     return (
         [Step("forward", chunk, m) for chunk, m in units],
@@ -69,24 +62,16 @@ def _chunk_passes(stages: int, chunks: int, micro_batches: int, group: int) -> t
     )
 
 
-def _chunks_ahead(stages: int, stage: int, chunks: int, group: int) -> int:
+def _chunks_ahead(stages: int, stage: int, chunks: int) -> int:
     """megatron-core's warm-up: the first group fills all chunks but the last, and each stage behind adds a hop either way."""
-    return 2 * (stages - stage - 1) + (chunks - 1) * group
+    return 2 * (stages - stage - 1) + (chunks - 1) * stages
 
 
-def check_interleaving(
-    stages: int, micro_batches: int, group: int, subject: str = "gradient_accumulation_steps"
-) -> None:
+def check_interleaving(stages: int, micro_batches: int, subject: str = "gradient_accumulation_steps") -> None:
     """ConfigError where megatron-core's interleaved schedule refuses the number of micro-batches."""
-    last = micro_batches % group
-    if not stages <= group <= micro_batches or 0 < last < stages:
-        raise ConfigError(
-            subject,
-            micro_batches,
-            f"interleaving over {stages} stages needs at least {max(stages, group)} micro-batches, "
-            f"and a remainder modulo {group} of 0 or at least {stages}",
-            f"use a multiple of {stages}",
-        )
+    if micro_batches < stages or micro_batches % stages:
+        rule = f"interleaving over {stages} stages needs full groups of {stages} micro-batches"
+        raise ConfigError(subject, micro_batches, rule, f"use a multiple of {stages}")
 
 
 def _one_and_one(forward: list[Step], backward: list[Step], ahead: int) -> tuple[Step, ...]:
@@ -95,11 +80,6 @@ def _one_and_one(forward: list[Step], backward: list[Step], ahead: int) -> tuple
     for i in range(ahead, len(forward)):
         order += [forward[i], backward[i - ahead]]
     return tuple(order + backward[len(forward) - ahead :])
-
-
-def pipeline_order(plan: Plan, stage: int) -> tuple[Step, ...]:
-    """The order of one stage of a plan."""
-    return tuple(step for block in pipeline_blocks(plan, stage) for step in block)
 
 
 def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
@@ -132,8 +112,8 @@ def paired(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> tupl
         forward = [Step("forward", 0, m) for m in range(micro_batches)]
         backward = [Step("backward", 0, m) for m in range(micro_batches)]
     else:
-        forward, backward = _chunk_passes(stages, chunks, micro_batches, group=stages)
-    ahead = min(_chunks_ahead(stages, stage, chunks, group=stages) + 1, len(forward))
+        forward, backward = _chunk_passes(stages, chunks, micro_batches)
+    ahead = min(_chunks_ahead(stages, stage, chunks) + 1, len(forward))
     pairs = zip(backward, forward[ahead:], strict=False)
     return (*((step,) for step in forward[:ahead]), *pairs, *((step,) for step in backward[len(forward) - ahead :]))
 
@@ -164,74 +144,6 @@ def held_in_pairs(stages: int, stage: int, micro_batches: int, layers: tuple[int
     """
     few = min(micro_batches, 4 * stages + micro_batches % stages)
     return most_in_flight(paired(stages, stage, few, len(layers)), layers)
-
-
-def check_orders(orders: Sequence[Sequence[Step]], chunks: int, micro_batches: int) -> None:
-    """Check the orders of all stages together.
-
-    Every micro-batch passes every chunk forward and then backward, once each; and the stages, each in its order, do not
-    wait for each other for ever.
-
-    Args:
-        orders: one order per stage.
-    Raises:
-        ScheduleError: with the rank × step grid, the wrong cell in brackets.
-    """
-    expected = {Step("forward", c, m) for c in range(chunks) for m in range(micro_batches)}
-    expected |= {Step("backward", s.chunk, s.micro_batch) for s in expected}
-    for rank, order in enumerate(orders):
-        seen: set[Step] = set()
-        for column, step in enumerate(order):
-            fault = None
-            if step not in expected:
-                fault = "does not exist"
-            elif step in seen:
-                fault = "runs twice"
-            elif step.direction == "backward" and Step("forward", step.chunk, step.micro_batch) not in seen:
-                fault = "runs before its forward pass"
-            if fault:
-                raise ScheduleError(f"stage {rank}: {step} {fault}\n{format_grid(orders, (rank, column))}")
-            seen.add(step)
-        if missing := sorted(expected - seen, key=str):
-            end = (rank, len(order))
-            raise ScheduleError(f"stage {rank}: {missing[0]} never runs\n{format_grid(orders, end)}")
-    _check_progress(orders, chunks)
-
-
-def _check_progress(orders: Sequence[Sequence[Step]], chunks: int) -> None:
-    """Run the orders with what they wait for; complete per-stage orders are presupposed."""
-    stages = len(orders)
-    places = [0] * stages
-    done: set[tuple[int, Step]] = set()
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                needs = _input_of(stage, order[places[stage]], stages, chunks)
-                # Running whatever can run is exact: a step that has run takes nothing from another, so no choice is
-                # ever wrong.
-                if needs is not None and needs not in done:
-                    break
-                done.add((stage, order[places[stage]]))
-                places[stage] += 1
-                moved = True
-    for stage, order in enumerate(orders):
-        if places[stage] < len(order):
-            step = order[places[stage]]
-            needs = _input_of(stage, step, stages, chunks)
-            waits = f"waits for ever for {needs[1]} of stage {needs[0]}" if needs else "never starts"
-            grid = format_grid(orders, (stage, places[stage]))
-            raise ScheduleError(f"stage {stage}: {step} {waits}\n{grid}")
-
-
-def _input_of(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step] | None:
-    """The step that a step waits for at another stage; model order is chunk · stages + stage."""
-    delta = -1 if step.direction == "forward" else 1
-    position = step.chunk * stages + stage + delta
-    if not 0 <= position < stages * chunks:
-        return None
-    return position % stages, Step(step.direction, position // stages, step.micro_batch)
 
 
 def format_grid(orders: Sequence[Sequence[Step]], mark: tuple[int, int] | None = None) -> str:

@@ -248,7 +248,7 @@ def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> No
             raise ConfigError(f"{source} pipeline_schedule", "interleaved-1f1b", "needs at least 2 stages", "use 1f1b")
         for index, stage in enumerate(plan.stages):
             subject = f"{source} stages[{index}].gradient_accumulation_steps"
-            check_interleaving(len(plan.stages), stage.gradient_accumulation_steps, len(plan.stages), subject)
+            check_interleaving(len(plan.stages), stage.gradient_accumulation_steps, subject)
 
 
 def _check_ranks(plan: Plan, source: str) -> None:

@@ -15,13 +15,11 @@ from moe_overlap.plan.lowering.dependencies import Draft, check_races
 from moe_overlap.plan.lowering.interleave import interleave, turns_of
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.lowering.pipeline_order import (
-    check_orders,
     held_in_pairs,
     interleaved,
     most_in_flight,
     paired,
     pipeline_blocks,
-    pipeline_order,
 )
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
@@ -30,6 +28,7 @@ from moe_overlap.plan.uniform_overlap import OverlapWords
 from tests.unit.plan import plan_samples
 from tests.unit.plan.dataflow import Interpreter
 from tests.unit.plan.list_twins import cuts, has_race, rejects, run_together
+from tests.unit.plan.pass_orders import fault_of, pass_order
 from tests.unit.plan.test_plan_partitions import EP2, RECOMPUTES, uncut, with_words
 
 TWO = OverlapWords(gate="topk", micro_batches=2)
@@ -205,7 +204,7 @@ def test_uneven_passes_lose_nothing() -> None:
 def test_pipeline_of_pairs_runs_and_says_what_it_holds(stages: int) -> None:
     for micro_batches in (1, 2, 3, 2 * stages, 4 * stages + 1):
         blocks = [paired(stages, stage, micro_batches) for stage in range(stages)]
-        check_orders([[step for block in of_stage for step in block] for of_stage in blocks], 1, micro_batches)
+        assert not fault_of([[step for block in of_stage for step in block] for of_stage in blocks], 1, micro_batches)
         held = [most_in_flight(of_stage, [1]) for of_stage in blocks]
         assert held == [min(micro_batches, 2 * (stages - stage) - 1) for stage in range(stages)]
         assert held == [held_in_pairs(stages, stage, micro_batches, (1,)) for stage in range(stages)]
@@ -216,7 +215,9 @@ def test_pairs_of_chunks_hold_what_chunks_one_by_one_do(stages: int, chunks: int
     """Interleaved 1F1B runs as far ahead as pairs must; of a pair one pass gives back what the other takes."""
     for micro_batches in (stages, 2 * stages, 4 * stages, 9 * stages):
         blocks = [paired(stages, stage, micro_batches, chunks) for stage in range(stages)]
-        check_orders([[step for block in of_stage for step in block] for of_stage in blocks], chunks, micro_batches)
+        assert not fault_of(
+            [[step for block in of_stage for step in block] for of_stage in blocks], chunks, micro_batches
+        )
         for stage, of_stage in enumerate(blocks):
             uneven = tuple(range(1, chunks + 1))
             assert held_in_pairs(stages, stage, micro_batches, uneven) == most_in_flight(of_stage, uneven)
@@ -261,14 +262,12 @@ def test_pairs_of_all_stages_run_at_the_same_time(stages: int, chunks: int) -> N
 
 def test_order_of_a_plan_with_pairs() -> None:
     plan = plan_samples.plan(stages=2, micro_batches=4, stage={"overlap": StageOverlap(micro_batches_in_flight=2)})
-    assert " ".join(map(str, pipeline_order(plan, 1))) == "0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"
-    assert " ".join(map(str, pipeline_order(plan, 0))) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
+    assert " ".join(map(str, pass_order(plan, 1))) == "0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"
+    assert " ".join(map(str, pass_order(plan, 0))) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
     plan = plan_samples.plan(
         4, 2, chunks=2, micro_batches=4, stage={"overlap": StageOverlap(micro_batches_in_flight=2)}
     )
-    assert (
-        " ".join(map(str, pipeline_order(plan, 1))) == "0F0 0F1 1F0 1B0 1F1 1B1 0F2 0B0 0F3 0B1 1F2 1B2 1F3 1B3 0B2 0B3"
-    )
+    assert " ".join(map(str, pass_order(plan, 1))) == "0F0 0F1 1F0 1B0 1F1 1B1 0F2 0B0 0F3 0B1 1F2 1B2 1F3 1B3 0B2 0B3"
 
 
 @pytest.mark.parametrize(

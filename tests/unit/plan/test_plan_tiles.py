@@ -15,7 +15,6 @@ from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.instructions import Instruction, format_list
 from moe_overlap.plan.lowering.dependencies import check_races
 from moe_overlap.plan.lowering.lower import lower
-from moe_overlap.plan.lowering.pipeline_order import pipeline_order
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import AllGather, Devices, Plan, Tile, Transfer
 from moe_overlap.plan.rules import resharding
@@ -24,6 +23,7 @@ from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, read_record
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from tests.unit.plan import plan_samples
+from tests.unit.plan.pass_orders import pass_order
 
 LENGTH, WIDTH = 256, 128 * 4
 SHAPES = [
@@ -151,7 +151,7 @@ def test_like_stages_run_ahead_as_in_1f1b() -> None:
     plan, _ = unlike(((2, 1, 1),) * 4)
     assert [passes_ahead(plan, stage) for stage in range(4)] == [3, 2, 1, 0]
     bare = dataclasses.replace(plan, transfers=())
-    assert [pipeline_order(plan, stage) for stage in range(4)] == [pipeline_order(bare, stage) for stage in range(4)]
+    assert [pass_order(plan, stage) for stage in range(4)] == [pass_order(bare, stage) for stage in range(4)]
     model = plan_samples.model("dddd")
     assert played(plan, model).step_seconds == played(bare, model).step_seconds == (12 + 3) * 6.0
 
