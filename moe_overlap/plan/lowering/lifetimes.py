@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, ScheduleError, parse_buffer
+from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_buffer
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION, INPUTS, last_uses
 
 Uses = Mapping[int, frozenset[str]]
@@ -52,32 +52,11 @@ class _Live:
 
 
 def uses_to_record(instructions: Sequence[Instruction]) -> Uses:
-    """The foreign uses that the allocator must be told of."""
-    found: dict[int, set[str]] = defaultdict(set)
-    for place, name in _unsafe_uses(instructions):
-        found[instructions[place].id].add(name)
-    return {number: frozenset(names) for number, names in found.items()}
-
-
-def check_lifetimes(instructions: Sequence[Instruction], recorded: Uses) -> None:
-    """Check that no memory is handed out again while it is used.
-
-    Args:
-        recorded: the uses that the allocator is told of.
-    Raises:
-        ScheduleError: a foreign use is neither recorded nor ordered before the next allocation; the message shows it.
-    """
-    for place, name in _unsafe_uses(instructions):
-        if name not in recorded.get(instructions[place].id, ()):
-            raise ScheduleError(f"{name} may be handed out again while this uses it:\n  {instructions[place]}")
-
-
-def _unsafe_uses(instructions: Sequence[Instruction]) -> list[tuple[int, str]]:
-    """Place and buffer of every foreign use that is not harmless by itself."""
+    """The foreign uses that the allocator must be told of: those that are not harmless by themselves."""
     order = StreamOrder(instructions)
     ends = last_uses(instructions)
     live: dict[str, _Live] = {}
-    uses: list[tuple[int, str]] = []
+    uses: dict[int, set[str]] = defaultdict(set)
 
     def drop(name: str, place: int) -> None:
         buffer = live.pop(name, None)
@@ -88,7 +67,7 @@ def _unsafe_uses(instructions: Sequence[Instruction]) -> list[tuple[int, str]]:
             computes = order.streams[use] == COMPUTE
             # Without a next instruction the memory waits for the next step, of which this list says nothing.
             if computes or following is None or not order.knows(following, use):
-                uses.append((use, name))
+                uses[instructions[use].id].add(name)
 
     for place, i in enumerate(instructions):
         touched = [name for name in dict.fromkeys((*i.reads, *i.writes)) if parse_buffer(name).word not in INPUTS]
@@ -101,7 +80,7 @@ def _unsafe_uses(instructions: Sequence[Instruction]) -> list[tuple[int, str]]:
                 live[name] = _Live(order.streams[place])
         for name in ends[i.id]:
             drop(name, place)
-    return uses
+    return {number: frozenset(names) for number, names in uses.items()}
 
 
 class StreamOrder:

@@ -8,10 +8,8 @@ operation of a communicator, seen from all of its ranks. What the model says:
 1. On every rank a communicator is a queue: its operations start in list order, the next when the one before has ended.
 2. A meeting ends only when every rank has reached it. The k-th operation of a rank meets the k-th of the others: a send meets a
    receive of the same tensor, a collective the same collective.
-3. Operations that start together (between ncclGroupStart and ncclGroupEnd; torch's `batch_isend_irecv`) are one entry of the
-   queue: none of them waits for another.
-4. Different communicators do not wait for each other. They share a device's multiprocessors: residency.py.
-5. An instruction starts when all of its `after` and what stands before it on its channel have ended.
+3. Different communicators do not wait for each other. They share a device's multiprocessors: residency.py.
+4. An instruction starts when all of its `after` and what stands before it on its channel have ended.
 
 Merging every meeting into one node turns rule 2 into edges of a graph, so the step ends exactly if the graph has no cycle: the
 rules leave no choice in which a lucky timing could help.
@@ -23,8 +21,9 @@ stages): a cycle among all ranks is one among their representatives, too. Of sta
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
 from moe_overlap.plan.operators import NORM
@@ -35,56 +34,47 @@ SHOWN_RANKS = 4
 Node = tuple[int, int]
 """Rank and place in its list."""
 Lists = Mapping[int, Sequence[Instruction]]
-Communicator = Callable[[int, Instruction], Hashable]
-"""Rank and communication -> what it is queued on; equal on all ranks that meet."""
 
 
-def one_per_direction(rank: int, communication: Instruction) -> Hashable:
-    """The communicators of this runtime: a pair of ranks has one per direction of a boundary, a group one per channel."""
+def communicator_of(rank: int, communication: Instruction) -> Hashable:
+    """What a communication of a rank is queued on; equal on all ranks that meet.
+
+    A pair of ranks has one communicator per direction of a boundary, a group one per channel. The norm of the gradients meets on
+    all ranks; any other collective within its stage.
+    """
     if communication.kind == "point-to-point":
-        return (*_pair(rank, communication), communication.channel)
-    return _group(communication)
+        (peer,) = communication.peers
+        return (min(rank, peer), max(rank, peer), communication.channel)
+    return ("world", NORM) if communication.name == NORM else (communication.stage, communication.channel)
 
 
-def one_per_pair(rank: int, communication: Instruction) -> Hashable:
-    """One communicator for everything that two ranks send each other, as a single process group of the pipeline has it."""
-    return _pair(rank, communication) if communication.kind == "point-to-point" else _group(communication)
-
-
-def check_rendezvous(
-    lists: Lists,
-    communicator: Communicator = one_per_direction,
-    starts_together: Callable[[Instruction], Hashable] = lambda communication: communication.id,
-) -> None:
+def check_rendezvous(lists: Lists) -> None:
     """Check that all ranks finish their lists under NCCL's rules.
 
     Args:
         lists: the lists of the ranks that take part; every peer of a transfer is among them.
-        communicator: the queue that a communication of a rank belongs to.
-        starts_together: neighbours in a queue with equal answers start together; each by itself unless given.
     Raises:
         ScheduleError: an operation meets another one than its own or none at all, or ranks wait for each other in a circle; the
             message shows the first lines that cannot start.
     """
     graph = _Graph(lists)
-    queues = _queues(lists, communicator)
-    for key, of_rank in queues.items():
+    for key, of_rank in _queues(lists).items():
         _meet(graph, lists, key, of_rank)
         for rank, places in of_rank.items():
-            graph.queue(rank, _entries(lists[rank], places, starts_together))
+            graph.queue(rank, places)
     stuck = graph.stuck()
     if stuck:
         raise ScheduleError(f"ranks wait for each other in a circle\n{_first_lines(lists, stuck)}")
 
 
-def meetings(lists: Lists, communicator: Communicator = one_per_direction) -> dict[Node, Node]:
+def meetings(lists: Lists) -> dict[Node, Node]:
     """Every communication, as rank and place in its list, -> the one that stands for its meeting.
 
     Raises:
         ScheduleError: an operation meets another one than its own or none at all.
     """
     graph = _Graph(lists)
-    queues = _queues(lists, communicator)
+    queues = _queues(lists)
     for key, of_rank in queues.items():
         _meet(graph, lists, key, of_rank)
     # A collective of a group of which only this rank's list is given meets nobody else.
@@ -92,23 +82,13 @@ def meetings(lists: Lists, communicator: Communicator = one_per_direction) -> di
     return {node: graph.node(node) for node in nodes}
 
 
-def _pair(rank: int, transfer: Instruction) -> tuple[int, int]:
-    (peer,) = transfer.peers
-    return min(rank, peer), max(rank, peer)
-
-
-def _group(collective: Instruction) -> Hashable:
-    """The norm of the gradients meets on all ranks; any other collective within its stage."""
-    return ("world", NORM) if collective.name == NORM else (collective.stage, collective.channel)
-
-
-def _queues(lists: Lists, communicator: Communicator) -> dict[Hashable, dict[int, list[int]]]:
+def _queues(lists: Lists) -> dict[Hashable, dict[int, list[int]]]:
     """Communicator -> rank -> places in its list, in order."""
     queues: dict[Hashable, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, instructions in lists.items():
         for place, instruction in enumerate(instructions):
             if instruction.kind in ("collective", "point-to-point"):
-                queues[communicator(rank, instruction)][rank].append(place)
+                queues[communicator_of(rank, instruction)][rank].append(place)
     return queues
 
 
@@ -168,22 +148,6 @@ def _identity(communication: Instruction) -> tuple[object, ...]:
     return (communication.name, communication.micro_batch, communication.partition)
 
 
-def _entries(
-    instructions: Sequence[Instruction], places: Sequence[int], starts_together: Callable[[Instruction], Hashable]
-) -> list[list[int]]:
-    """Rule 3: the entries of a queue."""
-    entries: list[list[int]] = []
-    last: Hashable = None
-    for place in places:
-        batch = starts_together(instructions[place])
-        if entries and batch == last:
-            entries[-1].append(place)
-        else:
-            entries.append([place])
-        last = batch
-    return entries
-
-
 @dataclass(slots=True)
 class _Graph:
     """All instructions of all ranks; those that meet are one node."""
@@ -196,10 +160,9 @@ class _Graph:
         """Both are the same meeting."""
         self._meeting[other] = self._meeting.setdefault(one, one)
 
-    def queue(self, rank: int, entries: Sequence[Sequence[int]]) -> None:
-        """Rule 1: each entry waits for all of the one before."""
-        for earlier, later in zip(entries, entries[1:], strict=False):
-            self._before += [((rank, first), (rank, second)) for first in earlier for second in later]
+    def queue(self, rank: int, places: Sequence[int]) -> None:
+        """Rule 1: each operation waits for the one before."""
+        self._before += [((rank, first), (rank, second)) for first, second in pairwise(places)]
 
     def stuck(self) -> dict[int, int]:
         """Rank -> place of its first instruction that never ends; empty where all ranks finish (Kahn's algorithm)."""
@@ -231,7 +194,7 @@ class _Graph:
         return self._meeting.get(node, node)
 
     def _own_order(self) -> list[tuple[Node, Node]]:
-        """Rule 5."""
+        """Rule 4."""
         edges: list[tuple[Node, Node]] = []
         for rank, instructions in self.lists.items():
             place_of = {instruction.id: place for place, instruction in enumerate(instructions)}

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from moe_overlap.plan.instructions import Instruction, ScheduleError
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION
 from moe_overlap.plan.lowering.lifetimes import stream_of
-from moe_overlap.plan.lowering.rendezvous import Communicator, Lists, Node, meetings, one_per_direction
+from moe_overlap.plan.lowering.rendezvous import Lists, Node, communicator_of, meetings
 
 NCCL_MOST_BLOCKS = 32
 """Thread blocks of a kernel where nothing limits them (NCCL's MAXCHANNELS of one collective)."""
@@ -50,10 +50,10 @@ class Device:
     queues: int
 
 
-def communicators_of(lists: Lists, communicator: Communicator = one_per_direction) -> dict[int, int]:
+def communicators_of(lists: Lists) -> dict[int, int]:
     """Rank -> communicators that its list uses."""
     return {
-        rank: len({communicator(rank, i) for i in instructions if i.kind in COMMUNICATION})
+        rank: len({communicator_of(rank, i) for i in instructions if i.kind in COMMUNICATION})
         for rank, instructions in lists.items()
     }
 
@@ -69,7 +69,7 @@ def most_blocks(multiprocessors: int, communicators: int) -> int:
     return min(NCCL_MOST_BLOCKS, multiprocessors // max(communicators, 1))
 
 
-def check_residency(lists: Lists, device: Device, communicator: Communicator = one_per_direction) -> None:
+def check_residency(lists: Lists, device: Device) -> None:
     """Check that all ranks finish on devices of limited room.
 
     Args:
@@ -77,13 +77,13 @@ def check_residency(lists: Lists, device: Device, communicator: Communicator = o
     Raises:
         ScheduleError: ranks wait for each other for good, or their timing decides whether they do.
     """
-    most = max(communicators_of(lists, communicator).values(), default=0)
+    most = max(communicators_of(lists).values(), default=0)
     if device.queues > 1 and device.kernels < most:
         raise ScheduleError(
             f"{most} communicators of a rank compete for {device.kernels} kernels: timing decides who starts; "
             f"limit the thread blocks of a kernel until {most} fit, or use one hardware queue"
         )
-    stopped = _Run(lists, device, meetings(lists, communicator)).stops()
+    stopped = _Run(lists, device, meetings(lists)).stops()
     if stopped:
         shown = "\n".join(f"  rank {rank} stops at: {instruction}" for rank, instruction in stopped.items())
         raise ScheduleError(f"kernels that wait for other ranks keep them from starting\n{shown}")

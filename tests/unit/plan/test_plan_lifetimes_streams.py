@@ -8,15 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, ScheduleError, parse_buffer, parse_list
+from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_buffer, parse_list
 from moe_overlap.plan.lowering.dependencies import INPUTS, last_uses
-from moe_overlap.plan.lowering.lifetimes import (
-    Uses,
-    awaited_elsewhere,
-    check_lifetimes,
-    stream_of,
-    uses_to_record,
-)
+from moe_overlap.plan.lowering.lifetimes import Uses, awaited_elsewhere, stream_of, uses_to_record
 from moe_overlap.plan.lowering.lower import lower
 from tests.unit.plan import plan_samples
 from tests.unit.plan.test_plan_host_ahead import ahead, case
@@ -84,21 +78,11 @@ def reused_too_early(instructions: Sequence[Instruction], recorded: Uses, draws:
     return False
 
 
-def without(recorded: Uses, number: int, name: str) -> Uses:
-    return {other: names - {name} if other == number else names for other, names in recorded.items()}
-
-
 @pytest.mark.parametrize("name", LISTS)
-def test_what_is_recorded_is_enough_and_needed(name: str) -> None:
+def test_what_is_recorded_is_enough(name: str) -> None:
     made = golden(name)
-    recorded = uses_to_record(made)
-    check_lifetimes(made, recorded)
-    draws = random.Random(0)
+    recorded, draws = uses_to_record(made), random.Random(0)
     assert not any(reused_too_early(made, recorded, draws) for _ in range(20))
-    for number, names in recorded.items():
-        for buffer in names:
-            with pytest.raises(ScheduleError, match="handed out again"):
-                check_lifetimes(made, without(recorded, number, buffer))
 
 
 def test_the_twin_finds_memory_that_nobody_recorded() -> None:
@@ -111,18 +95,15 @@ def test_the_twin_finds_memory_that_nobody_recorded() -> None:
 
 
 def test_random_waits() -> None:
-    """Lists whose waits are thinned at random are judged as the twin judges them: what it finds, the check refuses."""
+    """Whatever the speed of the streams, nothing is written too early; with fewer waits, drawn at random, something is."""
     plan, model = case("around", 2, "mm", micro_batch_size=2)
     made = lower(ahead(plan), model, 0)
-    draws = random.Random(2)
+    draws, recorded = random.Random(2), uses_to_record(made)
     found = 0
     for _ in range(30):
-        recorded = {n: frozenset(b for b in names if draws.random() < 0.9) for n, names in uses_to_record(made).items()}
-        faulty = reused_too_early(made, recorded, draws)
-        found += faulty
-        if faulty:
-            with pytest.raises(ScheduleError):
-                check_lifetimes(made, recorded)
+        fewer = {n: frozenset(b for b in names if draws.random() < 0.9) for n, names in recorded.items()}
+        found += reused_too_early(made, fewer, draws)
+        assert not reused_too_early(made, recorded, draws)
     assert found, "the twin found nothing: the comparison would show nothing"
 
 

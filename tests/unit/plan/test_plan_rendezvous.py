@@ -14,7 +14,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction, ScheduleError, parse_list
 from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.lower import lower
-from moe_overlap.plan.lowering.rendezvous import check_rendezvous, one_per_direction, one_per_pair
+from moe_overlap.plan.lowering.rendezvous import check_rendezvous, communicator_of
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.uniform_overlap import OverlapWords
 from tests.unit.plan import plan_samples
@@ -35,15 +35,15 @@ def golden() -> Lists:
     return {rank: parse_list((plan_samples.GOLDEN / name).read_text()) for rank, name in names.items()}
 
 
-def ends(lists: Lists, **how: object) -> bool:
+def ends(lists: Lists) -> bool:
     try:
-        check_rendezvous(lists, **how)  # type: ignore[arg-type]
+        check_rendezvous(lists)
     except ScheduleError:
         return False
     return True
 
 
-def run_by_hand(lists: Lists, communicator: object = one_per_direction) -> bool:
+def run_by_hand(lists: Lists) -> bool:
     """The obvious twin: again and again, end whatever can end, until nothing is left or nothing moves."""
     left = {rank: list(instructions) for rank, instructions in lists.items()}
     done: dict[int, set[int]] = {rank: set() for rank in lists}
@@ -56,7 +56,7 @@ def run_by_hand(lists: Lists, communicator: object = one_per_direction) -> bool:
             same = other.channel == wanted.channel
             if wanted.kind in ("collective", "point-to-point"):
                 moves = other.kind in ("collective", "point-to-point")
-                same = moves and communicator(rank, other) == communicator(rank, wanted)  # type: ignore[operator]
+                same = moves and communicator_of(rank, other) == communicator_of(rank, wanted)
             elif other.kind in ("collective", "point-to-point"):
                 same = False
             if same:
@@ -102,15 +102,24 @@ def test_golden_pipeline_ends_with_a_communicator_for_each_direction() -> None:
     assert ends(golden()) and run_by_hand(golden())
 
 
+def on_one_communicator(lists: Lists) -> Lists:
+    """All that two ranks send each other in one queue, as a single process group of the pipeline has it."""
+    return {
+        rank: tuple(dataclasses.replace(i, channel="pp") if i.kind == "point-to-point" else i for i in instructions)
+        for rank, instructions in lists.items()
+    }
+
+
 def test_it_stops_where_issue_order_shares_one_communicator_per_pair() -> None:
     """Stage 0 starts its second send while stage 1 starts its first backward send: on one communicator both wait for good."""
+    shared = on_one_communicator(golden())
     with pytest.raises(ScheduleError, match="circle"):
-        check_rendezvous(golden(), one_per_pair)
-    assert not run_by_hand(golden(), one_per_pair)
+        check_rendezvous(shared)
+    assert not run_by_hand(shared)
 
 
-def test_what_starts_together_does_not_wait_for_each_other() -> None:
-    """A send and a receive of each of two ranks, each rank sending first: a deadlock, unless both start as one group."""
+def test_each_direction_has_a_queue_of_its_own() -> None:
+    """A send and a receive of each of two ranks, each rank sending first."""
 
     def side(peer: int) -> tuple[Instruction, ...]:
         up, down = ("a", "b") if peer else ("b", "a")
@@ -120,9 +129,8 @@ def test_what_starts_together_does_not_wait_for_each_other() -> None:
         return send, receive
 
     lists = {0: side(1), 1: side(0)}
-    assert not ends(lists, communicator=one_per_pair)
-    assert ends(lists, communicator=one_per_pair, starts_together=lambda transfer: "both")
-    assert ends(lists)
+    assert ends(lists) and run_by_hand(lists)
+    assert not ends(on_one_communicator(lists)) and not run_by_hand(on_one_communicator(lists))
 
 
 def swapped(instructions: Sequence[Instruction], first: int, second: int) -> tuple[Instruction, ...]:
@@ -177,11 +185,12 @@ def test_random_pipelines_end_and_the_twin_agrees() -> None:
         places = [n for n, i in enumerate(lists[rank]) if i.kind == "point-to-point"]
         broken = {**lists, rank: swapped(lists[rank], *draw.sample(places, 2))} if len(places) > 1 else lists
         for some in (lists, broken):
-            for communicator in (one_per_direction, one_per_pair):
-                verdict = ends(some, communicator=communicator)
+            for is_shared in (False, True):
+                queued = on_one_communicator(some) if is_shared else some
+                verdict = ends(queued)
                 if verdict:
-                    assert run_by_hand(some, communicator)
-                verdicts.add((some is lists, communicator is one_per_pair, verdict))
+                    assert run_by_hand(queued)
+                verdicts.add((some is lists, is_shared, verdict))
     assert {(True, False, True), (False, False, False), (True, True, False)} <= verdicts
 
 

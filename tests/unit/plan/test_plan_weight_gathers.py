@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.gradient_buckets import optimizer_parts
-from moe_overlap.plan.lowering.lifetimes import check_lifetimes, stream_of, uses_to_record
+from moe_overlap.plan.lowering.lifetimes import stream_of, uses_to_record
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
 from tests.unit.plan import plan_samples
 from tests.unit.plan.test_plan_gradient_gaps import before, made_plan
+from tests.unit.plan.test_plan_lifetimes_streams import reused_too_early
 
 SHAPES = [((1, 1), 2), ((2, 1), 4), ((2, 2), 4)]
 
@@ -97,4 +99,5 @@ def test_lists_for_a_device_end_and_reuse_no_memory_too_early(shape: tuple[int, 
         queued = dataclasses.replace(plan, stages=tuple(stages), host_runs_ahead=True)
         made = lower(queued, model, rank, hardware_queues=1)
         assert gathers_of(made)
-        check_lifetimes(made, uses_to_record(made))
+        recorded, draws = uses_to_record(made), random.Random(0)
+        assert not any(reused_too_early(made, recorded, draws) for _ in range(3))
