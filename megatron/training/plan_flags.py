@@ -1,7 +1,7 @@
 """The plan of a run, and the flags that say a plan.
 
     plan_from_flags    flags -> plan: stages of one shape, the same overlap on every layer
-    flags_from_plan    its inverse, for every plan that flags can say
+    flags_from_plan    its inverse, for every plan that flags can say: what holds the two together in tests
     plan_of_run        the plan that a run builds and executes: of its flags, or of --plan FILE, checked
 
 `plan_argument.py` completes the flags of a command line by its --plan.
@@ -188,6 +188,8 @@ _PRECISIONS: dict[Precision, Values] = {
 
 def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.json") -> Values:
     """The flags that say what a plan says: `plan_from_flags` of them is the plan.
+
+    No run asks for them. The round-trip test does, which shows that flags and --plan describe the same run.
 
     Args:
         plan: a plan that `validate_plan` accepts for `model`.

@@ -245,11 +245,6 @@ class OperatorId:
         return self.kind in COPY_KINDS
 
     @property
-    def is_compute(self) -> bool:
-        """Whether it occupies the compute channel."""
-        return not (self.is_collective or self.is_point_to_point or self.is_copy)
-
-    @property
     def is_bucket(self) -> bool:
         """Whether it reduces the gradients of one parameter group, among the passes."""
         return self.kind is OperatorKind.GRADIENTS and bool(self.group)

@@ -95,10 +95,9 @@ def test_orders_of_a_layer() -> None:
     )  # fmt: skip
 
 
-def test_every_operator_has_one_kind() -> None:
+def test_no_operator_moves_data_in_two_ways() -> None:
     for name, operator in NAMES.items():
-        kinds = (operator.is_compute, operator.is_collective, operator.is_point_to_point, operator.is_copy)
-        assert sum(kinds) == 1, name
+        assert sum((operator.is_collective, operator.is_point_to_point, operator.is_copy)) <= 1, name
     collective = {name for name, operator in NAMES.items() if operator.is_collective}
     assert collective == {
         "L0.moe.dispatch.backward", "L0.moe.count.recompute", "mtp0.moe.combine.backward", "gradients", "gradients.L3",

@@ -46,12 +46,6 @@ def submeshes(nodes: int, per_node: int) -> tuple[SubMesh, ...]:
     return (*inside, *(SubMesh(count, per_node) for count in range(2, nodes + 1)))
 
 
-def logical_shapes(mesh: SubMesh) -> tuple[tuple[int, int], ...]:
-    """All (rows, columns) into which the devices of a sub-mesh may be seen; a stage takes the one that is fastest and fits."""
-    devices = mesh.devices
-    return tuple((rows, devices // rows) for rows in range(1, devices + 1) if devices % rows == 0)
-
-
 def place(meshes: Sequence[SubMesh], nodes: int, per_node: int) -> list[Placed]:
     """The place of every stage's sub-mesh among the nodes, in the order of `meshes`.
 
