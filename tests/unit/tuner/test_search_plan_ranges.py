@@ -15,10 +15,11 @@ import moe_overlap.tuner.cost.analytic as cost_predict
 import moe_overlap.tuner.cost.instruction_seconds as instruction_seconds
 from moe_overlap.api import features_of, read_job
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering import lower
 from moe_overlap.plan.operators import parse_operator
-from moe_overlap.plan.overlap import Gate, SearchLimits, StageOverlap
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.overlap import Gate, LayerOverlap, SearchLimits, StageOverlap
+from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
@@ -26,6 +27,7 @@ from moe_overlap.tuner.cost.machine import Machine, machine_of
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer import partition_pipeline as range_prices
+from moe_overlap.tuner.search.layer import partition_ranges as range_search
 from moe_overlap.tuner.search.layer.partition_ranges import PartitionedPlan, partition_ranges
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.test_cost_simulate_step import CLUSTER, OVERLAPPED
@@ -74,12 +76,29 @@ class Task:
         return simulate_step(plan, problem)
 
     def search(
-        self, limits: SearchLimits = LIMITS, free: bool = False, gate: Gate | None = "topk", **words: Any
+        self,
+        limits: SearchLimits = LIMITS,
+        free: bool = False,
+        gate: Gate | None = "topk",
+        free_bytes: float = math.inf,
     ) -> PartitionedPlan:
         prices = self.step(self.plan).prices
         given = {rank: FreeEdges(one) if free else one for rank, one in prices.items()}
-        free_bytes = words.pop("free_bytes", [math.inf] * len(self.plan.stages))
-        return partition_ranges(self.plan, self.model, given, limits, free_bytes, gate, **words)
+        return partition_ranges(
+            gated(self.plan, self.model, gate), self.model, given, limits, [free_bytes] * len(given)
+        )
+
+
+def gated(plan: Plan, model: ModelDescription, gate: Gate | None) -> Plan:
+    """A plan with a gate in every mixture of experts to which it gives none."""
+
+    def with_gate(stage: StagePlan) -> StagePlan:
+        entries = {entry.layer: entry for entry in stage.overlap.layers}
+        experts = [entries.get(n, LayerOverlap(layer=n)) for n in stage.layers if model.moe_layers[n]]
+        layers = tuple(dataclasses.replace(entry, gate=entry.gate or gate) for entry in experts)
+        return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
+
+    return plan if gate is None else dataclasses.replace(plan, stages=tuple(map(with_gate, plan.stages)))
 
 
 @functools.cache
@@ -200,11 +219,13 @@ def test_the_plan_says_what_was_found_and_keeps_the_rest() -> None:
     assert again.plan.stages == found.plan.stages
 
 
-def test_memory_lowers_the_number_of_partitions() -> None:
+def test_memory_lowers_the_number_of_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     job = task()
     many = job.search()
     assert {one.partitions for one in many.stages[0].ranges} == {4} and many.stages[0].lowered == ()
-    few = job.search(free_bytes=[2 * GIB], held_bytes=lambda first, last, parts: parts * GIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(range_search._ChunkSearch, "held_bytes", lambda self, span, parts: parts * GIB)
+        few = job.search(free_bytes=2 * GIB)
     assert {one.partitions for one in few.stages[0].ranges} == {2}
     assert {(one.most_partitions, one.needed_bytes) for one in few.stages[0].lowered} == {(2, 4 * GIB)}
     names = {(one.first_operator, one.last_operator) for one in few.stages[0].ranges}
@@ -214,8 +235,8 @@ def test_memory_lowers_the_number_of_partitions() -> None:
     said = {(one.first_operator, one.last_operator, one.max_partitions) for one in limits.lowered}
     assert said == {(*ends, 2) for ends in names}
     validate_plan(few.plan, job.model)
-    none = job.search(free_bytes=[0.0])
-    assert none.stages[0].ranges == () and none.plan.stages[0].overlap.layers == ()
+    none = job.search(free_bytes=0.0)
+    assert none.stages[0].ranges == () and {one.mechanism for one in none.plan.stages[0].overlap.layers} == {"none"}
     assert {one.most_partitions for one in none.stages[0].lowered} == {1}
     limits = none.plan.stages[0].overlap.search_limits
     assert limits is not None and {one.max_partitions for one in limits.lowered} == {1}
@@ -232,9 +253,10 @@ def test_what_may_not_be_cut_is_excluded_with_the_reason() -> None:
     job = task()
 
     def reasons(found: PartitionedPlan) -> list[tuple[str, str]]:
-        (stage,) = found.stages
+        (stage,), (planned,) = found.stages, found.plan.stages
         assert stage.ranges == () and stage.seconds == pytest.approx(stage.uncut_seconds)
-        assert found.plan.stages[0].overlap == StageOverlap(search_limits=LIMITS)
+        whole = tuple(LayerOverlap(layer=entry.layer, gate="topk") for entry in planned.overlap.layers)
+        assert planned.overlap == StageOverlap(layers=whole, search_limits=LIMITS)
         return list(stage.excluded)
 
     experts = "L0.moe.gate … L0.moe.merge"
@@ -247,8 +269,8 @@ def test_what_may_not_be_cut_is_excluded_with_the_reason() -> None:
     )
     assert reasons(task("--num-layers 6 --expert-model-parallel-size 1").search()) == []
     prices = job.step(job.plan).prices
-    predicting = dataclasses.replace(job.plan, mtp_stage=0)
-    (only,) = reasons(partition_ranges(predicting, job.model, prices, LIMITS, [math.inf], "topk"))
+    predicting = dataclasses.replace(gated(job.plan, job.model, "topk"), mtp_stage=0)
+    (only,) = reasons(partition_ranges(predicting, job.model, prices, LIMITS, [math.inf]))
     assert only == (experts, "mtp_stage 0: multi-token prediction is not overlapped, and here layers are")
     whole = task("--num-layers 6 --moe-gate batch_prioritized --moe-expert-capacity-factor 1.0")
     (stage,) = whole.search(gate="batch_prioritized").stages

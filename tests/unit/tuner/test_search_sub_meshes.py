@@ -86,7 +86,7 @@ def test_the_search_finds_what_an_enumeration_finds(share: float, batch: int) ->
     case, run = small(batch=batch)
     case = least_memory(case, share) if share < 1.0 else case
     found = search_meshes(case.task, run)
-    search = _Meshes(case.task, run, (1,), (1,))
+    search = _Meshes(case.task, run, (1,))
     seconds, tried = [], 0
     for samples in search.batches((Restriction.FREE,)):
         for plan in every_plan(search, samples, 3):
@@ -102,7 +102,7 @@ def test_stages_fit_where_predictions_do() -> None:
     """Cell by cell: some way of a stage fits with so many stages behind if and only if it does in some plan."""
     case, run = small()
     case = least_memory(case, 0.055)
-    search = _Meshes(case.task, run, (1,), (1,))
+    search = _Meshes(case.task, run, (1,))
     table, fits = _Table(search, 1, (Restriction.FREE,)), {}
     for plan in every_plan(search, 1, 3):
         last = len(plan.stages) - 1
@@ -236,7 +236,7 @@ def test_plans_far_slower_than_a_known_one_are_not_looked_for() -> None:
 def test_units_are_all_layers_and_no_more_than_there_may_be(layers: int) -> None:
     """61 layers are those of DeepSeek-V3: a unit of two of them is far above the mean of 48."""
     case, run = small()
-    search = _Meshes(case.task, run, (1,), (1,))
+    search = _Meshes(case.task, run, (1,))
     search.model = dataclasses.replace(search.model, num_layers=layers)
     search.graph = dataclasses.replace(
         search.graph, layer_kinds=tuple(itertools.islice(itertools.cycle(search.graph.layer_kinds), layers))

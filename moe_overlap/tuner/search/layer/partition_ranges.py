@@ -35,7 +35,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_cut_blocks, refuse_cuts_of, refuse_what_cannot_be_lowered
 from moe_overlap.plan.lowering.layers import LayerOperator
 from moe_overlap.plan.operators import GATE, MERGE, OperatorId
-from moe_overlap.plan.overlap import Axis, Gate, LayerOverlap, LoweredLimit, SearchLimits
+from moe_overlap.plan.overlap import Axis, LayerOverlap, LoweredLimit, SearchLimits
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.rules.overlap import indivisible, validate_ranges
 from moe_overlap.tuner.problem import LIMIT_FLAGS
@@ -240,12 +240,12 @@ class StageRanges:
 
 
 def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimits | None) -> StagePlan:
-    """A stage with these ranges, whose layers it has entries for, in place of its own; entries that say nothing go."""
+    """A stage with these ranges in place of its own; entries that say nothing go."""
     whole = without_ranges(stage)
     entries = {entry.layer: entry for entry in whole.overlap.layers}
     for chosen in ranges:
         entries[chosen.layer] = dataclasses.replace(
-            entries[chosen.layer],
+            entries.get(chosen.layer, LayerOverlap(layer=chosen.layer)),
             mechanism="partitioned",
             partitions=chosen.partitions,
             first_operator=chosen.first_operator,
@@ -259,10 +259,6 @@ def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimi
 # Step 2, and the search of one stage, chunk after chunk.
 
 
-HeldBytes = Callable[[str, str, int], float]
-"""First and last operator of a range, partitions -> bytes that it holds beyond the whole range."""
-
-
 @dataclass(slots=True)
 class StageSearch:
     """The search of one stage; the arguments of `partition_ranges`, of this stage."""
@@ -273,7 +269,6 @@ class StageSearch:
     prices: RangePrices
     limits: SearchLimits
     free_bytes: float
-    held_bytes: HeldBytes | None
     _excluded: dict[str, tuple[str, str]] = field(default_factory=dict)
     _axes: dict[tuple[object, ...], CutAxes | Conflict] = field(default_factory=dict)
 
@@ -366,7 +361,7 @@ class _ChunkSearch:
                 candidates=self._stage.candidates(),
                 may_be_cut=lambda span: self._axis_of(span) is not None,
                 seconds=self.seconds,
-                bytes=self._held_bytes,
+                bytes=self.held_bytes,
                 free_bytes=self._stage.free_bytes,
             )
         )
@@ -375,11 +370,9 @@ class _ChunkSearch:
         """P of a range, forward and backward."""
         return self._stage.prices.seconds(self._passes.pipelines(*self._places(span), parts > 1), parts)
 
-    def _held_bytes(self, span: Span, parts: int) -> float:
-        # What enters is there whole beside its parts, and what leaves beside the parts it is joined from.
-        if self._stage.held_bytes is None:
-            return 2.0 * self._stage.prices.hidden_bytes
-        return self._stage.held_bytes(*self._ends(span), parts)
+    def held_bytes(self, span: Span, parts: int) -> float:
+        """Bytes beyond the whole range: what enters is there beside its parts, what leaves beside those it is joined from."""
+        return 2.0 * self._stage.prices.hidden_bytes
 
     def joined_seconds(self, cuts: Sequence[Cut]) -> float:
         """Seconds of ranges of which neighbours of equal k are one pipeline."""
@@ -478,42 +471,27 @@ def partition_ranges(
     prices: Mapping[int, Prices],
     limits: SearchLimits,
     free_bytes: Sequence[float],
-    gate: Gate | None = None,
-    held_bytes: HeldBytes | None = None,
 ) -> PartitionedPlan:
     """Cut the micro-batches of a plan where that is predicted to be shorter.
 
     Args:
         plan: ranges and other mechanisms of its layers are replaced; gates, dispatchers and slots of weight gradients stay.
+            Layers to which it gives no gate stay whole.
         prices: first rank of every stage -> prices of this plan, as `SimulatedStep` has them.
         free_bytes: of a device of every stage, beyond what the plan without ranges holds.
-        gate: of the run, for layers to which the plan gives none; None leaves them whole.
-        held_bytes: None charges the hidden states twice: what is cut beside its parts, what is joined beside them.
     Raises:
         ConfigError: a limit makes no sense, or micro-batches of the plan are interleaved.
         UndecidedError: the solver of axes ran out of time.
     """
     _check(plan, limits)
-    gated = dataclasses.replace(plan, stages=tuple(_with_gate(stage, model, gate) for stage in plan.stages))
     answers, stages = [], []
-    for index, stage in enumerate(gated.stages):
-        priced = RangePrices(gated, stage, model, prices[stage.devices.ranks[0]])
-        search = StageSearch(gated, index, model, priced, limits, free_bytes[index], held_bytes)
-        answer = search.solve()
+    for index, stage in enumerate(plan.stages):
+        priced = RangePrices(plan, stage, model, prices[stage.devices.ranks[0]])
+        answer = StageSearch(plan, index, model, priced, limits, free_bytes[index]).solve()
         answers.append(answer)
-        # Gates are written down where something is cut.
         said = dataclasses.replace(limits, lowered=tuple(map(_limit, answer.lowered)))
-        stages.append(with_ranges(stage if answer.ranges else plan.stages[index], answer.ranges, said))
+        stages.append(with_ranges(stage, answer.ranges, said))
     return PartitionedPlan(dataclasses.replace(plan, stages=tuple(stages), predicted=None), tuple(answers))
-
-
-def _with_gate(stage: StagePlan, model: ModelDescription, gate: Gate | None) -> StagePlan:
-    """A stage with a gate in every entry, and an entry for every mixture of experts."""
-    entries = {entry.layer: entry for entry in stage.overlap.layers}
-    experts = (layer for layer in stage.layers if model.moe_layers[layer])
-    of_experts = (entries.get(layer, LayerOverlap(layer=layer)) for layer in experts)
-    layers = tuple(dataclasses.replace(entry, gate=entry.gate or gate) for entry in of_experts)
-    return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
 
 
 def _limit(lowered: LoweredRange) -> LoweredLimit:

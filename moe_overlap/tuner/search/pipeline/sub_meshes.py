@@ -1,8 +1,9 @@
 """Plans whose stages stand on sub-meshes of unlike size and shape: Alpa's inter-operator search on the prices of `predict`.
 
 Contract. All stages work on the same M samples of a micro-batch, so all have G = B / M of them. A stage has neighbouring layers,
-a sub-mesh (placement.py), and on it a *way*: ranks of each kind, a level of ZeRO, and recomputed layers. Nothing is offloaded,
-and stages have one model chunk. Restrictions (`Restriction`) are Alpa's comparisons; `free` has none.
+a sub-mesh (placement.py), and on it a *way*: ranks of each kind, and recomputed layers. ZeRO has level 1, since 2 and 3 take ten
+times as long to price; nothing is offloaded, and stages have one model chunk. Restrictions (`Restriction`) are Alpa's
+comparisons; `free` has none.
 
 Steps of `search_meshes`, for each M:
 1. Every way is priced for every range of units, a unit being a layer, or neighbouring layers where there are more than UNITS
@@ -191,7 +192,6 @@ def search_meshes(
     task: UniformTask,
     run: Run,
     restrictions: Sequence[Restriction] = (Restriction.FREE,),
-    levels: Sequence[int] = (1,),
     contexts: Sequence[int] = (1,),
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
@@ -201,7 +201,6 @@ def search_meshes(
     """Search plans on sub-meshes.
 
     Args:
-        levels: of ZeRO that ways may have; 2 and 3 take ten times as long to price.
         contexts: context-parallel ranks that ways may have.
         deadline: of `time.monotonic`, behind which the best so far is the answer.
         known: seconds of a plan.
@@ -210,7 +209,7 @@ def search_meshes(
         ConfigError: nodes cannot be halved into sub-meshes.
     """
     begun = time.monotonic()
-    search = _Meshes(task, run, tuple(levels), tuple(contexts))
+    search = _Meshes(task, run, tuple(contexts))
     batches = search.batches(restrictions)[share[0] :: share[1]]
     found: dict[tuple[MeshStage, ...], MeshPlan] = {}
     bound, status, done, programs, kept, interrupted = math.inf, Status.OPTIMAL, 0, 0, 0, False
@@ -259,13 +258,13 @@ def search_meshes(
 class _Meshes:
     """Sub-meshes, layouts and costs that the searches of all micro-batch sizes share."""
 
-    def __init__(self, task: UniformTask, run: Run, levels: tuple[int, ...], contexts: tuple[int, ...]) -> None:
+    def __init__(self, task: UniformTask, run: Run, contexts: tuple[int, ...]) -> None:
         group = task.machine.cluster.group_of(0)
         per_node = group.gpus_per_node
         if per_node & (per_node - 1):
             rule = f"nodes of {per_node} GPUs cannot be halved into sub-meshes, which {task.space.name} searches"
             raise ConfigError("gpus_per_node", per_node, rule, "use another search space, or nodes of 2^p GPUs")
-        self.run, self.levels, self.contexts, self.group = run, levels, contexts, group
+        self.run, self.contexts, self.group = run, contexts, group
         self.nodes, self.per_node = run.gpus // per_node, per_node
         self.meshes = submeshes(self.nodes, self.per_node)
         self.model = task.templates(1)[1]
@@ -367,10 +366,9 @@ def samples_on(layout: UniformLayout, mesh: SubMesh) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A layout with a choice about states, and the share of layers that it recomputes."""
+    """A layout, and the share of layers that it recomputes."""
 
     layout: UniformLayout
-    level: int
     share: float
 
 
@@ -416,17 +414,14 @@ class _Table:
         recomputes = [
             [MemoryChoice(layers=math.ceil(share * (last - first))) for share in shares] for first, last in layers
         ]
-        replicas = mesh.devices // layout.tensor
-        search.costs.strategies = [
-            (level, MemoryChoice().offload) for level in (search.levels if replicas > 1 else (1,))
-        ]
+        search.costs.strategies = [(MemoryChoice().zero_level, MemoryChoice().offload)]
         named = replace(layout, pipeline=search.run.gpus + mesh.devices)  # Only a name of the sub-mesh here.
         costs, sent = search.costs.many_stage_costs(named, places, recomputes, flying)
         pair = axis_group(2, mesh.devices, search.run.gpus, search.group)
         rates = search.task.machine.constants.link_rates
         self.sent[option] = float(point_to_point_seconds(sent, pair, rates)) if mesh.devices < search.run.gpus else 0.0
         begin = len(self.ways)
-        self.ways += [_Way(layout, level, share) for level, _ in search.costs.strategies for share in shares]
+        self.ways += [_Way(layout, share) for share in shares]
         for equal, cost in zip(members, costs, strict=True):
             self._keep(option, equal, cost, flying, begin)
 
@@ -585,7 +580,7 @@ class _Table:
             behind = min(len(cuts) - 1 - number, self.depths - 1)
             way = self.ways[self.chosen[behind, cut.first, cut.last, cut.option]]
             first, last = units[cut.first][0], units[cut.last][1]
-            memory = MemoryChoice(layers=math.ceil(way.share * (last - first)), zero_level=way.level)
+            memory = MemoryChoice(layers=math.ceil(way.share * (last - first)))
             stages.append(
                 MeshStage(first=first, last=last, mesh=self.meshes[cut.option], layout=way.layout, memory=memory)
             )
