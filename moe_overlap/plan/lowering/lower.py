@@ -76,19 +76,18 @@ def lower_rank(
     model: ModelDescription,
     rank: int,
     saved_bytes: Mapping[str, int] = MappingProxyType({}),
-    while_waiting: bool = True,
     blocks: Sequence[Sequence[Step]] | None = None,
 ) -> tuple[Instruction, ...]:
     """The instruction list of one rank, checked for races and not against the lists of other stages.
 
     Args:
-        saved_bytes, while_waiting: as in optimizer_state.py, for stages whose parameter groups step by themselves.
+        saved_bytes: as in optimizer_state.py, for stages whose parameter groups step by themselves.
         blocks: other passes than the whole step's, in the form of `pipeline_blocks`, for what is told from a few of them.
     Raises:
         ConfigError, ScheduleError: as `lower`.
     """
     # The race check sees the waits of the runner, too: they order what buffers alone leave open.
-    instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, while_waiting, blocks))
+    instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, blocks))
     check_races(instructions)
     return instructions
 
@@ -98,7 +97,6 @@ def _written(
     model: ModelDescription,
     rank: int,
     saved_bytes: Mapping[str, int],
-    while_waiting: bool,
     blocks: Sequence[Sequence[Step]] | None,
 ) -> tuple[Instruction, ...]:
     """The list with the waits that its buffers ask for."""
@@ -120,7 +118,7 @@ def _written(
     drafts = list(within_bound(drafts, plan, plan.stages[index], model))
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:
-        DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)
+        DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to).write(drafts)
         return to.finish()
     drafts = list(with_gathers(drafts, plan, index, model))
     pieces = gradient_pieces(plan, index, model)

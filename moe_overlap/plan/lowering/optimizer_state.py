@@ -230,8 +230,6 @@ class DecoupledLowering:
     """Writes one step of one stage.
 
     Attributes:
-        while_waiting: False lets everything wait until the first micro-batch has arrived, to measure what waiting hides.
-        _earliest: what nothing may start before.
         _ended: the last instruction of the last use that has ended.
         _gone: optimizer, gradients, activations -> instructions behind which a part's share of them is off the device.
         _updated, _used: parts that have stepped; whose weights have been used since.
@@ -241,8 +239,6 @@ class DecoupledLowering:
 
     parts: PartDrafts
     to: ListBuilder
-    while_waiting: bool = True
-    _earliest: tuple[int, ...] = ()
     _ended: tuple[int, ...] = ()
     _gone: dict[Copied, list[int]] = field(default_factory=lambda: defaultdict(list))
     _updated: set[str] = field(default_factory=set)
@@ -258,9 +254,6 @@ class DecoupledLowering:
         """The whole step around its passes."""
         plan = self.parts.plan
         names = optimizer_parts(plan, self.parts.stage_index, self.parts.model)
-        places = iter(range(len(drafts)))
-        if not self.while_waiting and drafts[0].kind == "point-to-point":
-            self._earliest = (self.to.append(drafts[next(places)]),)
         # Step 1. Offloaded weights would leave again at once: their update waits for the part's first use (`_load`).
         if self._offload.weights == 0:
             for part in names:
@@ -275,13 +268,9 @@ class DecoupledLowering:
         leaving = {use.first: Copied.GRADIENTS if use.backward else Copied.ACTIVATIONS for use in uses}
         complete = _by_place((place, key) for key, place in ends.items())
         last = {part: max(place for (other, _), place in ends.items() if other == part) for part, _ in ends}
-        # Before the loop: `while_waiting=False` has already written the instruction of place 0.
-        for before, use in loads.pop(0, []):
-            self._load(use, before)
-        for place in places:
+        for place, draft in enumerate(drafts):
             for before, use in loads.get(place, []):
                 self._load(use, before)
-            draft = drafts[place]
             # Step 5.
             room = self._two_back(leaving[place]) if place in leaving else ()
             number = self.to.append(self._with_weights(self._with_gradients(draft)), room)
@@ -299,7 +288,7 @@ class DecoupledLowering:
     def _update(self, part: str) -> None:
         """Step 1."""
         offload, parts = self._offload, self.parts
-        back = (*self._earliest, *self._two_back(Copied.OPTIMIZER))
+        back = self._two_back(Copied.OPTIMIZER)
         if offload.optimizer > 0:
             self.to.append(parts.fetch(part, Copied.OPTIMIZER, f"state.{part}"), back)
         if offload.gradients > 0:
@@ -311,7 +300,7 @@ class DecoupledLowering:
             reads=(*parts.sums(part), *parts.states(part), NORM_STATE),
             writes=(*parts.stored(part), *parts.states(part)),
         )
-        number = self.to.append(step, (*self._earliest, *(self._ended if offload.weights > 0 else ())))
+        number = self.to.append(step, self._ended if offload.weights > 0 else ())
         if offload.optimizer > 0:
             number = self.to.append(parts.store(part, Copied.OPTIMIZER, f"state.{part}"))
         self._gone[Copied.OPTIMIZER].append(number)
@@ -323,7 +312,7 @@ class DecoupledLowering:
 
     def _load(self, use: Use, before: Use | None) -> None:
         """Step 2."""
-        parts, limit = self.parts, (*self._earliest, *self._ended)
+        parts, limit = self.parts, self._ended
         there = parts.weights(before.part, before.backward) if before else ()
         for part in parts.weights(use.part, use.backward):
             if part in there:
