@@ -195,16 +195,3 @@ def with_transfers(plan: Plan) -> Plan:
         if any(getattr(before, field) != getattr(behind, field) for field in SHAPE_FIELDS)
     ]
     return replace(plan, transfers=tuple(transfer_between(plan, index) for index in unlike))
-
-
-def bytes_by_link(transfer: Transfer, token_bytes: int) -> dict[tuple[int, int], int]:
-    """Bytes from rank to rank in one round of the tiles, forward; as many gradients come back.
-
-    Args:
-        token_bytes: of a token's hidden state.
-    """
-    sent: dict[tuple[int, int], int] = defaultdict(int)
-    for tile in transfer.tiles:
-        elements = (tile.batch[1] - tile.batch[0]) * (tile.sequence[1] - tile.sequence[0])
-        sent[tile.source, tile.target] += elements * token_bytes
-    return dict(sent)

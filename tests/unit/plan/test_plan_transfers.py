@@ -17,7 +17,7 @@ from moe_overlap.plan.plan import Devices, Plan, StagePlan, Transfer
 from moe_overlap.plan.rules.resharding import boundary_batch, samples_of
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, save_plan
-from moe_overlap.plan.tiles import bytes_by_link, transfer_between, with_transfers
+from moe_overlap.plan.tiles import transfer_between, with_transfers
 from moe_overlap.tuner.search.layer.slots import shortened
 from tests.unit.plan import plan_samples
 
@@ -78,6 +78,15 @@ def crossings(plan: Plan, transfer: Transfer) -> dict[tuple[int, int, int], list
     return found
 
 
+def elements_by_link(transfer: Transfer) -> dict[tuple[int, int], int]:
+    """Samples times tokens from rank to rank in one round of the tiles."""
+    sent: dict[tuple[int, int], int] = {}
+    for tile in transfer.tiles:
+        elements = (tile.batch[1] - tile.batch[0]) * (tile.sequence[1] - tile.sequence[0])
+        sent[tile.source, tile.target] = sent.get((tile.source, tile.target), 0) + elements
+    return sent
+
+
 def test_every_element_reaches_each_rank_that_needs_it_once() -> None:
     draw = random.Random(14)
     gathered = balanced = apart = 0
@@ -107,9 +116,8 @@ def test_every_element_reaches_each_rank_that_needs_it_once() -> None:
                 assert has(before, source, sample, token, length, repeated[0])
                 needs = {r for r in behind.devices.ranks if has(behind, r, sample, token, length, repeated[1])}
                 assert needs == set(groups[target])
-        sent = [
-            sum(n for (s, _), n in bytes_by_link(transfer, 1).items() if s == rank) for rank in before.devices.ranks
-        ]
+        links = elements_by_link(transfer)
+        sent = [sum(n for (source, _), n in links.items() if source == rank) for rank in before.devices.ranks]
         assert sum(sent) == boundary_batch(before, behind) * length
         balanced += repeated[0] and before.tensor > 1 and max(sent) < sum(sent) / before.context / before.data
     assert gathered > 20 and balanced > 20 and apart < TWINS / 10
@@ -118,8 +126,8 @@ def test_every_element_reaches_each_rank_that_needs_it_once() -> None:
 def test_replicas_take_turns() -> None:
     """Two senders have everything, and four receivers a quarter each: two tiles from either."""
     transfer = transfer_between(unlike([(4, 2, 1, 1), (1, 1, 1, 4)]), 0, (True, False))
-    sent = bytes_by_link(transfer, 10)
-    assert sorted(source for source, _ in sent) == [0, 0, 1, 1] and set(sent.values()) == {40}
+    sent = elements_by_link(transfer)
+    assert sorted(source for source, _ in sent) == [0, 0, 1, 1] and set(sent.values()) == {4}
 
 
 @pytest.mark.parametrize(
