@@ -11,8 +11,6 @@ in turn. A bucket is as large as the shortest gap carries.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import json
 import statistics
 import sys
@@ -34,12 +32,11 @@ from moe_overlap.plan.lowering.gradient_buckets import gaps
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.operators import BACKWARD, WEIGHT_GRADIENT, parse_operator
 from moe_overlap.plan.sizes import GRADIENT_BYTES
-from tools.bench.bed import Bed, CpuGroup, require_namespaces
-from tools.bench.launch import RankFailed, Ranks, report_failure
+from tools.bench.bed import require_namespaces
+from tools.bench.launch import RankFailed, links_name, ranks_on_bed, report_failure
 from tools.bench.variants import HEAD, MODEL, Reduction, Variant, deferral, job_flags
 from tools.bench.worker import ORDER_STEP, ORDER_USE
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 GATE = "topk"
 FLAGS = (*MODEL, "--num-layers", "4", "--tokenizer-type", "NullTokenizer", "--vocab-size", "51200")
@@ -99,32 +96,20 @@ def variants_of(flags: Sequence[str], bytes_per_second: float) -> tuple[list[Var
 
 def measure(arguments: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """Measure all variants in turn; figures of the slowest rank."""
-    rate = arguments.mbit * 1e6 / 8
-    chosen, sizes = variants_of(flags, rate)
+    chosen, sizes = variants_of(flags, arguments.mbit * 1e6 / 8)
     names = {i.name for v in chosen for i in list_of([*flags, *v.flags]) if i.micro_batch is not None}
     profile = {name: seconds_of(name) for name in names if not parse_operator(name).is_collective}
     measured: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
-    with contextlib.ExitStack() as stack:
-        bed = stack.enter_context(Bed(RANKS, arguments.mbit)) if arguments.namespaces else None
-        priority = stack.enter_context(CpuGroup())
-        start = {
-            "job": flags,
-            "variants": [dataclasses.asdict(variant) for variant in chosen],
-            "timer": True,
-            "emulator": bed is None,
-            "profiled": dataclasses.asdict(deferral(GATE)),
-        }
-        command = [sys.executable, "-m", "tools.bench.worker", "--start", json.dumps(start)]
-        ranks = stack.enter_context(Ranks(command, RANKS, bed, priority, folder=ROOT))
-        ranks.answers()
+    where = {"timer": True, "namespaces": arguments.namespaces, "mbit": arguments.mbit}
+    with ranks_on_bed(RANKS, flags, [chosen], deferral(GATE), **where) as ranks:
         ranks.tell(do=ORDER_USE, profile=profile)
         for repeat in range(arguments.repeats + 1):
             for variant in chosen:
-                answers = ranks.tell(do=ORDER_STEP, variant=variant.name, bytes_per_second=rate, scale=1.0)
+                answers = ranks.tell(do=ORDER_STEP, variant=variant.name, scale=1.0)
                 if repeat > 0:  # the first one opens connections
                     measured[variant.name].append({key: max(a[key] for a in answers) for key in answers[0]})
     rows = {name: spreads(steps) for name, steps in measured.items()}
-    return {"mbit": arguments.mbit, "links": "namespaces" if bed else "emulator", **sizes, "variants": rows}
+    return {"mbit": arguments.mbit, "links": links_name(arguments), **sizes, "variants": rows}
 
 
 def spreads(steps: Sequence[dict[str, float]]) -> dict[str, list[float]]:

@@ -23,12 +23,11 @@ tools/record_overlap.py runs the series that examples/records has.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,115 +37,63 @@ if __name__ == "__main__":
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.gates import GATE_FACTS, require_partitionable
-from tools.bench.bed import Bed, CpuGroup, require_namespaces
 from tools.bench.figures import Figures, Measured, Totals, Turn, table
-from tools.bench.launch import FIRST_PORT, RankFailed, Ranks, report_failure
+from tools.bench.launch import (
+    RankFailed,
+    RanksOnBed,
+    add_link_options,
+    links_name,
+    ranks_on_bed,
+    report_failure,
+    settle_links,
+)
 from tools.bench.profile import mean_of_ranks, step_seconds
 from tools.bench.variants import MODEL, PLAIN, SEQUENTIAL, Variant, default_ranges, deferral, job_flags, variants
 from tools.bench.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
-ROOT = Path(__file__).resolve().parents[1]
 RELIABLE_MBIT = 500.0
 """Above this rate gloo's processor time shows beside the link's."""
 PROFILE_STEPS = 5
 
 
-class Benchmark:
-    """The processes of one run, taking turns.
+def step_of(processes: RanksOnBed, variant: str, scale: float = 1.0, trace: Path | None = None) -> dict[str, float]:
+    """Execute one step of a variant.
 
     Args:
-        bed: None: emulated links.
-        jobs: the processes of each group of variants.
+        scale: factor of the operators' sleeps, over timer compute.
+        trace: file for the spans of rank 0; those of rank N are written beside it, as FILE.rankN.
+    Returns:
+        The figures of the slowest rank.
     """
+    file = None if trace is None else str(trace.resolve())
+    answers = processes.tell(do=ORDER_STEP, variant=variant, scale=scale, trace=file)
+    return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
-    def __init__(self, bed: Bed | None, jobs: dict[str, Ranks]) -> None:
-        self._bed, self._jobs = bed, jobs
-        self._rate: float | None = None
 
-    def set_rate(self, bytes_per_second: float | None) -> None:
-        """Rate of every rank's exit; None: free."""
-        self._rate = bytes_per_second
-        if self._bed is not None:
-            self._bed.set_rate(None if bytes_per_second is None else bytes_per_second * 8 / 1e6)
-
-    def step(self, variant: str, scale: float = 1.0, trace: Path | None = None) -> dict[str, float]:
-        """Execute one step of a variant.
-
-        Args:
-            scale: factor of the operators' sleeps, over timer compute.
-            trace: file for the spans of rank 0; those of rank N are written beside it, as FILE.rankN.
-        Returns:
-            The figures of the slowest rank.
-        """
-        order = {"variant": variant, "bytes_per_second": self._rate, "scale": scale}
-        answers = self._jobs[variant].tell(do=ORDER_STEP, trace=trace and str(trace.resolve()), **order)
-        return {name: max(answer[name] for answer in answers) for name in answers[0]}
-
-    def turn(self, variant: str) -> Turn:
-        """Measure one step."""
-        figures = self.step(variant)
-        return Turn(figures["step"], figures["exposed"])
+def turn_of(processes: RanksOnBed, variant: str) -> Turn:
+    """Measure one step."""
+    figures = step_of(processes, variant)
+    return Turn(figures["step"], figures["exposed"])
 
 
 def measure(
-    bench: Benchmark,
-    names: Sequence[str],
-    repeats: int,
-    bytes_per_second: float,
-    timer: bool,
-    say: Callable[[str], None],
+    processes: RanksOnBed, names: Sequence[str], repeats: int, mbit: float, timer: bool, say: Callable[[str], None]
 ) -> Measured:
     """Measure all variants in turn, `repeats` times, each with the limited and with the free link."""
     limited: dict[str, list[Turn]] = {name: [] for name in names}
     free: dict[str, list[Turn]] = {name: [] for name in names}
     alone: dict[str, list[float]] = {name: [] for name in names} if timer else {}
     for repeat in range(repeats):
-        bench.set_rate(bytes_per_second)
+        processes.set_rate(mbit)
         for name in names:
-            limited[name].append(bench.turn(name))
+            limited[name].append(turn_of(processes, name))
             if timer:
-                alone[name].append(bench.step(name, scale=0.0)["step"])
-        bench.set_rate(None)
+                alone[name].append(step_of(processes, name, scale=0.0)["step"])
+        processes.set_rate(None)
         for name in names:
-            free[name].append(bench.turn(name))
+            free[name].append(turn_of(processes, name))
         say(f"repeat {repeat + 1}/{repeats}")
     return Measured(limited, free, alone)
-
-
-@contextlib.contextmanager
-def benchmark(
-    arguments: argparse.Namespace, job: Sequence[str], chosen: Sequence[Variant], gate: str, ranks: int
-) -> Iterator[Benchmark]:
-    """Start the hosts and processes of one run; they end when the block is left."""
-    with contextlib.ExitStack() as stack:
-        bed = stack.enter_context(Bed(ranks, None)) if arguments.namespaces else None
-        priority = stack.enter_context(CpuGroup())
-        # megatron-core's own variants stand in processes that never import the overlap code.
-        groups = (
-            [chosen]
-            if arguments.timer_compute
-            else [[v for v in chosen if v.plain], [v for v in chosen if not v.plain]]
-        )
-        jobs: dict[str, Ranks] = {}
-        for number, group in enumerate(group for group in groups if group):
-            start = {
-                "job": list(job),
-                "variants": [dataclasses.asdict(variant) for variant in group],
-                "timer": arguments.timer_compute,
-                "emulator": bed is None,
-                "profiled": dataclasses.asdict(deferral(gate)),
-            }
-            command = [sys.executable, "-m", "tools.bench.worker", "--start", json.dumps(start)]
-            port = FIRST_PORT + number
-            processes = Ranks(command, ranks, bed, priority, folder=ROOT, port=port, timeout_seconds=arguments.timeout)
-            stack.enter_context(processes)
-            imported = processes.answers()[0]["overlap_code"]
-            if group[0].plain and not arguments.timer_compute and imported:
-                print(
-                    f"note: the process of megatron-core's variants has imported {', '.join(imported)}", file=sys.stderr
-                )
-            jobs |= {variant.name: processes for variant in group}
-        yield Benchmark(bed, jobs)
 
 
 def run(
@@ -157,27 +104,38 @@ def run(
     names = [variant.name for variant in chosen]
     records = []
     flags = [*job_flags(ranks, arguments.micro_batches, arguments.experts_per_rank), *job]
-    with benchmark(arguments, flags, chosen, gate, ranks) as bench:
-        if arguments.timer_compute:
-            use_profile(bench, arguments, say)
+    timer = arguments.timer_compute
+    # megatron-core's own variants stand in processes that never import the overlap code.
+    groups = [chosen] if timer else [[v for v in chosen if v.plain], [v for v in chosen if not v.plain]]
+    with ranks_on_bed(
+        ranks,
+        flags,
+        [group for group in groups if group],
+        deferral(gate),
+        timer=timer,
+        namespaces=arguments.namespaces,
+        mbit=None,
+        timeout_seconds=arguments.timeout,
+    ) as processes:
+        if timer:
+            use_profile(processes, arguments, say)
         for name in names:
-            bench.step(name)  # connections, allocations
-        calibrating = [bench.step(SEQUENTIAL) for _ in range(3)]
+            step_of(processes, name)  # connections, allocations
+        calibrating = [step_of(processes, SEQUENTIAL) for _ in range(3)]
         computation = statistics.median(step["step"] for step in calibrating)
         sent_bytes = calibrating[0]["sent_bytes"]
         for ratio in arguments.ratio:
-            rate = sent_bytes / (ratio * computation)
-            mbit = rate * 8 / 1e6
+            mbit = sent_bytes / (ratio * computation) * 8 / 1e6
             say(
                 f"{ranks} ranks, {gate}, ratio {ratio:g}: {mbit:.0f} Mbit/s"
                 + (" (fast)" if mbit > RELIABLE_MBIT else "")
             )
-            measured = measure(bench, names, arguments.repeats, rate, arguments.timer_compute, say)
+            measured = measure(processes, names, arguments.repeats, mbit, timer, say)
             rows = measured.figures(SEQUENTIAL, PLAIN if PLAIN in names else None)
             if arguments.traces is not None:
-                bench.set_rate(rate)
+                processes.set_rate(mbit)
                 for name in names:
-                    bench.step(name, trace=trace_file(arguments.traces, ranks, gate, ratio, name))
+                    step_of(processes, name, trace=trace_file(arguments.traces, ranks, gate, ratio, name))
             records.append(record(arguments, ranks, gate, ratio, mbit, measured.totals(SEQUENTIAL), rows))
     return records
 
@@ -188,9 +146,8 @@ def trace_file(folder: Path, ranks: int, gate: str, ratio: float, variant: str) 
     return folder / f"{ranks}ranks-{gate}-{ratio:g}-{variant.replace(' ', '-')}.json"
 
 
-def use_profile(bench: Benchmark, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+def use_profile(processes: RanksOnBed, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Measure the operators on the processes themselves and let all of them sleep equally long."""
-    processes = bench._jobs[SEQUENTIAL]
     profile = mean_of_ranks(processes.tell(do=ORDER_PROFILE, steps=PROFILE_STEPS))
     measured = step_seconds(profile, arguments.micro_batches)
     factor = 1.0 if arguments.compute_seconds is None else arguments.compute_seconds / measured
@@ -230,7 +187,7 @@ def record(
         "ratio_asked": ratio,
         "ratio": totals.ratio,
         "link_mbit": mbit,
-        "links": "namespaces" if arguments.namespaces else "emulator",
+        "links": links_name(arguments),
         "compute": "timer" if arguments.timer_compute else "real",
         "repeats": arguments.repeats,
         "micro_batches": arguments.micro_batches,
@@ -246,9 +203,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    links = parser.add_mutually_exclusive_group()
-    links.add_argument("--namespaces", action="store_true", default=None)
-    links.add_argument("--emulator", dest="namespaces", action="store_false")
+    add_link_options(parser)
     parser.add_argument("--timer-compute", action="store_true")
     parser.add_argument("--compute-seconds", type=float, help="with --timer-compute: scale the profile to this step")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
@@ -267,18 +222,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         "--traces", type=Path, metavar="FOLDER", help="also write a trace of one more step of each variant"
     )
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")
-    arguments, rest = parser.parse_known_args(argv)
-    if arguments.namespaces is None:
-        try:
-            require_namespaces()
-            arguments.namespaces = True
-        except ConfigError:
-            arguments.namespaces = False
-    return arguments, rest
+    return parser.parse_known_args(argv)
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError where there is nothing to measure."""
+    """Raise ConfigError where there is nothing to measure, and choose the links where the user has not."""
     for ratio in arguments.ratio:
         if ratio <= 0:
             raise ConfigError("--ratio", ratio, "must be positive", "use 0.25, 0.5, 1 or 2")
@@ -291,8 +239,7 @@ def check(arguments: argparse.Namespace) -> None:
         if reach < 0 or not arguments.timer_compute:
             rule = "ranges of any operators have no flag, and are followed over timer compute only"
             raise ConfigError("--reach", reach, rule, "add --timer-compute, and use 0 or more")
-    if arguments.namespaces:
-        require_namespaces()
+    settle_links(arguments)
     for gate in arguments.gates:
         if gate not in GATE_FACTS:
             raise ConfigError("--gates", gate, "no such gate", f"choose among {', '.join(GATE_FACTS)}")

@@ -4,8 +4,8 @@ Every rank gets the environment of torchrun, a CPU of its own as far as there ar
 JSON lines from its standard input and writes answers to the descriptor `--reply-fd`. When one rank ends, all are ended; when
 this program ends, however it ends, the kernel ends them.
 
-`ranks_on_bed` is the base of the benchmarks of predictions and choices: ranks of one or more jobs on hosts of their own, joined
-by links of a rate that may change.
+`ranks_on_bed` is the base of the benchmarks of overlap, predictions and choices: ranks of one or more jobs on hosts of their own,
+joined by links of a rate that may change.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tools.bench.worker import command_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST_PORT = 29400
+ANSWER_SECONDS = 300.0
+"""Longest wait for an answer, unless a caller knows better."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Large tensors come from the heap and stay there: no page faults in the middle of a measurement.
@@ -88,7 +90,7 @@ class Ranks:
         *,
         folder: Path | None = None,
         port: int = FIRST_PORT,
-        timeout_seconds: float = 300.0,
+        timeout_seconds: float = ANSWER_SECONDS,
     ) -> None:
         assert bed is None or ranks % bed.hosts == 0, f"{ranks} ranks on {bed and bed.hosts} hosts"
         self.timeout_seconds, self._priority, self._folder = timeout_seconds, priority, folder
@@ -261,12 +263,15 @@ def ranks_on_bed(
     timer: bool,
     namespaces: bool,
     mbit: float | None,
+    timeout_seconds: float = ANSWER_SECONDS,
 ) -> Iterator[RanksOnBed]:
     """Hosts, links and processes; gone when the block is left.
 
     Args:
-        groups: variants by job; megatron-core's own stand apart where computation is real.
+        groups: variants by job; megatron-core's own stand apart where computation is real. If their processes import overlap
+            code all the same, standard error says so.
         profiled: as `TimerRank` takes it.
+        timeout_seconds: longest wait for an answer.
     """
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Bed(ranks, mbit)) if namespaces else None
@@ -274,8 +279,12 @@ def ranks_on_bed(
         jobs = []
         for number, group in enumerate(groups):
             command = command_of(job, group, timer=timer, emulator=bed is None, profiled=profiled)
-            processes = Ranks(command, ranks, bed, priority, folder=ROOT, port=FIRST_PORT + number)
-            stack.enter_context(processes).answers()
+            port = FIRST_PORT + number
+            processes = Ranks(command, ranks, bed, priority, folder=ROOT, port=port, timeout_seconds=timeout_seconds)
+            imported = stack.enter_context(processes).answers()[0]["overlap_code"]
+            if len(groups) > 1 and group[0].plain and imported:
+                note = f"note: the process of megatron-core's variants has imported {', '.join(imported)}"
+                print(note, file=sys.stderr)
             jobs.append(([variant.name for variant in group], processes))
         yield RanksOnBed(bed, jobs, mbit)
 
