@@ -21,6 +21,7 @@ from megatron.training.cli.sizes import describe_model, known_vocab_size, parall
 from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run, require_world
+from megatron.training.plan_model import require_model
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.model import ModelDescription, require_bounded_layers
@@ -145,6 +146,10 @@ def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flag
     """The plan of a file, of --plan among the flags, or of the flags."""
     if file is not None:
         decided = load_plan(file)
+        of_length = dataclasses.replace(
+            model, max_position_embeddings=config.model.max_position_embeddings or decided.sequence_length
+        )
+        require_model(decided, file, of_length, config.model.make_vocab_size_divisible_by)
         validate_plan(decided, model, file)
         # Its steps would else be told, per GPU, of machines that have other GPUs.
         require_world(decided, file, num_gpus, "world size", "use")

@@ -22,6 +22,7 @@ from megatron.training.plan_flags import (
     require_world,
     with_values,
 )
+from megatron.training.plan_model import require_model_of_flags
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
@@ -36,7 +37,8 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
     Args:
         world_size: processes of a run; a dry run takes its own --world-size, or the plan's.
     Raises:
-        ConfigError: the plan cannot be read or executed, is for another number of processes, or disagrees with a written flag.
+        ConfigError: the plan cannot be read or executed, is of another model or for another number of processes, or disagrees
+            with a written flag.
     """
     source = parsed.config.overlap.plan
     if source is None or (parsed.dry_run and not Path(source).exists()):
@@ -64,6 +66,7 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
     if any(layer.dispatcher == "irregular" for stage in plan.stages for layer in stage.overlap.layers):
         values["moe.moe_token_dispatcher_type"] = "irregular"
     config = with_values(parsed.config, {path: value for path, value in values.items() if path not in written})
+    require_model_of_flags(plan, source, config, parsed.name)
     return dataclasses.replace(
         parsed, config=config, world_size=plan.world_size if parsed.dry_run else parsed.world_size
     )
