@@ -180,6 +180,9 @@ def _require_open(plan: Plan) -> None:
         raise ConfigError("--overlap-only", "", rule, "use --expert-model-parallel-size 2 or more")
 
 
+DISPATCHER = "--moe-token-dispatcher-type"
+
+
 def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The flags that execute a plan, without `--plan`, and the user's flags that are left out of them.
 
@@ -196,12 +199,12 @@ def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[
     for word in arguments:
         if word.startswith("--"):
             name = word.partition("=")[0]
-            is_kept = name not in LEFT_OUT
-            dropped |= {} if is_kept else {name: None}
+            dropped |= {name: None} if name in LEFT_OUT else {}
+            is_kept = name not in LEFT_OUT and name != DISPATCHER
         kept += [word] if is_kept else []  # Values follow their flag.
     # Instruction lists run on the runtime's own gate and dispatcher, never on megatron-core's.
     gate = ("--moe-gate", "topk") if config.overlap.moe_gate is None else ()
-    return (*kept, *gate, "--moe-token-dispatcher-type", "irregular"), tuple(dropped)
+    return (*kept, *gate, DISPATCHER, "irregular"), tuple(dropped)
 
 
 def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Problem:

@@ -379,7 +379,8 @@ def write_run(folder: Path, tuned: Tuned) -> None:
             assert chosen.prediction is not None
             plan = replace(chosen.decided, predicted=chosen.prediction.predicted)
             save_plan(plan, folder / "plan.json")
-            arguments += ["--plan", str(folder / "plan.json")]
+            # It is looked for beside the file that names it, so that the folder can be moved.
+            arguments += ["--plan", "plan.json"]
         (folder / "megatron_args.txt").write_text(_lines(arguments), encoding="utf-8")
     except OSError as error:
         raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None

@@ -201,12 +201,15 @@ def test_what_is_written_runs(
     assert answer["dropped_flags"] == []
     assert answer["layer_classes"]["complete"] and len(answer["layer_classes"]["classes"]) == 4
     assert answer["chosen"] != PLAIN and answer["step_seconds"] < answer["plain_step_seconds"]
-    config = parse([f"@{tmp_path / 'tuned' / 'megatron_args.txt'}"]).config
+    lines = (tmp_path / "tuned" / "megatron_args.txt").read_text().splitlines()
+    assert "--plan plan.json" in lines
+    assert [line for line in lines if "dispatcher-type" in line] == ["--moe-token-dispatcher-type irregular"]
+    config = parse([f"@{(tmp_path / 'tuned').rename(tmp_path / 'moved') / 'megatron_args.txt'}"]).config
     validate(config, 16)
     plan = plan_of_run(config, describe_model(config, known_vocab_size(config), "job"), 16)
     assert plan.stages[0].overlap.is_listed and plan.stages[0].overlap.overlap_param_gather and plan.host_runs_ahead
     assert plan.predicted is not None and plan.predicted.step_seconds == answer["step_seconds"]
-    assert json.loads((tmp_path / "tuned" / "trace.json").read_text())["traceEvents"]
+    assert json.loads((tmp_path / "moved" / "trace.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
