@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron.training.cli.arguments import ParsedArguments
@@ -41,7 +40,7 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
             with a written flag.
     """
     source = parsed.config.overlap.plan
-    if source is None or (parsed.dry_run and not Path(source).exists()):
+    if source is None:
         return parsed
     plan = load_plan(source)
     validate_plan(plan, source=source)

@@ -25,7 +25,8 @@ from megatron.training.cli.start import Machine, obstacles, this_machine
 from megatron.training.cli.validation import validate
 from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.data.tokenizers import MODEL_TYPES
-from megatron.training.plan_flags import gate_of_run, plan_from_flags, plan_of_run
+from megatron.training.plan_flags import gate_of_run, plan_of_run
+from megatron.training.report.outputs import refused_places
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription, ParameterCount, Share, model_parameters, rank_parameters
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
@@ -57,8 +58,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
     vocabulary = known_vocab_size(config)
     model = describe_model(config, vocabulary or 0, parsed.name)
     layout, machine = parallel_layout(config, world), this_machine()
-    plan_is_missing = ("--plan", config.overlap.plan) in missing_files(config)
-    plan = (plan_from_flags if plan_is_missing else plan_of_run)(config, model, world)
+    plan = plan_of_run(config, model, world)
     lines = [
         _line("model", model_line(model)),
         *(_line("not the same", note) for note in parsed.model_notes),
@@ -165,7 +165,6 @@ def missing_files(config: Config) -> list[tuple[str, str]]:
         ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
         ("--load", config.checkpoint.load),
         ("--pretrained-checkpoint", config.checkpoint.pretrained_checkpoint),
-        ("--plan", config.overlap.plan),
     ):
         if path is not None and not Path(path).exists():
             missing.append((flag, path))
@@ -255,5 +254,5 @@ def _lacking(config: Config, layout: ParallelLayout, machine: Machine) -> list[s
 
 
 def _obstacles(parsed: ParsedArguments, machine: Machine) -> list[str]:
-    stops = [f"  {obstacle}" for obstacle in obstacles(parsed, machine)]
+    stops = [f"  {obstacle}" for obstacle in (*obstacles(parsed, machine), *refused_places(parsed.config))]
     return ["", "a start here stops at", *stops] if stops else []

@@ -107,17 +107,36 @@ def prove_places(config: Config, rank: int) -> None:
         ConfigError: a place cannot be written.
     """
     for flag, path, is_folder in places(config, rank):
+        _prove(flag, path, is_folder)
+
+
+def _prove(flag: str, path: Path, is_folder: bool) -> None:
+    """Write to one place; ConfigError where that fails."""
+    try:
+        folder = path if is_folder else path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if is_folder or not path.exists():
+            # A file that is not there yet stays so: a probe beside it shows as much.
+            _probe(folder).unlink()
+        else:
+            # Without O_NONBLOCK a pipe that nobody reads is waited for, in silence.
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        raise ConfigError(flag, path, f"cannot be written: {error.strerror or error}", _FIX) from None
+
+
+def refused_places(config: Config) -> Iterator[ConfigError]:
+    """The places of the first rank's outputs that cannot be written, for a look at a run: folders made to see it go again."""
+    for flag, path, is_folder in places(config, 0):
+        folder = (path if is_folder else path.parent).absolute()
+        made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
         try:
-            folder = path if is_folder else path.parent
-            folder.mkdir(parents=True, exist_ok=True)
-            if is_folder or not path.exists():
-                # A file that is not there yet stays so: a probe beside it shows as much.
-                _probe(folder).unlink()
-            else:
-                # Without O_NONBLOCK a pipe that nobody reads is waited for, in silence.
-                os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
-        except OSError as error:
-            raise ConfigError(flag, path, f"cannot be written: {error.strerror or error}", _FIX) from None
+            _prove(flag, path, is_folder)
+        except ConfigError as error:
+            yield error
+        for place in made:
+            with contextlib.suppress(OSError):  # Not made after all, or in use by now.
+                place.rmdir()
 
 
 def _probe(folder: Path) -> Path:

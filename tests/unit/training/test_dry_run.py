@@ -12,6 +12,7 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
+from moe_overlap.commands.train import main
 from moe_overlap.describe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,6 +98,21 @@ def test_torch_is_not_imported(words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"@{ROOT}/examples/tiny-mixtral-8x7b.args", "--plan", "nofile.json", "--dry-run"]) == 2
+    assert "nofile.json: cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_outputs_that_cannot_be_written_are_listed(tmp_path: Path) -> None:
+    """What can be written is looked at without a trace."""
+    tiny, file = f"@{ROOT}/examples/tiny-mixtral-8x7b.args", tmp_path / "file"
+    file.write_text("")
+    text = printed([tiny, "--save", f"{file}/saved", "--log-json", f"{tmp_path}/new/er/log"])
+    head, _, stops = text.partition("a start here stops at")
+    assert head and f"--save {file}/saved: cannot be written: Not a directory; " in stops and "--log-json" not in stops
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_micro_batches_in_flight_are_said() -> None:
