@@ -267,11 +267,7 @@ AWAITED = (
 _NEWER = "megatron-core 0.16.1 has no such thing"
 
 REFUSED = (
-    _group(
-        "the model is sharded by --plan, not by Megatron-FSDP",
-        "use-megatron-fsdp",
-        "drop the flag or use zero_level in a plan",
-    ),
+    _group("this fork shards optimizer states alone (ZeRO-1)", "use-megatron-fsdp", _DROP),
     _group("this fork trains by next-token prediction", "perform-rl-step", _DROP),
     _group("use the flag of today", "model-parallel-size", "use --tensor-model-parallel-size"),
     _group("use the flag of today", "batch-size", "use --micro-batch-size"),

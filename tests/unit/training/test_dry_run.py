@@ -21,7 +21,7 @@ LISTS = {
 }
 ANSWERS = {
     "mixtral_8x7b_tp1pp4ep8vpp8_release": "",
-    "deepseek_proxy_fsdp_ep2_fsdp2": "--use-megatron-fsdp: not supported: the model is sharded by --plan",
+    "deepseek_proxy_fsdp_ep2_fsdp2": "--use-megatron-fsdp: not supported: this fork shards optimizer states alone",
     "gpt3_mcore_te_tp2_pp1_te_8experts2parallel_dist_optimizer": "",
     "gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel": "",
     "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_resume_torch_dist_dist_optimizer": "",

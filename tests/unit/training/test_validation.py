@@ -65,8 +65,7 @@ WORDS = [
     ("--qwertzuiop", "--qwertzuiop: unknown flag; see --help"),
     (
         "--use-megatron-fsdp",
-        "--use-megatron-fsdp: not supported: the model is sharded by --plan, not by Megatron-FSDP; "
-        "drop the flag or use zero_level in a plan",
+        "--use-megatron-fsdp: not supported: this fork shards optimizer states alone (ZeRO-1); drop the flag",
     ),
     ("--optimizer muon", "--optimizer muon: not supported: this fork has AdamW and SGD; use adam or sgd"),
     (
