@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,7 @@ class CaptureFiles:
 
         Raises:
             CaptureError: a capture failed.
+            ConfigError: the folder cannot be written.
         """
         paths = [self._folder / f"{request.sha256()}.json" for request in requests]
         missing: dict[Path, Request] = {}
@@ -195,6 +197,7 @@ class CaptureFiles:
                 print(f"warning: {error}; captured again", file=sys.stderr)
                 missing[path] = request
         if missing:
+            _require_writable(self._folder)
             if self._tell is not None:
                 self._tell("recording the operators of a layout, which are kept for the next time")
             self._capture(missing)
@@ -286,6 +289,17 @@ def joined(variants: Sequence[CapturedModel], model: ModelDescription) -> Captur
     return dataclasses.replace(
         variants[0], parts=parts, layer_kinds=layer_kinds(model), mtp_kinds=prediction_kinds(model)
     )
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuse a folder in which no capture could be kept, before minutes are spent on one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        rule = f"captured layouts cannot be kept there: {error.strerror}"
+        raise ConfigError(str(folder), "", rule, "set XDG_CACHE_HOME to a folder that can be written") from None
 
 
 def cache_folder() -> Path:

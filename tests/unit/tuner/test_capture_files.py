@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.capture import request as requests
 from moe_overlap.tuner.capture.cache import CaptureFiles, CorruptFileError, joined, load_captured, save_captured
 from moe_overlap.tuner.capture.expression import B, Expression, S
@@ -278,3 +279,13 @@ def test_a_capture_runs_nothing_of_the_folder_it_is_asked_in(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     (captured,) = CaptureFiles(tmp_path).captures([request(MOE)])
     assert captured.part("moe").ops
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_captured() -> None:
+    files = CaptureFiles(Path("/proc/nowhere/captures"), capture=lambda missing: pytest.fail("captured"))
+    with pytest.raises(ConfigError) as refused:
+        files.captures([request(MOE)])
+    assert str(refused.value) == (
+        "/proc/nowhere/captures: captured layouts cannot be kept there: No such file or directory; "
+        "set XDG_CACHE_HOME to a folder that can be written"
+    )
