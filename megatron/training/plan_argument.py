@@ -22,6 +22,7 @@ from megatron.training.plan_flags import (
     with_values,
 )
 from megatron.training.plan_model import require_model_of_flags
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
@@ -42,7 +43,7 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
     source = parsed.config.overlap.plan
     if source is None:
         return parsed
-    plan = load_plan(source)
+    plan = plan_of_flag(source)
     validate_plan(plan, source=source)
     refuse_unsupported(plan, source)
     if parsed.dry_run:
@@ -69,6 +70,16 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
     return dataclasses.replace(
         parsed, config=config, world_size=plan.world_size if parsed.dry_run else parsed.world_size
     )
+
+
+def plan_of_flag(source: str) -> Plan:
+    """The plan of --plan FILE; a file that is no plan is refused under the flag that names it."""
+    try:
+        return load_plan(source)
+    except ConfigError as error:
+        if error.subject != source or error.value != "":  # A field of the plan is to be corrected, not the flag.
+            raise
+        raise ConfigError("--plan", source, error.rule, error.fix) from error
 
 
 def _written_as_flags(plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:

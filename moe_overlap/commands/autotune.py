@@ -109,9 +109,11 @@ def _overlap(arguments: argparse.Namespace) -> int:
     ):
         value, flag = getattr(arguments, option), f"--{option.replace('_', '-')}"
         if value != default:
-            raise ConfigError(
-                flag, value, "is of the search of plans, and the layout is kept", "drop it or --overlap-only"
-            )
+            rule = "is of the search of plans, and the layout is kept"
+            raise ConfigError(flag, "" if value is True else value, rule, "drop it or --overlap-only")
+    if "," in str(arguments.num_gpus or ""):
+        rule = "the overlap is of one layout, on one number of GPUs"
+        raise ConfigError("--num-gpus", arguments.num_gpus, rule, "drop --overlap-only, or give one number")
     cluster = cluster_of(arguments)
     _require_writable(Path(arguments.output))
     given = _options(arguments, on_standard_error)

@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megatron.training.plan_argument import plan_of_flag
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, predict, problem_of, simulated
 from moe_overlap.commands.exits import interruptible
@@ -35,7 +36,6 @@ from moe_overlap.commands.job_arguments import (
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.job import PRECISIONS, Job, read_job
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.serialize import load_plan
 from moe_overlap.report.answer import Answer, answer_lines
 from moe_overlap.report.prediction import prediction_json, prediction_text
 from moe_overlap.report.trace import write_trace
@@ -91,7 +91,7 @@ def _require_plan_alone(arguments: argparse.Namespace) -> None:
     """Refuse an option that says another batch, length or precision than the file of `--plan`, which decides all three."""
     if arguments.plan is None:
         return
-    plan = load_plan(arguments.plan)
+    plan = plan_of_flag(arguments.plan)
     for flag, said, planned in (
         ("--global-batch-size", arguments.global_batch_size, plan.global_batch_size),
         ("--seq-length", arguments.seq_length, plan.sequence_length),

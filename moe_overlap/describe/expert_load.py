@@ -27,7 +27,8 @@ from typing import Any
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
 
-SUBJECT = "--log-expert-load"
+SUBJECT = "--expert-load"
+"""The flag by which the commands that read such a file are given it."""
 COUNTS = ("first_step", "last_step", "layer", "tokens")
 BY_EXPERT = ("load", "dropped")
 

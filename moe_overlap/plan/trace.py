@@ -87,19 +87,22 @@ def write_ranks(
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", **further}))
 
 
-def read_traces(path: Path) -> list[TraceFile]:
+def read_traces(path: Path, flag: str = "") -> list[TraceFile]:
     """A trace file and those of the further ranks beside it; a file with several ranks is whole.
 
+    Args:
+        flag: that names the file, for errors.
     Raises:
         ConfigError: a file cannot be read, or has no spans.
     """
-    whole = _read(path)
+    whole = _read(path, flag)
     # Files of further ranks beside it are an earlier run's.
     beside = sorted(path.parent.glob(f"{path.name}.rank*")) if len(whole.spans) == 1 else []
-    return [whole, *(_read(further) for further in beside)]
+    return [whole, *(_read(further, flag) for further in beside)]
 
 
-def _read(path: Path) -> TraceFile:
+def _read(path: Path, flag: str) -> TraceFile:
+    subject = f"{flag} {path}".strip()
     spans: dict[int, list[Span]] = {}
     try:
         written: dict[str, Any] = bounded_json(path, MOST_TRACE_BYTES)
@@ -126,11 +129,11 @@ def _read(path: Path) -> TraceFile:
         about = dict(written.get("otherData", {}))
     except Unreadable as error:
         rule = str(error) if str(error).startswith("cannot be read") else f"is no trace: it {error}"
-        raise ConfigError(str(path), "", rule, "give a file of --trace") from None
+        raise ConfigError(subject, "", rule, "give a file of --trace") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ConfigError(str(path), "", f"is no trace ({error!r})", "give a file of --trace") from None
+        raise ConfigError(subject, "", f"is no trace ({error!r})", "give a file of --trace") from None
     if not spans:
-        raise ConfigError(str(path), "", "has no spans", "give a file of --trace")
+        raise ConfigError(subject, "", "has no spans", "give a file of --trace")
     return TraceFile(path, spans, about)
 
 

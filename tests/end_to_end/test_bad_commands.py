@@ -125,7 +125,7 @@ class Wrong:
             "--data-path F/large": "--data-path F/large: holds token id 900, the vocabulary has 257 ids; "
             "choose the --tokenizer-type (and --vocab-size) the dataset was made with",
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model F/nowhere": "--tokenizer-model F/nowhere: ",
-            "--plan F/nowhere.json": "F/nowhere.json: ",
+            "--plan F/nowhere.json": "--plan F/nowhere.json: ",
             "--plan F/value.json": "F/value.json stages[0].zero_level 7: ",
             "--plan F/key.json": "F/key.json stages[0].colour: unknown key; ",
             "--plan F/other.json": "F/other.json stages[0].micro_batch_size 1: --micro-batch-size says 2; "

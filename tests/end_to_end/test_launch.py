@@ -49,7 +49,7 @@ MISTAKES = {
     f"{TWO} --expert-model-parallel-size 3": "--expert-model-parallel-size 3: 4 experts are not divisible by 3; use ",
     f"{TWO} --fp8-format hybrid": "--fp8-format hybrid: needs Transformer Engine on a GPU: this machine lacks ",
     f"{TWO} --data-path /nowhere/text": "--data-path /nowhere/text: /nowhere/text.idx does not exist; ",
-    f"{TWO} --plan /nowhere/plan.json": "/nowhere/plan.json: ",
+    f"{TWO} --plan /nowhere/plan.json": "--plan /nowhere/plan.json: ",
     f"{TWO} --load /nowhere --exit-on-missing-checkpoint": "--load /nowhere: holds no checkpoint; ",
     f"{TWO} --save /proc/saved": "--save /proc/saved: cannot be written: ",
     f"{TWO} --trace /proc/trace.json": "--trace /proc/trace.json: cannot be written: ",

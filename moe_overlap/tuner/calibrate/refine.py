@@ -136,7 +136,7 @@ def _keep(problem: Problem, refined: Refined) -> None:
 
 def _read(path: Path, problem: Problem) -> tuple[Plan, dict[int, list[Span]]]:
     """The plan of a trace, in the form of the problem's, and the spans by rank."""
-    files = read_traces(path)
+    files = read_traces(path, "--refine")
     for other in files[1:]:
         if other.about != files[0].about:
             raise ConfigError(str(other.path), "", f"is of another run than {path.name}", f"remove it, or {AGAIN}")

@@ -127,8 +127,8 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
         ([*JOB, *H100, "--train-tokens", "many"], "--train-tokens many: is no number of tokens"),
         (["--megatron-args", "none.args", *H100], "cannot read none.args"),
         ([*JOB, *H100, "--model", "none.json"], "--model none.json: cannot be read"),
-        ([*JOB, *H100, "--plan", "none.json"], "none.json"),
-        ([*JOB, *H100, "--expert-load", "none"], "none: cannot be read"),
+        ([*JOB, *H100, "--plan", "none.json"], "error: --plan none.json: cannot be read"),
+        ([*JOB, *H100, "--expert-load", "none"], "error: --expert-load none: cannot be read"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

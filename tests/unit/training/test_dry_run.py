@@ -102,7 +102,7 @@ def test_torch_is_not_imported(words: list[str]) -> None:
 
 def test_a_plan_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"@{ROOT}/examples/tiny-mixtral-8x7b.args", "--plan", "nofile.json", "--dry-run"]) == 2
-    assert "nofile.json: cannot be read: No such file or directory" in capsys.readouterr().err
+    assert "--plan nofile.json: cannot be read: No such file or directory" in capsys.readouterr().err
 
 
 def test_outputs_that_cannot_be_written_are_listed(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ WORDS = [
         "--use-megatron-fsdp",
         "--use-megatron-fsdp: not supported: this fork shards optimizer states alone (ZeRO-1); drop the flag",
     ),
+    ("--lr nan", "--lr nan: must be finite; correct the value"),
+    ("--lr -inf", "--lr -inf: must be finite; correct the value"),
     ("--optimizer muon", "--optimizer muon: not supported: this fork has AdamW and SGD; use adam or sgd"),
     (
         "--lr-decay-style cos",

@@ -80,6 +80,8 @@ def _number(name: str, text: str, kind: ValueKind) -> int | float:
         value = int(text) if kind == "int" else float(text)
     except ValueError:
         raise ConfigError(name, text or '""', f"must be {_KIND_TEXT[kind]}", "correct the value") from None
+    if text.strip().lstrip("+-").lower() in ("nan", "inf", "infinity"):
+        raise ConfigError(name, text, "must be finite", "correct the value")
     if not math.isfinite(value) or (kind == "int" and abs(value) >= 2**63):
         raise ConfigError(name, text, f"must be {_KIND_TEXT[kind]} of 64 bits", "correct the value")
     return value
