@@ -509,7 +509,7 @@ class LoggingConfig:
     """Step time, and the timers of --timing-log-level, to TensorBoard: the slowest rank's."""
     timing_log_level: Literal["0", "1", "2"] = "0"
     """Timers: none beside the step's; phases of a step; parts of the phases."""
-    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", of="logging.timing_log_level")
     """Which ranks' timers the console shows."""
     moe_per_layer_logging: bool = False
     """Load, drops and score entropy of every MoE layer to TensorBoard, every --log-interval steps."""
@@ -519,9 +519,9 @@ class LoggingConfig:
     """Profile the steps of --profile-step-start to --profile-step-end (needs --use-pytorch-profiler)."""
     use_pytorch_profiler: bool = False
     """Write a torch trace, to be opened in Perfetto, to --tensorboard-dir."""
-    profile_step_start: int = 10
+    profile_step_start: int = flag(10, of="logging.profile")
     """First profiled step."""
-    profile_step_end: int = 12
+    profile_step_end: int = flag(12, of="logging.profile")
     """Step after the last profiled one."""
     profile_ranks: tuple[int, ...] = (0,)
     """Ranks that write a trace."""

@@ -177,6 +177,20 @@ def test_settings_without_what_they_are_settings_of_are_said() -> None:
     assert dict(idle_flags(parse([*SIZES.split(), *words.split(), *yarn.split()]))).keys() == {"--use-rope-scaling"}
 
 
+def test_settings_of_what_is_off_are_said() -> None:
+    words = (
+        "--moe-overlap-range after --max-deferred-bytes 9 --sgd-momentum 0.5 --profile-step-start 3 --profile-step-end 4 "
+        "--timing-log-option all"
+    ).split()
+    said = dict(idle_flags(parse([*SIZES.split(), *words])))
+    assert said["--profile-step-end"] == "counts with --profile only"
+    assert said["--moe-overlap-range"] == "counts with --moe-overlap-partitions 2 or more only"
+    assert set(said) == {word for word in words if word.startswith("--")}
+    on = "--moe-overlap-partitions 2 --defer-weight-gradients --optimizer sgd --timing-log-level 1 --profile"
+    on = f"{on} --use-pytorch-profiler"
+    assert idle_flags(parse([*SIZES.split(), *words, *on.split()])) == []
+
+
 def test_stages_of_a_replica_can_be_neighbours() -> None:
     sizes = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
     config = parse(f"{SIZES} {sizes}".split()).config

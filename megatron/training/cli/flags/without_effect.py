@@ -74,9 +74,23 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
         for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
             if is_active(config, f"optimizer.{name}"):
                 yield spelling(f"optimizer.{name}"), "counts with --lr-decay-style WSD only"
+    if config.optimizer.optimizer == "adam" and is_active(config, "optimizer.sgd_momentum"):
+        yield "--sgd-momentum", "counts with --optimizer sgd only"
+    yield from _overlap(config)
     pairs = zip(config.moe.moe_router_load_balancing_type, config.moe.moe_aux_loss_coeff, strict=True)
     if config.moe.num_experts is not None and any(kind in ("sinkhorn", "none") and factor for kind, factor in pairs):
         yield "--moe-aux-loss-coeff", "this --moe-router-load-balancing-type has no auxiliary loss"
+
+
+def _overlap(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings of overlap that is off; beside a plan they must agree with it, and are no settings of flags."""
+    overlap = config.overlap
+    if overlap.plan is not None:
+        return
+    if (overlap.moe_overlap_partitions or 1) == 1 and is_active(config, "overlap.moe_overlap_range"):
+        yield "--moe-overlap-range", "counts with --moe-overlap-partitions 2 or more only"
+    if not overlap.defer_weight_gradients and is_active(config, "overlap.max_deferred_bytes"):
+        yield "--max-deferred-bytes", "counts with --defer-weight-gradients only"
 
 
 def _activation_and_positions(config: Config) -> Iterator[tuple[str, str]]:
