@@ -70,6 +70,8 @@ from moe_overlap.upstream_states import UPSTREAM
 
 SHARDS = "shards"
 """Folder of the answers of shards, in that of the output."""
+MOST_PER_CORE = 8
+"""Processes of --jobs for each core: more take memory, and search no faster."""
 JOBS = 4
 """Most processes that search unless more are asked for: each has prices of its own, up to some GiB in the widest spaces."""
 SOLVER_SECONDS = 5.0
@@ -203,6 +205,10 @@ def _require_one_search(arguments: argparse.Namespace, shard: Shard | None) -> N
     jobs = arguments.jobs
     if jobs is not None and jobs < 1:
         raise ConfigError("--jobs", jobs, "must be at least 1", "write the number of cores")
+    cores = usable_cores()
+    if jobs is not None and jobs > MOST_PER_CORE * cores:
+        rule = f"is more than {MOST_PER_CORE} for each of {cores} core{'s' if cores > 1 else ''}"
+        raise ConfigError("--jobs", jobs, rule, f"write {cores}, or drop it")
     if shard is None:
         return
     if jobs is not None and jobs > 1:

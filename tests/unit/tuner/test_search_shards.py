@@ -218,6 +218,7 @@ def test_a_job_is_its_flags_its_gpus_and_its_options() -> None:
     ("words", "expected"),
     [
         (["--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--jobs", "17"], "--jobs 17: is more than 8 for each of 2 cores; write 2, or drop it"),
         (["--shard", "0/4"], "--shard 0/4: is no i/n with i from 1 to n"),
         (["--shard", "5/4"], "--shard 5/4: is no i/n"),
         (["--shard", "2"], "--shard 2: is no i/n"),
@@ -231,7 +232,14 @@ def test_a_job_is_its_flags_its_gpus_and_its_options() -> None:
         (["--num-gpus", "2,4", "--overlap-only"], "--num-gpus 2,4: the overlap is of one layout"),
     ],
 )
-def test_mistakes(words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes(
+    words: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(autotune, "usable_cores", lambda: 2)
     flags = tmp_path / "job.args"
     flags.write_text("\n".join(SMALL))
     job = ["--megatron-args", str(flags), "--gpu", "H100", "--num-gpus", "8", "--output", str(tmp_path / "tuned")]
