@@ -22,6 +22,7 @@ from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.report.prediction import change_advice, change_name, interval_text
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import Launching
 
 SHOWN_RUNNERS_UP = 3
@@ -201,8 +202,16 @@ def _memory(prediction: Prediction) -> str:
     most = f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
     quantile = f"with {prediction.memory.certainty} certainty no more than {fullest.high_bytes / GIB:.1f}"
     text = f"{prediction.memory_verdict}: {where} {fullest.needed_bytes / GIB:.1f} of {capacity:.1f} GiB, {quantile}; {most}"
-    count = len(prediction.overflow)
-    return text if count < 2 else f"{text}; {count} stages may not fit"
+    return text if len(prediction.overflow) < 2 else f"{text}; {_overflowing(prediction)}"
+
+
+def _overflowing(prediction: Prediction) -> str:
+    """`5 stages do not fit, 4 more may not`: each by the margin's quantiles of its own."""
+    surely, perhaps = overflow_counts(prediction.predicted.stages, prediction.capacity_bytes, prediction.memory)
+    if not surely:
+        return f"{perhaps} stages may not fit"
+    fits = "1 stage does not fit" if surely == 1 else f"{surely} stages do not fit"
+    return f"{fits}, {perhaps} more may not" if perhaps else fits
 
 
 def _waiting(prediction: Prediction) -> str:

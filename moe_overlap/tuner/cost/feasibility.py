@@ -126,6 +126,12 @@ def largest_category(peaks: PeakBytes) -> tuple[str, int]:
     return name, needed[name]
 
 
+def overflow_counts(stages: Sequence[PredictedStage], capacity: float, quantiles: MemoryQuantiles) -> tuple[int, int]:
+    """How many stages do not fit, and how many more may not."""
+    verdicts = [verdict_of([stage], capacity, quantiles) for stage in stages]
+    return verdicts.count("does not fit"), verdicts.count("may not fit")
+
+
 def overflow_lines(stages: Sequence[PredictedStage], capacity: float, quantiles: MemoryQuantiles) -> list[str]:
     """The stages whose quantile of the margin exceeds the capacity, each with its largest category."""
     lines = []

@@ -10,9 +10,17 @@ import pytest
 from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.plan import PeakBytes, PredictedStage, Provenance
+from moe_overlap.report.answer import _memory
 from moe_overlap.report.prediction import change_flags, change_name, prediction_json, prediction_text
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryQuantiles, fullest_stage, overflow_lines, verdict_of
+from moe_overlap.tuner.cost.feasibility import (
+    ChangeKind,
+    MemoryQuantiles,
+    fullest_stage,
+    overflow_counts,
+    overflow_lines,
+    verdict_of,
+)
 from moe_overlap.tuner.search.fitting import memory_changes
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
 
@@ -45,6 +53,13 @@ def test_the_verdict_follows_the_quantiles_of_the_fullest_stage(needed: float, v
 
 def test_what_the_allocator_gives_back_is_not_needed() -> None:
     assert verdict_of([stage(72, fragmentation=20)], 80 * GIB, QUANTILES) == "fits"
+
+
+def test_stages_that_do_not_fit_are_counted_apart_from_those_that_may_not() -> None:
+    stages = [stage(85), stage(40), stage(75), stage(90)]
+    assert overflow_counts(stages, 80 * GIB, QUANTILES) == (2, 1)
+    answered = predicted(NEEDED / 4, "--pipeline-model-parallel-size", "2")
+    assert _memory(answered).endswith("; 2 stages do not fit")
 
 
 def test_the_fullest_stage_and_those_that_may_not_fit_are_named() -> None:
