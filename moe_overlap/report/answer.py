@@ -245,7 +245,9 @@ def _term(name: str) -> str:
 
 
 def _beware(prediction: Prediction) -> list[str]:
-    texts = [f"extrapolating: {reason}" for reason in prediction.extrapolating[:1]]
+    # Beside the first, the release that takes the place of one that the user wrote.
+    reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
+    texts = [f"extrapolating: {reason}" for reason in reasons]
     if prediction.not_modelled:
         texts.append(f"not modelled: {', '.join(prediction.not_modelled)} (--verbose says what each changes)")
     if prediction.assumed:

@@ -18,6 +18,7 @@ from moe_overlap.report.answer import (
     Answer,
     RunnerUp,
     answer_lines,
+    beware_lines,
     cost_terms,
     devices,
     exposed_seconds,
@@ -29,6 +30,7 @@ from moe_overlap.report.answer import (
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import ExpectedError
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, MemoryQuantiles, Remedy
+from moe_overlap.tuner.cost.hardware import Software
 from tests.unit.tuner.test_cost_predict import by_hand
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,6 +89,18 @@ def test_the_figures_are_those_of_the_prediction() -> None:
     assert waiting[-1] == pytest.approx(100 * prediction.breakdown["bubble_seconds"] / step, abs=0.06)
     assert launches == pytest.approx(100 * prediction.launching.seconds / step, abs=0.06)
     assert sum(waiting[1:-1]) == pytest.approx(waiting[0], abs=0.3)
+
+
+def test_a_release_that_was_replaced_is_said_behind_another_reason() -> None:
+    replaced = "no measured steps of release 99.01 on Hopper; taken: 26.04, its median release"
+    reasons = ("no measured steps of Ours", "no measured steps of long sequences", replaced)
+    software = Software(release="26.04", extrapolating=(replaced,), is_median=True)
+    said = beware_lines(dataclasses.replace(predicted(), extrapolating=reasons, software=software))
+    assert [line[12:] for line in said if "extrapolating" in line] == [
+        f"extrapolating: {reason}" for reason in (reasons[0], replaced)
+    ]
+    again = beware_lines(dataclasses.replace(predicted(), extrapolating=(replaced,), software=software))
+    assert sum(replaced in line for line in again) == 1
 
 
 def test_an_answer_is_about_ten_lines() -> None:
