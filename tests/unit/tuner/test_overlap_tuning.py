@@ -13,6 +13,7 @@ import moe_overlap.api as api
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model, known_vocab_size
 from megatron.training.cli.validation import validate
+from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import plan_of_run
 from moe_overlap.api import problem_of, read_job, tune
 from moe_overlap.commands.autotune import main
@@ -204,7 +205,10 @@ def test_what_is_written_runs(
     lines = (tmp_path / "tuned" / "megatron_args.txt").read_text().splitlines()
     assert "--plan plan.json" in lines
     assert [line for line in lines if "dispatcher-type" in line] == ["--moe-token-dispatcher-type irregular"]
-    config = parse([f"@{(tmp_path / 'tuned').rename(tmp_path / 'moved') / 'megatron_args.txt'}"]).config
+    written = (tmp_path / "tuned").rename(tmp_path / "moved") / "megatron_args.txt"
+    config = with_plan(
+        parse([f"@{written}"]), 16
+    ).config  # The plan is of these flags' model, whatever their file is called.
     validate(config, 16)
     plan = plan_of_run(config, describe_model(config, known_vocab_size(config), "job"), 16)
     assert plan.stages[0].overlap.is_listed and plan.stages[0].overlap.overlap_param_gather and plan.host_runs_ahead
