@@ -12,9 +12,9 @@ are here, with the number of the step there. What runs at the same time slows ea
    they go on beside it. Either way they and collectives of states that share a link with them take longer.
 6. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Without updates, whose
    copies would slow down the one that stands for many, at the rates of slots, at those that are read off that play, and at those
-   that are read off this second one, relaxed; at these also by a stage that waits in front of forward passes and its last backward pass. Once with updates,
-   at the rates of slots, which tells what they add to the first pass and leave behind for later ones, until later passes
-   differ no more. Most strategies differ in their updates alone: without updates one of those is played.
+   that are read off this second one, relaxed; at these also by a stage that waits in front of forward passes and its last
+   backward pass. Once with updates, at the rates of slots, which tells what they add to the first pass and leave behind for later
+   ones, until later passes differ no more. Most strategies differ in their updates alone: without updates one of those is played.
 
 Legend: K kinds of parts, N strategies. `simulate/engine.py` is the slow twin.
 Source: Mist, section 5.1 and figure 10.
@@ -268,8 +268,8 @@ def _read_off(bare: _Run, run: Callable[..., _Run], passes: _Passes) -> tuple[_R
 def _relaxed(before: Slowed, after: Slowed) -> Slowed:
     """Slowdowns between those of a play and those that were read off it.
 
-    What is slowed down less is done earlier, beside other work, and slows that down more: what is read off overshoots. Where copies
-    disturb the rest a lot, as on L4, steps were 1.6 % off in the mean and up to 12 % too short without it.
+    What is slowed down less is done earlier, beside other work, and slows that down more: what is read off overshoots. Where
+    copies disturb the rest a lot, as on L4, steps were up to 12 % too short without it.
     """
     return {job: slow**KEPT * after[job] ** (1.0 - KEPT) for job, slow in before.items()}
 
