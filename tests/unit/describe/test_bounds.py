@@ -91,7 +91,7 @@ def test_a_search_in_shards_reads_expert_loads_within_bounds_too(tmp_path: Path)
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 1 << 40)
     for path in (tmp_path / "pipe", tmp_path / "sparse", tmp_path, Path("/dev/zero"), tmp_path / "absent"):
-        with bounded_memory(), pytest.raises(ConfigError, match="^--log-expert-load "):
+        with bounded_memory(), pytest.raises(ConfigError, match="^--expert-load "):
             job_sha256((), shipped_cluster("H100", 8), {"expert_load": str(path)})
 
 

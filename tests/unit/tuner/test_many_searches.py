@@ -173,7 +173,7 @@ def test_where_no_number_has_a_plan_the_last_reason_is_the_error() -> None:
         (["--num-gpus", "8,12"], "--num-gpus 12: nodes of H100 have 8 GPUs"),
         (["--num-gpus", "many"], "--num-gpus many: must be a whole number from 1"),
         (["--num-gpus", "8,16", "--target", "both"], "--target both: several numbers of GPUs are compared for one"),
-        (["--num-gpus", "8,16", "--overlap-only"], "--num-gpus 8,16: only a search of plans"),
+        (["--num-gpus", "8,16", "--overlap-only"], "--num-gpus 8,16: the overlap is of one layout"),
         (["--num-gpus", "8", "--target", "both", "--overlap-only"], "--target both: is of the search of plans"),
     ],
 )

@@ -240,7 +240,7 @@ def test_no_layout_divides() -> None:
             ["--search-space", "intra-only"],
             "--search-space intra-only: has plans that nothing executes today",
         ),
-        (["--overlap-only", "--no-imbalance"], "--no-imbalance True: is of the search of plans"),
+        (["--overlap-only", "--no-imbalance"], "--no-imbalance: is of the search of plans"),
         (["--overlap-only", "--target", "megatron-lm"], "--target megatron-lm: is of the search of plans"),
         (["--search-space", "wide"], "--search-space wide: is no search space"),
         (["--time-limit", "0"], "--time-limit 0.0: must be greater than 0 seconds"),
