@@ -472,8 +472,8 @@ def test_all_corners() -> None:
     """
     chosen = in_turn()
     found = {corner: errors(corner) for corner in chosen}
-    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 319
-    for is_plain, middle, most in ((True, 0.003, 0.007), (False, 0.004, 0.0135)):
+    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 316
+    for is_plain, middle, most in ((True, 0.003, 0.008), (False, 0.004, 0.0135)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.array([error for _, error in found.values()])
@@ -501,6 +501,6 @@ def test_corners_of_four_stages(every: int) -> None:
             seconds[corner.interleaved].append(errors(replace(corner, stages=4))[0])
     plain, interleaved = (np.abs(found) for found in seconds.values())
     assert min(len(plain), len(interleaved)) >= 81 // every
-    assert plain.max() < 0.01 and np.median(plain) < 0.004 and interleaved.max() < 0.045
+    assert plain.max() < 0.012 and np.median(plain) < 0.004 and interleaved.max() < 0.045
     if every == 1:
-        assert (interleaved <= NEAR).sum() >= 51
+        assert (interleaved <= NEAR).sum() >= 45
