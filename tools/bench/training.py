@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, TextIO
 from moe_overlap.commands import train as program
 from moe_overlap.commands.exits import RANK_0_SPEAKS_WITHIN_SECONDS, end_process
 from tools.bench.bed import Bed, CpuGroup
-from tools.bench.launch import FIRST_PORT, ROOT, RankFailed, environment_of_job, place_of, placed
+from tools.bench.launch import FIRST_PORT, ROOT, RankFailed, environment_of_job, kill_sessions, place_of, placed
 
 if TYPE_CHECKING:
     from megatron.training.cli.arguments import ParsedArguments
@@ -61,7 +60,7 @@ def train(command: Sequence[str], ranks: int, bed: Bed | None, log: Path, show: 
     processes: list[subprocess.Popen[bytes]] = []
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), shared.get("PYTHONPATH")]))
     with CpuGroup() as priority, contextlib.ExitStack() as stack:
-        stack.callback(lambda: _end(processes))
+        stack.callback(lambda: kill_sessions(processes))
         for rank in range(ranks):
             with (
                 (log if rank == 0 else Path(os.devnull)).open("w") as out,
@@ -115,16 +114,6 @@ def _show_new(lines: TextIO, show: Callable[[str], None]) -> None:
             lines.seek(start)
             return
         show(line.rstrip("\n"))
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End every process, and what it started."""
-    for process in processes:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        process.wait()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -37,7 +37,7 @@ Lists = Mapping[int, Sequence[Instruction]]
 
 
 def communicator_of(rank: int, communication: Instruction) -> Hashable:
-    """What a communication of a rank is queued on; equal on all ranks that meet.
+    """The queue of a communication of a rank; equal on all ranks that meet.
 
     A pair of ranks has one communicator per direction of a boundary, a group one per channel. The norm of the gradients meets on
     all ranks; any other collective within its stage.

@@ -55,7 +55,7 @@ def test_name_and_vocabulary_may_differ(plan: str, tmp_path: Path) -> None:
 
 
 def test_a_detail_of_a_model_of_the_same_name_may_differ(plan: str) -> None:
-    with_plan(parse([*MIXTRAL, "--qk-layernorm", "--plan", plan]), 4)
+    assert with_plan(parse([*MIXTRAL, "--qk-layernorm", "--plan", plan]), 4).config.model.qk_layernorm
 
 
 def test_the_hash_is_of_the_description() -> None:
