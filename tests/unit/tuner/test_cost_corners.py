@@ -506,7 +506,7 @@ def test_corners_of_a_slow_host() -> None:
 def test_errors_do_not_grow_with_micro_batches(every: int) -> None:
     """Four times as many: what errs in every one of them shows, and what errs at the ends of a step is a few milliseconds."""
     seconds = np.abs([errors(replace(corner, per_stage=12))[0] for corner in in_turn()[2::every]])
-    assert len(seconds) > 300 / every and seconds.max() <= NEAR and np.median(seconds) < 0.0025
+    assert len(seconds) > 300 / every and seconds.max() < 0.012 and np.median(seconds) < 0.0025
 
 
 @pytest.mark.slow
