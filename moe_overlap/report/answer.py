@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
+from moe_overlap.plan.overlap import Mechanism
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
-from moe_overlap.report.prediction import change_advice, change_name, interval_text
+from moe_overlap.report.prediction import change_advice, change_name, figure, interval_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import Launching
@@ -34,8 +36,17 @@ SMALLEST_SHARE = 0.0005
 """Share of the step below which what it waits for is not told."""
 WORTH_A_LOOK = 0.05
 """Share of the step from which on a term is worth a suggestion."""
-DAY_SECONDS, HOUR_SECONDS = 86400.0, 3600.0
+DAY_SECONDS, HOUR_SECONDS, MINUTE_SECONDS = 86400.0, 3600.0, 60.0
 LAUNCHES = "launching from the host"
+OVERLAPS: Mapping[Mechanism, str] = MappingProxyType(
+    {
+        "tutel": "capacity chunks",
+        "partitioned": "partitions of a micro-batch",
+        "cross_micro_batch": "two micro-batches at a time",
+        "fused": "fused kernels",
+    }
+)
+"""Mechanisms of layers for a reader."""
 _WIDTH = 12
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
@@ -120,16 +131,22 @@ def plan_sentence(plan: Plan) -> str:
     if stage.offload != Offload():
         shares = {name: getattr(stage.offload, name) for name in ("weights", "gradients", "optimizer", "activations")}
         words += [f"{100 * share:.0f} % of {name} on the host" for name, share in shares.items() if share]
-    mechanisms = sorted(
-        {layer.mechanism.replace("_", " ") for each in plan.stages for layer in each.overlap.layers} - {"none"}
-    )
-    if any(layer.weight_gradient_slots for each in plan.stages for layer in each.overlap.layers):
-        mechanisms.append("deferred weight gradients")
-    if stage.overlap.micro_batches_in_flight > 1 and "cross micro batch" not in mechanisms:
-        mechanisms.append("two micro-batches in flight")
-    words += [f"overlap: {' and '.join(mechanisms)}"] if mechanisms else []
+    overlap = _overlap(plan)
+    words += [f"overlap: {' and '.join(overlap)}"] if overlap else []
     unlike = len({(each.tensor, each.data, each.zero_level, each.recompute, each.offload) for each in plan.stages}) > 1
     return ", ".join(words) + (" (stage 0; other stages differ)" if unlike else "")
+
+
+def _overlap(plan: Plan) -> list[str]:
+    """The ways in which a plan overlaps, by the words of the glossary."""
+    layers = [layer for stage in plan.stages for layer in stage.overlap.layers]
+    used = {layer.mechanism for layer in layers}
+    if any(stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages):
+        used.add("cross_micro_batch")
+    deferred = any(layer.weight_gradient_slots for layer in layers)
+    return [word for name, word in OVERLAPS.items() if name in used] + (
+        ["deferred weight gradients"] if deferred else []
+    )
 
 
 def _sizes(plan: Plan, stage: StagePlan) -> str:
@@ -165,9 +182,8 @@ def _step(answer: Answer) -> str:
     interval = ""
     if expected is not None:
         interval = f" ± {expected.relative * 100:.0f} % in the mean ({interval_text(prediction)})"
-    rate = (
-        f"{predicted.tokens_per_second_per_gpu:,.0f} tokens/s and {predicted.model_tflops_per_gpu:.0f} TFLOP/s per GPU"
-    )
+    tokens, tflops = figure(predicted.tokens_per_second_per_gpu), figure(predicted.model_tflops_per_gpu)
+    rate = f"{tokens} tokens/s and {tflops} TFLOP/s per GPU"
     return f"{seconds:.3f} s{interval}, {rate}, MFU {_share(prediction.mfu)} on {devices(answer.cluster)}"
 
 
@@ -183,9 +199,9 @@ def _training(answer: Answer) -> str:
     assert answer.train_tokens is not None
     tokens, gpus = answer.train_tokens, answer.cluster.gpus
     seconds = tokens / (answer.prediction.predicted.tokens_per_second_per_gpu * gpus)
-    days = seconds / DAY_SECONDS
-    lasts = f"{days:,.1f} days" if days >= 1 else f"{seconds / HOUR_SECONDS:.1f} hours"
-    return f"{shown_tokens(tokens)} tokens in {lasts}, {seconds / HOUR_SECONDS * gpus:,.0f} GPU-hours"
+    units = ((DAY_SECONDS, "days"), (HOUR_SECONDS, "hours"), (MINUTE_SECONDS, "minutes"))
+    unit, name = next((each for each in units if seconds >= each[0]), (1.0, "seconds"))
+    return f"{shown_tokens(tokens)} tokens in {seconds / unit:,.1f} {name}, {figure(seconds / HOUR_SECONDS * gpus)} GPU-hours"
 
 
 def shown_tokens(tokens: float) -> str:
@@ -193,15 +209,20 @@ def shown_tokens(tokens: float) -> str:
     for unit, name in _UNITS:
         if tokens >= unit:
             return f"{tokens / unit:.3g} {name}"
-    return f"{tokens:.0f}"
+    return f"{tokens:,.0f}"
+
+
+def _gib(size: float) -> str:
+    """Bytes in GiB, to a tenth, or to a hundredth where there is less than one."""
+    return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2f}"
 
 
 def _memory(prediction: Prediction) -> str:
-    fullest, capacity = prediction.fullest, prediction.capacity_bytes / GIB
+    fullest, capacity = prediction.fullest, _gib(prediction.capacity_bytes)
     where = f"stage {fullest.stage} needs" if len(prediction.predicted.stages) > 1 else "needs"
-    most = f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
-    quantile = f"with {prediction.memory.certainty} certainty no more than {fullest.high_bytes / GIB:.1f}"
-    text = f"{prediction.memory_verdict}: {where} {fullest.needed_bytes / GIB:.1f} of {capacity:.1f} GiB, {quantile}; {most}"
+    most = f"most of it {fullest.category} ({_gib(fullest.category_bytes)})"
+    quantile = f"with {prediction.memory.certainty} certainty no more than {_gib(fullest.high_bytes)}"
+    text = f"{prediction.memory_verdict}: {where} {_gib(fullest.needed_bytes)} of {capacity} GiB, {quantile}; {most}"
     return text if len(prediction.overflow) < 2 else f"{text}; {_overflowing(prediction)}"
 
 
@@ -248,6 +269,8 @@ def _beware(prediction: Prediction) -> list[str]:
     # Beside the first, the release that takes the place of one that the user wrote.
     reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
     texts = [f"extrapolating: {reason}" for reason in reasons]
+    if prediction.expected_error is None and not texts:
+        texts.append("error not known: no prediction for this machine has been compared with a step measured on it")
     if prediction.not_modelled:
         texts.append(f"not modelled: {', '.join(prediction.not_modelled)} (--verbose says what each changes)")
     if prediction.assumed:

@@ -11,6 +11,9 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import LEVEL
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 
+WHOLE_FROM = 10.0
+"""From here on figures are shown as whole numbers."""
+
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """The answer for programs: all seconds in s, all sizes in bytes."""
@@ -59,6 +62,11 @@ def interval_json(prediction: Prediction) -> dict[str, float] | None:
     return {"level": LEVEL, "low_seconds": low, "high_seconds": high}
 
 
+def figure(value: float) -> str:
+    """A rate or a sum in whole numbers, a small one by its first two digits: a laptop's is not nothing."""
+    return f"{value:,.0f}" if value >= WHOLE_FROM or not value else f"{value:.2g}"
+
+
 def interval_text(prediction: Prediction) -> str:
     """The interval in words; empty where it is not known."""
     expected = prediction.expected_error
@@ -79,8 +87,8 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     predicted, seconds = prediction.predicted, prediction.predicted.step_seconds
     lines = [
         f"step          {seconds:.3f} s{expected_error_text(prediction)} on {cluster.gpus} × {cluster.group_of(0).gpu.name}",
-        f"throughput    {predicted.tokens_per_second_per_gpu:.0f} tokens/s, "
-        f"{predicted.model_tflops_per_gpu:.0f} TFLOP/s per GPU, MFU {prediction.mfu:.1%}",
+        f"throughput    {figure(predicted.tokens_per_second_per_gpu)} tokens/s, "
+        f"{figure(predicted.model_tflops_per_gpu)} TFLOP/s per GPU, MFU {prediction.mfu:.1%}",
         "",
     ]
     if expected := prediction.expected_error:

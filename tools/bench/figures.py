@@ -197,7 +197,7 @@ def baselines(gate: str) -> list[Variant]:
 
 
 def hand_set(gate: str, samples: int) -> list[Variant]:
-    """Every plan that flags can say by hand: mechanism × deferral × one or two micro-batches in flight.
+    """Every plan that flags can say by hand: mechanism × deferral × one or two micro-batches at a time.
 
     The sequential plan and those that a plan may not have are left out.
 

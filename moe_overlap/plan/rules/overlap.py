@@ -306,7 +306,7 @@ def validate_overlap(
             raise ConfigError(f"{subject}.{field}", True, rule, "write false, or the bytes of a reduction")
     if overlap.sends_late and overlap.micro_batches_in_flight == 1:
         rule = "micro-batches run one after the other (micro_batches_in_flight 1)"
-        raise ConfigError(f"{subject}.sends_late", True, rule, "write false, or two micro-batches in flight")
+        raise ConfigError(f"{subject}.sends_late", True, rule, "write false, or two micro-batches at a time")
     _check_limits(stage, subject)
     seen: set[int] = set()
     for index, layer in enumerate(overlap.layers):

@@ -176,7 +176,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"stages.0.overlap.sends_late": True, "stages.0.overlap.micro_batches_in_flight": 1},
         "stages[0].overlap.sends_late True: micro-batches run one after the other (micro_batches_in_flight 1); "
-        "write false, or two micro-batches in flight",
+        "write false, or two micro-batches at a time",
     ),
     (
         {"stages.0.overlap.search_limits": {"max_partitions": 0, "group_seconds": 0.0, "range_limit": 1}},

@@ -66,6 +66,43 @@ def lines_of(**changes: object) -> dict[str, str]:
     return {line[:12].strip(): line[12:] for line in answer_lines(answer)}
 
 
+def of_laptop() -> Prediction:
+    """A prediction whose figures are a thousandth of a cluster's, and whose error nobody knows."""
+    prediction = predicted()
+    stage = prediction.predicted.stages[0]
+    peaks = {name: round(size / 1000) for name, size in dataclasses.asdict(stage.peak_bytes_by_category).items()}
+    of_stage = dataclasses.replace(
+        stage, peak_bytes=sum(peaks.values()), peak_bytes_by_category=type(stage.peak_bytes_by_category)(**peaks)
+    )
+    small = dataclasses.replace(
+        prediction.predicted,
+        tokens_per_second_per_gpu=4.26,
+        model_tflops_per_gpu=0.0213,
+        stages=(of_stage,),
+    )
+    return dataclasses.replace(prediction, predicted=small, expected_error=None, extrapolating=())
+
+
+def test_small_figures_are_not_nothing() -> None:
+    """`0 TFLOP/s`, `0 GPU-hours`, `0.0 of` and `0.0 hours`, as a laptop's answer had them."""
+    small = of_laptop()
+    answer = Answer(plan=planned(), prediction=small, cluster=CLUSTER, train_tokens=30_000)
+    step, training, memory = (line[12:] for line in answer_lines(answer)[1:4])
+    assert "4.3 tokens/s and 0.021 TFLOP/s per GPU" in step
+    assert training == "30,000 tokens in 1.8 minutes, 2 GPU-hours"
+    needed, high = small.fullest.needed_bytes / GIB, small.fullest.high_bytes / GIB
+    assert 0 < needed < 0.1
+    assert f"needs {needed:.2f} of 80.0 GiB, with 95 % certainty no more than {high:.2f}; most of it" in memory
+
+
+def test_a_machine_whose_error_nobody_knows_says_so() -> None:
+    """A measured machine has constants and no published steps: its figures look as sure as a calibrated GPU's."""
+    (line,) = beware_lines(dataclasses.replace(of_laptop(), assumed=(), computed_early=(), software=Software()))
+    assert "error not known" in line
+    known = dataclasses.replace(of_laptop(), expected_error=predicted().expected_error, assumed=(), computed_early=())
+    assert not beware_lines(dataclasses.replace(known, software=Software()))
+
+
 def test_the_figures_are_those_of_the_prediction() -> None:
     prediction = predicted()
     shown = lines_of(train_tokens=3e11)
@@ -243,7 +280,12 @@ def test_a_plan_in_a_sentence() -> None:
     )
     assert plan_sentence(dataclasses.replace(plan, stages=stages)) == (
         "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-2, recompute 3 of 8 layers a chunk, "
-        "50 % of optimizer on the host, overlap: partitioned and deferred weight gradients"
+        "50 % of optimizer on the host, overlap: partitions of a micro-batch and deferred weight gradients"
+    )
+    paired = StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel"),), micro_batches_in_flight=2)
+    stages = tuple(dataclasses.replace(stage, overlap=paired) for stage in plan.stages)
+    assert plan_sentence(dataclasses.replace(plan, stages=stages)).endswith(
+        "overlap: capacity chunks and two micro-batches at a time"
     )
     unlike = (dataclasses.replace(plan.stages[0], zero_level=3), *plan.stages[1:])
     assert plan_sentence(dataclasses.replace(plan, stages=unlike)).endswith("(stage 0; other stages differ)")
