@@ -502,8 +502,7 @@ def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, optio
     for ranked in found.ranked:
         finalist = said.finalist(ranked, cluster, options)
         if not finalist.prediction.fits:
-            verdict = f"{finalist.prediction.memory_verdict}: {finalist.prediction.overflow[0]}"
-            said.refused.append((ranked.name, verdict))
+            said.refused.append((ranked.name, finalist.prediction.overflow[0]))
             continue
         finalists.append(finalist)
     if not finalists:

@@ -286,7 +286,7 @@ def _beware(prediction: Prediction) -> list[str]:
 def runner_up(name: str, other: Prediction, chosen: Prediction) -> RunnerUp:
     """A plan that was predicted and not chosen, with what costs it most."""
     if not other.fits and chosen.fits:
-        return RunnerUp(name, other.predicted.step_seconds, f"{other.memory_verdict}: {other.overflow[0]}")
+        return RunnerUp(name, other.predicted.step_seconds, other.overflow[0])
     return RunnerUp(name, other.predicted.step_seconds, cost_terms(other.breakdown, chosen.breakdown))
 
 

@@ -109,7 +109,7 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
         shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peaks.items() if size > GIB / 20)
         lines.append(f"  {index:<7}{stage.stable_seconds:>14.4f}{stage.peak_bytes / GIB:>10.1f}  {shares}")
     lines.append("")
-    lines += [f"{prediction.memory_verdict}: {text}" for text in prediction.overflow]
+    lines += prediction.overflow
     lines += _remedy_lines(prediction)
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
     lines += [f"assumed: {text}" for text in prediction.assumed]

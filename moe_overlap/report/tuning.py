@@ -168,7 +168,7 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
     than = "" if chosen.name == PLAIN else f", {gained:.2f} times as fast as {PLAIN} ({tuned.plain_seconds:.4f} s)"
     lines = [] if tuned.refinement is None else [*refined_lines(tuned.refinement)]
     lines += [f"{'overlap':<12}{'none' if chosen.name == PLAIN else chosen.name}: {_figures(chosen)}{than}"]
-    lines += [f"{'':<12}{chosen.prediction.memory_verdict}: {text}" for text in chosen.prediction.overflow]
+    lines += [f"{'':<12}{text}" for text in chosen.prediction.overflow]
     others = [other for other in tuned.others if other.prediction is not None]
     lines += [f"{'runner-up':<12}{other.name}: {_why(other, chosen)}" for other in others[:RUNNERS_UP]]
     if _answers_graphs(tuned):
@@ -251,7 +251,7 @@ def _why(other: Candidate, chosen: Candidate) -> str:
     if other.prediction is None:
         return other.refused
     if not other.prediction.fits:
-        return f"{_figures(other)}; {other.prediction.memory_verdict}: {other.prediction.overflow[0]}"
+        return f"{_figures(other)}; {other.prediction.overflow[0]}"
     compared = f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
     return f"{compared}, no more than predictions err" if other.seconds < chosen.seconds else compared
 

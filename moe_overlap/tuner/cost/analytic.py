@@ -282,7 +282,7 @@ class Prediction:
 
     @property
     def overflow(self) -> list[str]:
-        """The stages that do not fit with certainty, each with its largest category."""
+        """The stages that do not fit with certainty, the fullest first, whose verdict is that of the plan."""
         return overflow_lines(self.predicted.stages, self.capacity_bytes, self.memory)
 
 

@@ -133,14 +133,15 @@ def overflow_counts(stages: Sequence[PredictedStage], capacity: float, quantiles
 
 
 def overflow_lines(stages: Sequence[PredictedStage], capacity: float, quantiles: MemoryQuantiles) -> list[str]:
-    """The stages whose quantile of the margin exceeds the capacity, each with its largest category."""
+    """The stages whose quantile of the margin exceeds the capacity, the fullest first, each with a verdict of its own."""
     lines = []
-    for index, stage in enumerate(stages):
-        needed = needed_bytes(stage)
-        if needed * quantiles.high > capacity:
+    for index in sorted(range(len(stages)), key=lambda stage: -needed_bytes(stages[stage])):
+        stage = stages[index]
+        verdict, needed = verdict_of([stage], capacity, quantiles), needed_bytes(stage)
+        if verdict != "fits":
             name, size = largest_category(stage.peak_bytes_by_category)
             lines.append(
-                f"stage {index} needs {needed / GIB:.1f} GiB of {capacity / GIB:.1f}, most of it {name} ({size / GIB:.1f}); "
-                f"with {quantiles.certainty} certainty no more than {needed * quantiles.high / GIB:.1f}"
+                f"{verdict}: stage {index} needs {needed / GIB:.1f} GiB of {capacity / GIB:.1f}, most of it {name} "
+                f"({size / GIB:.1f}); with {quantiles.certainty} certainty no more than {needed * quantiles.high / GIB:.1f}"
             )
     return lines

@@ -136,7 +136,7 @@ def test_sharding_parameters_holds_less_and_costs_gathers() -> None:
 def test_what_does_not_fit_is_answered_with_stage_and_category() -> None:
     big = predicted("--num-layers", "64", "--hidden-size", "8192", "--moe-ffn-hidden-size", "16384")
     assert not big.fits
-    assert big.overflow[0].startswith("stage 0 needs ")
+    assert big.overflow[0].startswith("does not fit: stage 0 needs ")
     assert "of 80.0, most of it" in big.overflow[0]
     assert BASE.fits and not BASE.overflow
 

@@ -67,11 +67,16 @@ def test_the_fullest_stage_and_those_that_may_not_fit_are_named() -> None:
     fullest = fullest_stage(stages, QUANTILES)
     assert (fullest.stage, fullest.category, fullest.needed_bytes) == (2, "activations", 76 * GIB)
     assert (fullest.low_bytes, fullest.high_bytes) == (round(76 * GIB * 0.95), round(76 * GIB * 1.1))
-    lines = overflow_lines(stages, 80 * GIB, QUANTILES)
-    assert [line.split()[1] for line in lines] == ["0", "2"]
+    fuller = [*stages, stage(90)]
+    lines = overflow_lines(fuller, 80 * GIB, QUANTILES)
+    assert [line.partition(" needs ")[0] for line in lines] == [
+        "does not fit: stage 3",
+        "may not fit: stage 2",
+        "may not fit: stage 0",
+    ]
     assert (
-        lines[1]
-        == "stage 2 needs 76.0 GiB of 80.0, most of it activations (57.0); with 95 % certainty no more than 83.6"
+        lines[1] == "may not fit: stage 2 needs 76.0 GiB of 80.0, most of it activations (57.0); "
+        "with 95 % certainty no more than 83.6"
     )
 
 

@@ -229,9 +229,7 @@ def _mix(search: Candidates, start: Candidate, others: Sequence[Plan]) -> Mix:
         prediction = search.predicted(candidate)
         if not prediction.fits:
             # As with a plan that a rule refuses, descent notes the reason and goes on.
-            raise ConfigError(
-                "step", candidate.model.name, f"{prediction.memory_verdict}: {prediction.overflow[0]}", "cut less"
-            )
+            raise ConfigError("step", candidate.model.name, prediction.overflow[0], "cut less")
         return prediction.predicted.step_seconds
 
     classes = layer_classes(plan, model, layer_kinds(model))
