@@ -1,7 +1,7 @@
 """Predict and tune a run from its Megatron flags.
 
-Commands and captures apart, five files know both `megatron.training` and the tuner: this one, job.py, and plan_search.py with
-search_flags.py and search_task.py, which search without a layout.
+Commands and captures apart, five files know both `megatron.training` and the tuner: this one, job.py, and in plan_search/
+search.py, flags.py and task.py, which search without a layout.
 
 1. `read_job` (job.py) understands a command line: configuration, model, plan.
 2. `problem_of` makes of it the tuner's `Problem`: captured graphs, features, the machine with its constants, and the settings on

@@ -53,20 +53,20 @@ from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError, system_refusal
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan_search import BEYOND, SPACES, SearchSettings, search_plan
+from moe_overlap.plan_search.processes import Processes
+from moe_overlap.plan_search.search import BEYOND, SPACES, SearchSettings, search_plan
+from moe_overlap.plan_search.shards import Shard, ShardsMissingError
+from moe_overlap.plan_search.upstream_states import UPSTREAM
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.search import detail_lines, search_json, search_lines
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run
-from moe_overlap.sharded_search import Processes
-from moe_overlap.shards import Shard, ShardsMissingError
 from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.uniform import RankedLayout
-from moe_overlap.upstream_states import UPSTREAM
 
 SHARDS = "shards"
 """Folder of the answers of shards, in that of the output."""

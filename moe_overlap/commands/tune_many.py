@@ -10,13 +10,13 @@ from pathlib import Path
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search import SearchSettings
+from moe_overlap.plan_search.search import SearchSettings
+from moe_overlap.plan_search.several import search_both, search_numbers
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.scaling import scaling_json, scaling_lines
 from moe_overlap.report.search import detail_lines
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.targets import UPSTREAM_FOLDER, both_json, both_lines
-from moe_overlap.scaling import search_both, search_numbers
 
 
 def tune_both(

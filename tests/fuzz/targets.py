@@ -32,7 +32,6 @@ from megatron.training.cli.sizes import vocab_file_entries
 from megatron.training.data.indexed import indexed_dataset
 from megatron.training.data.sources import check_indexed_dataset, data_source
 from megatron.training.data.tokenizers import TokenizerFiles, build_tokenizer
-from moe_overlap import shards
 from moe_overlap.commands.compare import compare_losses, compare_traces
 from moe_overlap.commands.import_flags import main as import_flags
 from moe_overlap.commands.preprocess_data import read_documents, texts_of
@@ -47,6 +46,7 @@ from moe_overlap.describe.files import Unreadable
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.trace import read_traces
+from moe_overlap.plan_search import shards
 from moe_overlap.tuner.calibrate.interference import read_samples
 from moe_overlap.tuner.capture.cache import CorruptFileError, load_captured
 from moe_overlap.tuner.cost.hardware import Refined

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ("moe_overlap", "megatron.training", "pretrain_moe", "tools", "tests")
 VERSION = "moe_overlap.VERSION_LINE"
 TUNER = ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.tuner")
+SEARCH = ("moe_overlap.api", "moe_overlap.job", "moe_overlap.launching", "moe_overlap.plan_search")
 ALLOWED = {
     "moe_overlap/describe": ("moe_overlap.describe",),
     "moe_overlap/plan": ("moe_overlap.describe", "moe_overlap.plan"),
@@ -25,6 +26,7 @@ ALLOWED = {
     "moe_overlap/tuner/profile/measure": ("moe_overlap.tuner.profile",),
     "moe_overlap/tuner/capture": (*TUNER, "megatron.training"),
     "moe_overlap/report": (*TUNER, "moe_overlap.report"),
+    "moe_overlap/plan_search": (*TUNER, *SEARCH, "moe_overlap.report", "megatron.training", VERSION),
     "moe_overlap/commands": ("moe_overlap", "megatron.training"),
     "tools": ("tools.bench", "moe_overlap", "megatron.training"),
 }
@@ -110,7 +112,9 @@ def test_what_the_rule_allows(folder: str, line: str) -> None:
     assert forbidden(folder, line) == []
 
 
-BRIDGES = {f"moe_overlap/{name}.py" for name in ("api", "job", "plan_search", "search_flags", "search_task")}
+BRIDGES = {
+    f"moe_overlap/{name}.py" for name in ("api", "job", "plan_search/search", "plan_search/flags", "plan_search/task")
+}
 """The files outside of commands and `tuner/capture` that import both `megatron.training` and the tuner."""
 
 

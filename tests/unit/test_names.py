@@ -14,7 +14,14 @@ from moe_overlap.plan.operators import Copied, OperatorKind, Phase
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = ("moe_overlap/plan/operators.py", "moe_overlap/plan/instructions.py")
 FOLDERS = (
-    *("moe_overlap/plan", "moe_overlap/runtime", "moe_overlap/report", "moe_overlap/commands", "tools"),
+    *(
+        "moe_overlap/plan",
+        "moe_overlap/runtime",
+        "moe_overlap/report",
+        "moe_overlap/plan_search",
+        "moe_overlap/commands",
+        "tools",
+    ),
     *("moe_overlap/tuner/cost", "moe_overlap/tuner/search", "moe_overlap/tuner/calibrate"),
 )
 TAKES_APART = {

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-import moe_overlap.plan_search as plan_search
-import moe_overlap.search_task as search_task
+import moe_overlap.plan_search.search as plan_search
+import moe_overlap.plan_search.task as search_task
 from megatron.training.cli.arguments import expand_files
 from moe_overlap.api import arguments_to_run
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.job import read_job
-from moe_overlap.overlapped_search import Overlapped
-from moe_overlap.plan_search import SearchSettings, Target, search_plan
+from moe_overlap.plan_search.overlapped import Overlapped
+from moe_overlap.plan_search.search import SearchSettings, Target, search_plan
 from moe_overlap.report.search import PlanSearch, closing_lines
 from moe_overlap.tuner.search.space import Run, UniformLayout, uniform_layouts
 from moe_overlap.tuner.write.argument_file import layout_flags

@@ -24,8 +24,8 @@ from moe_overlap.describe.model import MOST_LAYERS, require_bounded_layers
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.trace import read_traces
-from moe_overlap.sharded_search import job_sha256
-from moe_overlap.shards import _read
+from moe_overlap.plan_search.processes import job_sha256
+from moe_overlap.plan_search.shards import _read
 from moe_overlap.tuner.calibrate.interference import read_samples
 from moe_overlap.tuner.profile.database import Database
 

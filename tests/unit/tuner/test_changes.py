@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moe_overlap.api import predict, problem_of
-from moe_overlap.changes import PIPELINE, by_decision, changes_of
 from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.plan_search.changes import PIPELINE, by_decision, changes_of
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from megatron.training.cli.config import Config
-from moe_overlap import free_sharding
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.free_sharding import search_sharding
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.plan_search import free_sharding
+from moe_overlap.plan_search.free_sharding import search_sharding
+from moe_overlap.plan_search.search import SearchSettings, search_plan
 from moe_overlap.report.search import PlanSearch, detail_lines, search_json, search_lines
 from moe_overlap.report.sharding import SearchedSharding, operator_lines, sharding_details, sharding_lines
 from moe_overlap.tuner.capture.cache import Flags

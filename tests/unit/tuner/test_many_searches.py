@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import moe_overlap.scaling as scaling
+import moe_overlap.plan_search.several as scaling
 from megatron.training.cli.arguments import expand_files
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search import SearchSettings, Target, search_plan
+from moe_overlap.plan_search.search import SearchSettings, Target, search_plan
+from moe_overlap.plan_search.several import NOT_SEARCHED, search_numbers
 from moe_overlap.report.scaling import scaling_json, scaling_lines
 from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.targets import BothTargets, gain_sentence
-from moe_overlap.scaling import NOT_SEARCHED, search_numbers
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.search.solution import Status
 from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched

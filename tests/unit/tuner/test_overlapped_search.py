@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from moe_overlap import overlapped_search, plan_search
 from moe_overlap.api import predict
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.overlapped_search import DECIDED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.plan_search import overlapped as overlapped_search
+from moe_overlap.plan_search import search as plan_search
+from moe_overlap.plan_search.flags import PlansAsFlags, without_layout
+from moe_overlap.plan_search.overlapped import DECIDED, Overlapped, OverlapSearch, decide_overlaps
+from moe_overlap.plan_search.search import SearchSettings, search_plan
 from moe_overlap.report.search import (
     EARLY,
     Finalist,
@@ -27,7 +29,6 @@ from moe_overlap.report.search import (
     search_json,
     write_search,
 )
-from moe_overlap.search_flags import PlansAsFlags, without_layout
 from moe_overlap.tuner.cost.pipeline import lone_share
 from moe_overlap.tuner.problem import OURS, Problem
 from moe_overlap.tuner.search.hidden import HiddenCosts, Way, goes_with, search_hidden, with_cuttable_modules

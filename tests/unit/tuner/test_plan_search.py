@@ -15,7 +15,6 @@ import pytest
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.config import Config
-from moe_overlap import search_task
 from moe_overlap.api import predict
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import GIB, shipped_cluster
@@ -23,14 +22,15 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.finalists import in_order
 from moe_overlap.job import read_job
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
-from moe_overlap.plan_search import SearchSettings, Target, search_plan, without_layout
+from moe_overlap.plan_search import task as search_task
+from moe_overlap.plan_search.finalists import in_order
+from moe_overlap.plan_search.flags import as_priced
+from moe_overlap.plan_search.search import SearchSettings, Target, search_plan, without_layout
 from moe_overlap.report.search import Finalist, PlanSearch, detail_lines, search_json, search_lines, write_search
-from moe_overlap.search_flags import as_priced
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.search.layer.candidates import PLAIN

@@ -15,7 +15,6 @@ import pytest
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.config import Config
-from moe_overlap import plan_search
 from moe_overlap.api import predict
 from moe_overlap.commands.job_arguments import DISPATCHER, MOE
 from moe_overlap.describe.cluster import GIB, Measured, shipped_cluster
@@ -23,7 +22,8 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription, expected_places
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.plan_search import search as plan_search
+from moe_overlap.plan_search.search import SearchSettings, search_plan
 from moe_overlap.report.search import search_json, write_search
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Op, Part

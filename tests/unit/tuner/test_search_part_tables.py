@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_overlap.shards import Shard, share_of
+from moe_overlap.plan_search.shards import Shard, share_of
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.capture.library import BlockLibrary
 from moe_overlap.tuner.capture.request import Request

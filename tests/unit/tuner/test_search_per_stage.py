@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from moe_overlap.describe.cluster import GIB
-from moe_overlap.free_search import freed_layouts, narrow_space, refusal_of, search_beyond
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan_search.free import freed_layouts, narrow_space, refusal_of, search_beyond
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.evaluate import play_together
 from moe_overlap.tuner.cost.pipeline import StageTimes, averaged

@@ -9,12 +9,12 @@ from functools import partial
 
 import pytest
 
-from moe_overlap import finalists
 from moe_overlap.api import problem_of
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.finalists import SIMULATED, UNLIKE, in_order, simulated_finalists, simulated_until_ahead
 from moe_overlap.plan.plan import Transfer
-from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.plan_search import finalists
+from moe_overlap.plan_search.finalists import SIMULATED, UNLIKE, in_order, simulated_finalists, simulated_until_ahead
+from moe_overlap.plan_search.search import SearchSettings, search_plan
 from moe_overlap.report.search import APART, Finalist, search_json
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
@@ -126,7 +126,7 @@ def test_no_prediction_leads_that_another_simulated_step_has_put_in_doubt(monkey
         return played[asked[-1]] * whole
 
     names: dict[int, str] = {}
-    monkeypatch.setattr("moe_overlap.finalists.listed_seconds", listed)
+    monkeypatch.setattr("moe_overlap.plan_search.finalists.listed_seconds", listed)
     plans = [finalist("middle", 1.05), finalist("short", 1.0), finalist("long", 1.15), finalist("even", 1.04)]
     known = simulated_until_ahead(plans)
     assert asked == ["short", "even", "middle"], "the fourth is predicted to be slower than the second was simulated"
@@ -165,8 +165,8 @@ def test_plans_on_unlike_meshes_are_simulated_where_they_may_lead_and_not_shown_
         return full if asked[-1] == "full" else priced(1.1)
 
     full = dataclasses.replace(priced(1.0), capacity_bytes=1)
-    monkeypatch.setattr("moe_overlap.finalists.predict_plan", listed)
-    monkeypatch.setattr("moe_overlap.finalists.listed_seconds", lambda plan, problem: 1.2)
+    monkeypatch.setattr("moe_overlap.plan_search.finalists.predict_plan", listed)
+    monkeypatch.setattr("moe_overlap.plan_search.finalists.listed_seconds", lambda plan, problem: 1.2)
     unlike = [finalist("full", 1.0, True), finalist("tiles", 1.01, True), finalist("slow", 1.15, True)]
     plans = [*unlike, finalist("alike", 1.02, False), finalist("late", 1.3, False)]
     known = simulated_until_ahead(plans)
@@ -204,8 +204,8 @@ def test_plans_whose_states_move_are_answered_by_their_lists(monkeypatch: pytest
         asked.append(names[id(problem)])
         return priced(1.0, capacity_bytes=1) if asked[-1].startswith("full") else priced(1.03)
 
-    monkeypatch.setattr("moe_overlap.finalists.predict_plan", listed)
-    monkeypatch.setattr("moe_overlap.finalists.listed_seconds", lambda plan, problem: 1.2)
+    monkeypatch.setattr("moe_overlap.plan_search.finalists.predict_plan", listed)
+    monkeypatch.setattr("moe_overlap.plan_search.finalists.listed_seconds", lambda plan, problem: 1.2)
     full = [finalist(f"full {number}", 1.0 + number / 1000) for number in range(3)]
     plans = [*full, finalist("fits", 1.2), finalist("resident", 1.21, lacks_lists=False), finalist("far", 1.9)]
     for search in (simulated_finalists, partial(simulated_until_ahead, most=2), partial(simulated_finalists, jobs=2)):

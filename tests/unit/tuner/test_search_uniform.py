@@ -16,10 +16,10 @@ from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.free_search import narrow_space
 from moe_overlap.job import features_of, read_job
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan_search.free import narrow_space
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from moe_overlap.sharded_search import Processes, search_shards
-from moe_overlap.shards import Refused, Shard, share_of
+from moe_overlap.plan_search.processes import Processes, search_shards
+from moe_overlap.plan_search.shards import Refused, Shard, share_of
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.space import SEARCH_SPACES, UniformLayout

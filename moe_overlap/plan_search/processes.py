@@ -14,7 +14,7 @@ from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.expert_load import expert_load_text
 from moe_overlap.plan.serialize import as_values, content_sha256
-from moe_overlap.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
+from moe_overlap.plan_search.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
 from moe_overlap.tuner.cost.hardware import shipped_constants
 from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.uniform import UniformSearch

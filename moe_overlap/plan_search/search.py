@@ -7,9 +7,9 @@
    is predicted as tools/predict.py predicts it. Those near the fastest are simulated, and the simulated steps order them. Of
    those within `TIE` of the fastest the one that needs the least memory leads.
 4. For this runtime the overlap of the first few is decided, and of layouts that are fast with overlap only
-   (overlapped_search.py); the shortest step is the answer.
+   (overlapped.py); the shortest step is the answer.
 
-`--target any` takes the fastest plan whoever runs it: plans that nothing runs (free_search.py), those of Megatron-LM with its
+`--target any` takes the fastest plan whoever runs it: plans that nothing runs (free.py), those of Megatron-LM with its
 overlap, and those of this runtime with its own.
 """
 
@@ -25,21 +25,28 @@ from typing import Unpack
 from megatron.training.cli.arguments import expand_files
 from megatron.training.plan_flags import arguments_of, layout_values
 from moe_overlap.api import Options, machine_for, problem_of
-from moe_overlap.changes import changes_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.finalists import does_not_fit, in_order, listed_alone, simulated_finalists, simulated_until_ahead
-from moe_overlap.free_search import FreeSearch, free_finalists, narrow_space, search_beyond
-from moe_overlap.free_sharding import search_sharding
 from moe_overlap.job import Job, named_by, read_job, without_graphs
 from moe_overlap.launching import launching_of
-from moe_overlap.overlapped_search import SCREENED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
-from moe_overlap.report.search import Finalist, PlanSearch, is_paired
-from moe_overlap.search_flags import PlansAsFlags, Target, as_priced, with_precision, without_layout
-from moe_overlap.search_task import (
+from moe_overlap.plan_search.changes import changes_of
+from moe_overlap.plan_search.finalists import (
+    does_not_fit,
+    in_order,
+    listed_alone,
+    simulated_finalists,
+    simulated_until_ahead,
+)
+from moe_overlap.plan_search.flags import PlansAsFlags, Target, as_priced, with_precision, without_layout
+from moe_overlap.plan_search.free import FreeSearch, free_finalists, narrow_space, search_beyond
+from moe_overlap.plan_search.free_sharding import search_sharding
+from moe_overlap.plan_search.overlapped import SCREENED, Overlapped, OverlapSearch, decide_overlaps
+from moe_overlap.plan_search.processes import Processes, job_sha256, search_shards
+from moe_overlap.plan_search.shards import Refused, Shard, share_of
+from moe_overlap.plan_search.task import (
     accepted,
     captured_ahead,
     commonest_refusal,
@@ -50,8 +57,8 @@ from moe_overlap.search_task import (
     task_of,
     with_dispatcher_of,
 )
-from moe_overlap.sharded_search import Processes, job_sha256, search_shards
-from moe_overlap.shards import Refused, Shard, share_of
+from moe_overlap.plan_search.upstream_states import UPSTREAM, search_states
+from moe_overlap.report.search import Finalist, PlanSearch, is_paired
 from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -83,7 +90,6 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
 from moe_overlap.tuner.write.upstream_rules import PAIRED
-from moe_overlap.upstream_states import UPSTREAM, search_states
 
 SPACES = ("megatron", "recompute")
 """Search spaces of plans that are executed."""

@@ -24,7 +24,7 @@ from moe_overlap.job import Job, capturable, features_of, vocabulary_of
 from moe_overlap.plan.capabilities import refuse_unsupported, shares_scales
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute
 from moe_overlap.plan.serialize import content_sha256
-from moe_overlap.search_flags import Target, as_priced
+from moe_overlap.plan_search.flags import Target, as_priced
 from moe_overlap.tuner.capture.cache import Graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
