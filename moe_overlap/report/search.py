@@ -206,8 +206,9 @@ class PlanSearch:
     def written(self) -> WrittenFlags:
         """The flags that run the plan."""
         plan_file, words, said = None, self.words, self.chosen.said
+        in_file: tuple[str, ...] = ()
         if self.tuned is not None and self.tuned.chosen.name != PLAIN:
-            plan_file, words, said = "plan.json", self.tuned.arguments, ()
+            plan_file, words, said, in_file = "plan.json", self.tuned.arguments, (), said
         head = [f"{self.plan.model.name} on {self.cluster.gpus} × {self.cluster.group_of(0).gpu.name}"]
         # Megatron-LM's own overlap may be what the search found, whoever the target is.
         dropped = {name: reason for name, reason in self.dropped.items() if name not in said}
@@ -229,7 +230,15 @@ class PlanSearch:
         # What the search took from the user's flags is among them again, so that it is listed with its reason.
         words = (*words, *(name for name in dropped if name not in words))
         return argument_file(
-            words, self.plan, said, self.written_for, effects=effects, dropped=dropped, plan_file=plan_file, head=head
+            words,
+            self.plan,
+            said,
+            self.written_for,
+            effects=effects,
+            dropped=dropped,
+            plan_file=plan_file,
+            in_file=in_file,
+            head=head,
         )
 
 

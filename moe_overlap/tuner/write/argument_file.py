@@ -123,6 +123,7 @@ def argument_file(
     effects: Mapping[str, str] | None = None,
     dropped: Mapping[str, str] | None = None,
     plan_file: str | None = None,
+    in_file: Sequence[str] = (),
     head: Sequence[str] = (),
 ) -> WrittenFlags:
     """The flags that run a plan, and their text.
@@ -133,6 +134,7 @@ def argument_file(
         effects: flag -> a sentence on what the choice changes, as predicted.
         dropped: flags of the user that the run goes without, each with the reason.
         plan_file: name of the plan's file beside the text, for what flags cannot say; this fork's.
+        in_file: the flags that would say the layout which stands in that file: comments give them with their reasons.
         head: lines of comment at the top.
     Raises:
         ConfigError: `megatron-lm` refuses the flags: the first rule that they break.
@@ -160,6 +162,8 @@ def argument_file(
         for error in (*parser_errors(by_group), *upstream_errors(values_of(by_group), plan.world_size)):
             raise error
     comments = {name: _comment(name, plan, effects or {}) for name in by_group}
+    if plan_file is not None:
+        comments["--plan"] += _layout_in_file(in_file, plan, effects or {})
     lines = [*(f"# {line}".rstrip() for line in head), *flag_lines(by_group, comments)]
     left_out = tuple((name, reason) for name, reason in gone.items() if name in grouped(words))
     if left_out:
@@ -272,8 +276,18 @@ def _comment(flag: str, plan: Plan, effects: Mapping[str, str]) -> list[str]:
     return _wrapped("; ".join(text.rstrip(".;") for text in (reason, effect) if text))
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
+def _layout_in_file(said: Sequence[str], plan: Plan, effects: Mapping[str, str]) -> list[str]:
+    """Lines of comment: the flags of a layout that a plan's file says in their place, with the reasons that they would have."""
+    lines: list[str] = []
+    for name, values in grouped(said).items():
+        if name in REASONS:
+            reason = "; ".join(filter(None, (REASONS[name](plan, plan.stages[0]), effects.get(name, ""))))
+            lines += _wrapped(f"{' '.join([name, *values])}: {reason}", indent="#   ")
+    return ["# its layout:", *lines] if lines else []
+
+
+def _wrapped(text: str, indent: str = "# ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
 
 
 # Reasons

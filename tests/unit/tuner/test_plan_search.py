@@ -134,6 +134,7 @@ def test_overlap_is_decided_for_this_runtime() -> None:
     )
     # Its flags name a file that says the layout: what changes is told from that.
     assert "--plan" in found.written.flags and found.baseline is not None
+    assert "# its layout:\n#   --" in found.written.text
     changed = {change.name: change.after for change in found.changes}
     stage, given = found.plan.stages[0], grouped(wide)
     assert ("expert parallelism" in changed) == (str(stage.expert) != given["--expert-model-parallel-size"][0])

@@ -211,6 +211,23 @@ def test_a_plan_lies_beside_its_flags(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(expand_files(["@tuned/megatron_args.txt"])) == ["--plan", "tuned/plan.json", "--seed", "1"]
 
 
+def test_the_layout_in_a_plans_file_has_its_reasons_beside_the_flags() -> None:
+    """`--plan plan.json` alone would leave a reader without the layout, and without why it was chosen."""
+    plan, arguments = mixtral()
+    effects = {"--expert-model-parallel-size": "alone -0.2 s"}
+    written = argument_file(MIXTRAL, plan, (), effects=effects, plan_file="plan.json", in_file=arguments)
+    before, _, behind = written.text.partition("--plan plan.json\n")
+    comments = before.rpartition("# what flags cannot say; it lies beside this file\n")[2].splitlines()
+    assert comments[0] == "# its layout:"
+    told = {line.split()[1]: line for line in comments[1:]}
+    assert told["--pipeline-model-parallel-size"].endswith(" 4: 4 stages of 16 GPUs, with 8 layers each")
+    assert told["--expert-model-parallel-size"].endswith("; alone -0.2 s")
+    assert "--micro-batch-size" in told and not told.keys() & set(written.arguments)
+    assert list(grouped(written.arguments)) == list(grouped(shlex.split(written.text, comments=True)))
+    with_flags = argument_file(MIXTRAL, plan, arguments, effects=effects).text
+    assert "# its layout:" not in with_flags and "its layout" not in behind
+
+
 def test_a_plan_decides_all_spellings_of_its_flags() -> None:
     decided = decided_flags(mixtral()[0])
     assert {"--recompute-activations", "--moe-layer-recompute", "--account-for-loss-in-pipeline-split"} <= decided
