@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import sys
 from collections.abc import Sequence
 
+from megatron.training.cli.arguments import expand_files
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import ends_with_its_reader, interruptible
 from moe_overlap.commands.help_topics import Parser
+from moe_overlap.commands.job_arguments import name_of, words_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription, model_parameters
+from moe_overlap.job import read_job
 from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
@@ -30,17 +34,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("file", metavar="FILE", help="a plan.json")
     parser.add_argument("--rank", type=int, default=0, help="rank whose list is printed (default 0)")
-    parser.add_argument("--list", action="store_true", help="print the instruction list; needs --model")
-    parser.add_argument("--model", metavar="M.json", help="model description: checks the plan against it, too")
+    parser.add_argument(
+        "--list", action="store_true", help="print the instruction list; needs --model or --megatron-args"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="FILE",
+        help="the model: a config.json, a file of examples/models, or its description; checks the plan against it, too",
+    )
+    parser.add_argument(
+        "--megatron-args",
+        metavar="FILE",
+        help="the model by its flags, such as those that were written beside the plan",
+    )
     chosen = parser.parse_args(arguments)
     try:
         plan = load_plan(chosen.file)
-        model = load_model(chosen.model) if chosen.model else None
+        model = model_of(chosen, plan)
         validate_plan(plan, model, chosen.file)
         if not chosen.list:
             text = format_plan(plan)
         elif model is None:
-            raise ConfigError("--list", "", "the list depends on the model's layers", "add --model M.json")
+            raise ConfigError("--list", "", "the list depends on the model's layers", "add --model or --megatron-args")
         elif not 0 <= chosen.rank < plan.world_size:
             raise ConfigError("--rank", chosen.rank, f"the plan has {plan.world_size} ranks", "name one of them")
         else:
@@ -75,12 +90,32 @@ def _require_listable(plan: Plan, model: ModelDescription) -> None:
         raise ConfigError("--list", "", rule, "raise it, or write 0")
 
 
-def load_model(path: str) -> ModelDescription:
-    """The description in a JSON file with the fields of ModelDescription."""
+def model_of(chosen: argparse.Namespace, plan: Plan) -> ModelDescription | None:
+    """The model that the command line describes, as its flags do for predictions, or field by field; None where it does not.
+
+    Raises:
+        ConfigError: a file is none, or the plan is of another model.
+    """
+    if chosen.model is None and chosen.megatron_args is None:
+        return None
+    if chosen.megatron_args is None and (described := load_model(chosen.model)) is not None:
+        return described
+    given = argparse.Namespace(model=chosen.model, megatron_args=chosen.megatron_args, precision=plan.precision)
+    words = words_of(given, is_predicted=True)
+    if any(word.partition("=")[0] == "--plan" for word in expand_files(words)):
+        # Flags that a plan completes say nothing of what is in it.
+        return read_job([*words, "--plan", chosen.file], plan.world_size, name=name_of(given)).model
+    return read_job(words, plan.world_size, plan=chosen.file, name=name_of(given)).model
+
+
+def load_model(path: str) -> ModelDescription | None:
+    """The description in a JSON file with the fields of ModelDescription; None where it has flags, or is a config.json."""
     try:
         values = bounded_json(path)
     except Unreadable as error:
-        raise ConfigError(path, "", str(error), "name a model description") from error
+        raise ConfigError(path, "", str(error), "name a model") from error
+    if isinstance(values, dict) and {"flags", "model_type"} & values.keys():
+        return None
     model = read_record(ModelDescription, values, path)
     for name, value in dataclasses.asdict(model).items():
         if type(value) in (int, float) and value < 0:

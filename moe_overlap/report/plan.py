@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections.abc import Sequence
 
 from moe_overlap.describe.cluster import GIB
@@ -9,6 +11,8 @@ from moe_overlap.plan.overlap import LayerOverlap, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.feasibility import needed_bytes
 
+WIDEST_CELL = 28
+"""Columns of a cell."""
 Row = tuple[str, list[str]]
 """Name of a fact, and a cell for every stage."""
 
@@ -52,7 +56,7 @@ def _stage_column(stage: StagePlan) -> dict[str, str]:
     offload = " ".join(
         f"{k} {getattr(stage.offload, v):.0%}" for k, v in shares.items() if getattr(stage.offload, v) > 0
     )
-    layers = _shown_layers(overlap.layers)
+    layers = _shown_layers(overlap.layers, stage.layers)
     return {
         "layers": " ".join(f"{first}-{last - 1}" for first, last in stage.chunks),
         "devices": f"{stage.devices.mesh[0]} x {stage.devices.mesh[1]}",
@@ -89,8 +93,10 @@ def _shown_limits(limits: SearchLimits | None) -> str:
     return " ".join(f"{one.first_operator}…{one.last_operator}*{one.max_partitions}" for one in lowered) or "-"
 
 
-def _shown_layers(layers: Sequence[LayerOverlap]) -> str:
-    """`L0-3:partitioned*2 L8:none`: layers that follow one another and do the same stand together."""
+def _shown_layers(layers: Sequence[LayerOverlap], of_stage: Sequence[int]) -> str:
+    """`L0-3:partitioned*2 L8:none`: layers that follow one another and do the same stand together; `partitioned*2` if all do."""
+    if len(layers) == len(of_stage) > 1 and len(same := {_mechanism(layer) for layer in layers}) == 1:
+        return same.pop()
     runs: list[tuple[int, int, str]] = []
     for layer in layers:
         mechanism = _mechanism(layer)
@@ -116,11 +122,14 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def format_columns(rows: Sequence[Row]) -> str:
-    """Names to the left, cells right-aligned in columns."""
+    """Names to the left, cells right-aligned in columns; a long cell goes on in the next line."""
     head = max(len(name) for name, _ in rows)
-    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
+    broken = [(name, [textwrap.wrap(cell, WIDEST_CELL) or [""] for cell in cells]) for name, cells in rows]
+    columns = zip(*(cells for _, cells in broken), strict=True)
+    widths = [max(len(line) for cell in column for line in cell) for column in columns]
     lines = []
-    for name, cells in rows:
-        aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append(f"{name.ljust(head)}  {aligned}".rstrip() + "\n")
+    for name, cells in broken:
+        for number, row in enumerate(itertools.zip_longest(*cells, fillvalue="")):
+            aligned = "  ".join(line.rjust(width) for line, width in zip(row, widths, strict=True))
+            lines.append(f"{('' if number else name).ljust(head)}  {aligned}".rstrip() + "\n")
     return "".join(lines)

@@ -7,16 +7,22 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from moe_overlap.commands import show_plan
-from moe_overlap.plan.instructions import parse_list
-from moe_overlap.plan.overlap import LoweredLimit, SearchLimits, StageOverlap
-from moe_overlap.report.plan import stage_rows
+from moe_overlap.job import read_job
+from moe_overlap.plan.instructions import format_list, parse_list
+from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.overlap import LayerOverlap, LoweredLimit, SearchLimits, StageOverlap
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import save_plan
+from moe_overlap.report.plan import format_plan, stage_rows
 from tests.unit.plan import plan_samples
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_plan.py"
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / "tools" / "show_plan.py"
 PLAN = str(plan_samples.GOLDEN / "pp2_ep2.json")
 MODEL = str(plan_samples.GOLDEN / "pp2_ep2_model.json")
 
@@ -54,6 +60,60 @@ def test_list_of_a_rank(tool: ModuleType, capsys: pytest.CaptureFixture[str]) ->
     assert parse_list(text)[0].name == "receive.S0>S1"
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a plan of the tiny Mixtral, with the flags that lie beside it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    flags = ROOT / "examples/tiny-mixtral-8x7b.args"
+    save_plan(read_job([f"@{flags}", "--use-distributed-optimizer"], 4).plan, folder / "plan.json")
+    of_model = [
+        line for line in flags.read_text().splitlines() if not line.startswith(("--seq", "--micro", "--global"))
+    ]
+    (folder / "beside.args").write_text("\n".join([*of_model, "--plan plan.json"]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ["--model", str(ROOT / "examples/models/tiny-mixtral-8x7b.json")],
+        ["--megatron-args", str(ROOT / "examples/tiny-mixtral-8x7b.args")],
+        ["--megatron-args", "beside.args"],
+    ],
+    ids=["model file", "flags", "flags that the plan completes"],
+)
+def test_a_list_needs_no_more_than_what_a_prediction_is_given(
+    tool: ModuleType, tiny: Path, model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny)
+    assert tool.main(["plan.json", "--list", "--rank", "3", *model]) == 0
+    job = read_job([f"@{ROOT / 'examples/tiny-mixtral-8x7b.args'}", "--use-distributed-optimizer"], 4)
+    assert capsys.readouterr().out == format_list(lower(job.plan, job.model, 3))
+    assert tool.main(["plan.json", "--megatron-args", str(ROOT / "examples/tiny-phi-3.5-moe.args")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def with_stage(**changes: Any) -> Plan:
+    plan = plan_samples.plan(stages=1)
+    return replace(plan, stages=(replace(plan.stages[0], **changes),))
+
+
+def test_a_table_stays_as_wide_as_a_screen() -> None:
+    """Layers of sixteen chunks and their mechanisms stood in one cell each: 408 columns for two stages."""
+    layers = tuple(LayerOverlap(layer=number, mechanism="partitioned", partitions=2) for number in range(32))
+    chunks = tuple((first, first + 1) for first in range(32))
+    plan = with_stage(overlap=StageOverlap(layers=layers), chunks=chunks)
+    rows = dict(stage_rows(plan))
+    assert rows["overlap"] == ["partitioned*2"]
+    text = format_plan(plan)
+    assert max(map(len, text.splitlines())) < 80
+    shown = " ".join(line[18:].strip() for line in text.splitlines())
+    assert " ".join(f"{first}-{last - 1}" for first, last in chunks) in shown
+    mixed = (*layers[:-1], replace(layers[-1], mechanism="none", partitions=0))
+    plan = with_stage(overlap=StageOverlap(layers=mixed), chunks=chunks)
+    assert dict(stage_rows(plan))["overlap"] == ["L0-30:partitioned*2 L31:none"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,7 +121,7 @@ def test_list_of_a_rank(tool: ModuleType, capsys: pytest.CaptureFixture[str]) ->
             ["none.json"],
             "error: none.json: cannot be read: No such file or directory; name a plan made by tools/autotune.py",
         ),
-        ([PLAN, "--list"], "error: --list: the list depends on the model's layers; add --model M.json"),
+        ([PLAN, "--list"], "error: --list: the list depends on the model's layers; add --model or --megatron-args"),
         ([PLAN, "--list", "--model", MODEL, "--rank", "4"], "error: --rank 4: the plan has 4 ranks; name one of them"),
         ([PLAN, "--model", PLAN], f"error: {PLAN} schema_version: unknown key; use one of name, "),
     ],
