@@ -18,14 +18,14 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 import moe_overlap.tuner.cost.hardware as owner
-from moe_overlap.describe.cluster import GIB, known_gpus
+from moe_overlap.describe.cluster import GIB
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.coverage import traits
 from moe_overlap.tuner.cost.expected_error import Errors, LeftOut, errors_json, errors_of, group_names
@@ -40,6 +40,7 @@ from moe_overlap.tuner.cost.hardware import (
 from moe_overlap.tuner.cost.memory_errors import MemoryErrors
 from tests.validation.descent import COARSE, Floats, Point, descend, loss_of
 from tests.validation.evaluate import Case
+from tests.validation.priced_runs import Fitted, PricedRuns, Scoped, architecture_of
 
 TARGET = Path(owner.__file__).with_name("constants.json")
 STEP = 1.01
@@ -82,48 +83,10 @@ FRACTIONS = (*owner.LOSSY, "domain", "network", "overlap_slowdown", "grouped_low
 """Parts of a whole: a fraction of a peak rate stays below it."""
 
 
-class Scoped(Protocol):
-    """A run as constants are told apart by."""
-
-    @property
-    def gpu_type(self) -> str:
-        """As constants name it."""
-
-    @property
-    def release(self) -> str:
-        """Of its software; empty where it is none of the table."""
-
-    @property
-    def scope(self) -> str:
-        """Precision, and dense or MoE."""
-
-
-class Fitted(Scoped, Protocol):
-    """A run that constants are fitted to."""
-
-    @property
-    def configuration(self) -> object:
-        """Equal for runs that differ in their release alone."""
-
-    @property
-    def seconds(self) -> float:
-        """Measured, of a step."""
-
-    def relative_error(self, constants: Constants) -> float:
-        """Of its seconds."""
-
-
 Key = tuple[str, str, str]
 """Level, name of what it is about, constant; the name of a release is `release architecture`."""
 Steps = dict[Key, int]
 """Steps away from the start."""
-Known = dict[tuple[object, ...], float]
-"""A configuration and the constants it sees -> predicted seconds."""
-
-
-def architecture_of(gpu: str) -> str:
-    """Of a GPU type of the table."""
-    return str(known_gpus()[gpu]["architecture"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,35 +155,13 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-class Loss:
-    """Weighted errors of runs; remembers seconds by the constants that a configuration sees."""
-
-    def __init__(self, cases: Sequence[Fitted], known: Known | None = None) -> None:
-        repeats = Counter(case.configuration for case in cases)
-        self.weights = {id(case): repeats[case.configuration] ** -0.5 for case in cases}
-        self._known: Known = {} if known is None else known
-
-    def __call__(self, cases: Sequence[Fitted], constants: Constants) -> float:
-        """The loss of these runs under these constants."""
-        return sum(self.weights[id(case)] * abs(math.log(self.error(case, constants))) for case in cases)
-
-    def error(self, case: Fitted, constants: Constants) -> float:
-        """Predicted over measured seconds."""
-        release = constants.releases.get(case.release, {}).get(architecture_of(case.gpu_type))
-        loss = release.loss if release is not None else 1.0
-        key = (case.configuration, constants.gpus[case.gpu_type], constants.common, loss)
-        if key not in self._known:
-            self._known[key] = (1.0 + case.relative_error(constants)) * case.seconds
-        return self._known[key] / case.seconds
-
-
 def fit(
     cases: Sequence[Fitted],
     report: Callable[[str], None] = lambda line: None,
     start: GpuConstants = START,
     common: CommonConstants | None = None,
     steps: Steps | None = None,
-    known: Known | None = None,
+    prices: PricedRuns | None = None,
 ) -> tuple[Constants, Steps]:
     """The constants that fit the cases, and their steps.
 
@@ -228,11 +169,11 @@ def fit(
         start: the constants of a GPU at no step.
         common: the common constants, which then do not move, nor do those of GPUs that no architecture explains.
         steps: where the search starts; what nothing in the cases holds there walks back to no step.
-        known: seconds that fits of the same cases share.
+        prices: of these cases and maybe others, which fits share; this process prices them where there are none.
     Raises:
         RuntimeError: constants still move after the last round.
     """
-    priced = PricedGrid.of(cases, start, common, known)
+    priced = PricedGrid.of(cases, start, common, prices)
     point = priced.point(steps or {})
     found = descend(priced, point, report, () if steps else COARSE)
     return priced.grid.constants(priced.steps(found)), priced.steps(found)
@@ -249,27 +190,32 @@ class PricedGrid:
 
     cases: Sequence[Fitted]
     grid: Grid
-    total: Loss
+    prices: PricedRuns
     keys: tuple[Key, ...]
     concerned: tuple[NDArray[np.int64], ...]
 
     @classmethod
     def of(
-        cls, cases: Sequence[Fitted], start: GpuConstants, common: CommonConstants | None, known: Known | None
+        cls,
+        cases: Sequence[Fitted],
+        start: GpuConstants,
+        common: CommonConstants | None,
+        prices: PricedRuns | None = None,
     ) -> PricedGrid:
         """The grid of these runs; common constants that are given do not move."""
-        grid, total = Grid.of(cases, start, common or START_COMMON), Loss(cases, known)
+        grid, prices = Grid.of(cases, start, common or START_COMMON), prices or PricedRuns(cases, 1)
         movable = [key for key in grid.names() if common is None or key[0] != "common"]
-        concerned = {key: _concerned(key, cases, grid, total) for key in movable}
+        concerned = {key: _concerned(key, cases, grid, prices) for key in movable}
         keys = tuple(key for key in movable if concerned[key])
-        return cls(cases, grid, total, keys, tuple(np.array(concerned[key]) for key in keys))
+        return cls(cases, grid, prices, keys, tuple(np.array(concerned[key]) for key in keys))
 
-    @property
+    @cached_property
     def weights(self) -> Floats:
         """[N] of the runs."""
-        return np.array([self.total.weights[id(case)] for case in self.cases])
+        repeats = Counter(case.configuration for case in self.cases)
+        return np.array([repeats[case.configuration] ** -0.5 for case in self.cases])
 
-    @property
+    @cached_property
     def pulls(self) -> Floats:
         """[K] loss per step."""
         return np.array([PULLS[level] * len(self.cases) for level, *_ in self.keys])
@@ -278,7 +224,7 @@ class PricedGrid:
         """Logarithms of predicted over measured seconds of these runs, or of all."""
         constants = self.grid.constants(self.steps(point))
         asked = self.cases if runs is None else [self.cases[run] for run in runs]
-        return np.array([math.log(self.total.error(case, constants)) for case in asked])
+        return np.array(self.prices.errors(asked, constants))
 
     def point(self, steps: Steps) -> Point:
         """Steps as coordinates; those of constants that nothing here depends on are left out."""
@@ -289,7 +235,7 @@ class PricedGrid:
         return {key: int(count) for key, count in zip(self.keys, point, strict=True) if count}
 
 
-def _concerned(key: Key, cases: Sequence[Fitted], grid: Grid, total: Loss) -> list[int]:
+def _concerned(key: Key, cases: Sequence[Fitted], grid: Grid, prices: PricedRuns) -> list[int]:
     """Indices of the runs whose seconds change with a constant: nothing else is priced again when it moves."""
     level, name, field = key
     within = {
@@ -299,9 +245,10 @@ def _concerned(key: Key, cases: Sequence[Fitted], grid: Grid, total: Loss) -> li
         "release": lambda case: f"{case.release} {architecture_of(case.gpu_type)}" == name,
     }[level]
     # Far enough that a host which keeps up with its device at the start falls behind.
-    far = [grid.constants({key: count}) for count in FAR]
     asked = [index for index, case in enumerate(cases) if within(case)]
-    return [index for index in asked if len({total.error(cases[index], constants) for constants in far}) > 1]
+    runs = [cases[index] for index in asked]
+    far = [prices.errors(runs, grid.constants({key: count})) for count in FAR]
+    return [index for index, errors in zip(asked, zip(*far, strict=True), strict=True) if len(set(errors)) > 1]
 
 
 def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
@@ -318,7 +265,7 @@ def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
 
 
 def left_out_errors(
-    cases: Sequence[Case], steps: Steps, known: Known, report: Callable[[str], None]
+    cases: Sequence[Case], steps: Steps, prices: PricedRuns, report: Callable[[str], None]
 ) -> list[tuple[Case, float, bool]]:
     """The relative error of every run under constants fitted without its fold, and whether it reaches beyond the others.
 
@@ -332,7 +279,7 @@ def left_out_errors(
         out = set(families[fold::FOLDS])
         report(f"without {', '.join(' '.join(family) for family in sorted(out))}")
         kept = [case for case in cases if family_of(case) not in out]
-        constants, _ = fit(kept, report, steps=steps, known=known)
+        constants, _ = fit(kept, report, steps=steps, prices=prices)
         constants = dataclasses.replace(constants, traits=traits_of(kept))
         for case in cases:
             if family_of(case) in out:
@@ -413,8 +360,11 @@ def main() -> None:
         print(line, file=sys.stderr, flush=True)
 
     cases = calibration_cases(times=True)
-    known: Known = {}
-    of_steps, steps = fit(cases, report, known=known)
+    with PricedRuns(cases) as prices:
+        of_steps, steps = fit(cases, report, prices=prices)
+        surface = PricedGrid.of(cases, START, None, prices)
+        loss = loss_of(surface, surface.point(steps))
+        found = left_out_errors(cases, steps, prices, report)
     of_runs, steps_of_runs = fit(calibration_steps(cache_folder()), report, l4_start(of_steps), of_steps.common)
     constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus, traits=traits_of(cases))
     peaks = calibration_cases(times=False)
@@ -425,10 +375,7 @@ def main() -> None:
     errors = memory_errors([*ratios, *calibration_peaks(cache_folder(), constants)])
     constants = dataclasses.replace(constants, memory=errors.quantiles(), memory_errors=errors)
     TARGET.write_text(constants_json(constants), encoding="utf-8")
-    surface = PricedGrid.of(cases, START, None, known)
-    loss = loss_of(surface, surface.point(steps))
     FILE.write_text(fit_json(Fit(loss=loss, table=steps, l4=steps_of_runs)), encoding="utf-8")
-    found = left_out_errors(cases, steps, known, report)
     TARGET.with_name("errors.json").write_text(errors_json(errors_left_out(found)), encoding="utf-8")
     for kind, (inside, all_of_them) in held(found).items():
         report(f"{inside} of {all_of_them} {kind} runs that were left out lie in the intervals of the others")

@@ -24,7 +24,7 @@ def test_shipped_constants_are_those_of_the_last_fit() -> None:
 def test_the_last_fit_is_one_of_the_prices_of_today() -> None:
     """Prices that changed since then ask for python -m tests.validation.fit: the loss differs, or constants would move."""
     last = last_fit()
-    surface = PricedGrid.of(calibration_cases(times=True), START, None, None)
+    surface = PricedGrid.of(calibration_cases(times=True), START, None)
     point = surface.point(last.table)
     assert surface.steps(point) == last.table
     assert loss_of(surface, point) == pytest.approx(last.loss, rel=1e-6)

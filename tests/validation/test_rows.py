@@ -28,6 +28,7 @@ from moe_overlap.tuner.cost.hardware import (
 from tests.validation.errors import spearman
 from tests.validation.feasibility import executed_runs, feasibility_lines
 from tests.validation.fit import START, fit, memory_errors
+from tests.validation.priced_runs import PricedRuns
 from tests.validation.ranking import SETS, best_found, wrong_pairs
 from tests.validation.rows import Row, flags_of, measured_rows, published_rows, scored_rows
 
@@ -175,6 +176,19 @@ def test_the_fit_finds_a_constant_and_leaves_the_rest_alone() -> None:
     assert dataclasses.replace(found.gpus["H100"], gemm=START.gemm) == START
     assert (found, steps) == fit(cases)
     assert found.releases == {"26.04": {"Hopper": ReleaseConstants(measured=("bf16 MoE",))}}
+
+
+def test_processes_price_as_one_does() -> None:
+    """Runs of one configuration share what is remembered; a fit asks for some of them, in any order."""
+    cases = [Made(0.6), Made(0.61), Made(0.6), Made(0.7)]
+    with PricedRuns(cases, 3) as shared:
+        for asked in (cases, cases[::-1], cases[1:3], [cases[3], cases[0]]):
+            for gemm in (0.5, 0.6):
+                gpu = dataclasses.replace(START, gemm=gemm)
+                constants = dataclasses.replace(shipped_constants(), gpus={"H100": gpu})
+                errors = shared.errors(asked, constants)
+                assert errors == PricedRuns(cases, 1).errors(asked, constants)
+                assert [math.exp(error) for error in errors] == pytest.approx([run.truth / gemm for run in asked])
 
 
 def test_quantiles_of_memory_are_those_of_one_more_run() -> None:

@@ -1,0 +1,132 @@
+"""Errors of runs under constants, priced by a process for each core; each of them has its own part of the runs.
+
+A fit asks for the errors of some runs under some constants, tens of thousands of times, and mostly for few runs. A process
+remembers what it has priced, by the constants that a configuration sees, so that a run always has to come to the same one. What
+is answered does not depend on their number.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Protocol
+
+from moe_overlap.describe.cluster import known_gpus
+from moe_overlap.tuner.cost.hardware import Constants
+
+Known = dict[tuple[object, ...], float]
+"""A configuration and the constants it sees -> predicted seconds."""
+
+
+class Scoped(Protocol):
+    """A run as constants are told apart by."""
+
+    @property
+    def gpu_type(self) -> str:
+        """As constants name it."""
+
+    @property
+    def release(self) -> str:
+        """Of its software; empty where it is none of the table."""
+
+    @property
+    def scope(self) -> str:
+        """Precision, and dense or MoE."""
+
+
+class Fitted(Scoped, Protocol):
+    """A run that constants are fitted to."""
+
+    @property
+    def configuration(self) -> object:
+        """Equal for runs that differ in their release alone."""
+
+    @property
+    def seconds(self) -> float:
+        """Measured, of a step."""
+
+    def relative_error(self, constants: Constants) -> float:
+        """Of its seconds."""
+
+
+def architecture_of(gpu: str) -> str:
+    """Of a GPU type of the table."""
+    return str(known_gpus()[gpu]["architecture"])
+
+
+class PricedRuns:
+    """Runs whose errors are asked for; a context, which ends its processes.
+
+    Args:
+        runs: all that will be asked for.
+        processes: 1 prices in this one; as many as there are cores where it is None.
+    """
+
+    def __init__(self, runs: Sequence[Fitted], processes: int | None = None) -> None:
+        count = min(len(runs), processes or os.cpu_count() or 1)
+        # Runs of a configuration share what is remembered, and neighbours in the table take about as long.
+        configurations = {run.configuration: None for run in runs}
+        dealt = {configuration: place % count for place, configuration in enumerate(configurations)}
+        self._owners = {id(run): dealt[run.configuration] for run in runs}
+        self._numbers = {id(run): number for number, run in enumerate(runs)}
+        self._runs, self._known = tuple(runs), Known()
+        self._links: list[Connection] = []
+        self._workers: list[multiprocessing.process.BaseProcess] = []
+        # Runs are no messages: a child begins with them.
+        context = multiprocessing.get_context("fork")
+        for _ in range(count if count > 1 else 0):
+            here, there = context.Pipe()
+            self._links.append(here)
+            worker = context.Process(target=self._serve, args=(there,), daemon=True)
+            worker.start()
+            there.close()
+            self._workers.append(worker)
+
+    def __enter__(self) -> PricedRuns:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for link in self._links:
+            link.close()
+        for worker in self._workers:
+            worker.join()
+
+    def errors(self, asked: Sequence[Fitted], constants: Constants) -> list[float]:
+        """Logarithms of predicted over measured seconds."""
+        if not self._links:
+            return [self._error(run, constants) for run in asked]
+        shares: dict[int, list[int]] = {}
+        for place, run in enumerate(asked):
+            shares.setdefault(self._owners[id(run)], []).append(place)
+        for owner, places in shares.items():
+            self._links[owner].send((constants, [self._numbers[id(asked[place])] for place in places]))
+        found = [0.0] * len(asked)
+        for owner, places in shares.items():
+            for place, error in zip(places, self._links[owner].recv(), strict=True):
+                found[place] = error
+        return found
+
+    def _serve(self, link: Connection) -> None:
+        # A link ends where nobody holds its other end; a child holds a copy of those that were there when it began.
+        for inherited in self._links:
+            inherited.close()
+        while True:
+            try:
+                constants, numbers = link.recv()
+            except EOFError:
+                return
+            link.send([self._error(self._runs[number], constants) for number in numbers])
+
+    def _error(self, run: Fitted, constants: Constants) -> float:
+        release = constants.releases.get(run.release, {}).get(architecture_of(run.gpu_type))
+        loss = release.loss if release is not None else 1.0
+        key = (run.configuration, constants.gpus[run.gpu_type], constants.common, loss)
+        if key not in self._known:
+            self._known[key] = (1.0 + run.relative_error(constants)) * run.seconds
+        return math.log(self._known[key] / run.seconds)
