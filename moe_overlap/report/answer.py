@@ -58,11 +58,13 @@ class RunnerUp:
     Attributes:
         seconds: of its step; None where none was predicted.
         why: the term that costs it most against the chosen plan, or the rule that refuses it.
+        more_bytes: that its fullest stage needs beyond the chosen plan's: why one that is no slower was not chosen.
     """
 
     name: str
     seconds: float | None
     why: str
+    more_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +289,8 @@ def runner_up(name: str, other: Prediction, chosen: Prediction) -> RunnerUp:
     """A plan that was predicted and not chosen, with what costs it most."""
     if not other.fits and chosen.fits:
         return RunnerUp(name, other.predicted.step_seconds, other.overflow[0])
-    return RunnerUp(name, other.predicted.step_seconds, cost_terms(other.breakdown, chosen.breakdown))
+    more = other.fullest.needed_bytes - chosen.fullest.needed_bytes
+    return RunnerUp(name, other.predicted.step_seconds, cost_terms(other.breakdown, chosen.breakdown), more)
 
 
 def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
@@ -312,7 +315,9 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     change = other.seconds / chosen - 1
     # The prediction cannot tell them apart, and says so.
     tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
-    return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}): {other.why}"
+    # Of plans that predictions do not tell apart the one that needs the least memory is chosen.
+    more = f", needs {_gib(other.more_bytes)} GiB more" if change < 0 < other.more_bytes else ""
+    return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}{more}): {other.why}"
 
 
 def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, is_searched: bool = False) -> list[str]:

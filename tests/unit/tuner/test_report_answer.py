@@ -177,6 +177,19 @@ def test_runners_up_name_the_term_that_costs_most() -> None:
     assert cost_terms(small, chosen.breakdown) == "no term costs it more"
 
 
+def test_a_faster_runner_up_says_the_memory_that_speaks_against_it() -> None:
+    """Of plans that predictions do not tell apart the one that needs the least leads; a slower one needs no such reason."""
+    chosen, faster = predicted(), predicted("--pipeline-model-parallel-size", "2")
+    more = faster.fullest.needed_bytes - chosen.fullest.needed_bytes
+    other = runner_up("PP 2", faster, chosen)
+    assert other.more_bytes == more > GIB
+    for share, said in ((0.99, f", within the prediction's error, needs {more / GIB:.1f} GiB more)"), (1.01, "error)")):
+        at = dataclasses.replace(other, seconds=share * chosen.predicted.step_seconds)
+        assert f"{said}: " in lines_of(runners_up=[at])["runner-up"]
+    lean = dataclasses.replace(other, seconds=0.99 * chosen.predicted.step_seconds, more_bytes=-more)
+    assert "GiB" not in lines_of(runners_up=[lean])["runner-up"]
+
+
 def test_a_runner_up_that_does_not_fit_says_so() -> None:
     chosen = predicted()
     tight = dataclasses.replace(chosen, memory=MemoryQuantiles(high=9.0, low=8.0))
