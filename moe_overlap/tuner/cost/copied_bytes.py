@@ -16,12 +16,14 @@ from functools import cache
 
 from moe_overlap.plan.instructions import COMPUTE, BufferId, BufferRole, Home, Instruction, parse_buffer
 
-HIDDEN = (
-    *(BufferRole.HIDDEN, BufferRole.ATTENDED, BufferRole.SHARED),
-    *(BufferRole.D_HIDDEN, BufferRole.D_ATTENDED, BufferRole.D_SHARED),
+HIDDEN = frozenset(
+    (
+        *(BufferRole.HIDDEN, BufferRole.ATTENDED, BufferRole.SHARED),
+        *(BufferRole.D_HIDDEN, BufferRole.D_ATTENDED, BufferRole.D_SHARED),
+    )
 )
 """Buffers of hidden states and their gradients."""
-ROWS = (BufferRole.ROWS, BufferRole.RETURNED, BufferRole.D_ROWS, BufferRole.D_RETURNED)
+ROWS = frozenset((BufferRole.ROWS, BufferRole.RETURNED, BufferRole.D_ROWS, BufferRole.D_RETURNED))
 """Buffers of routed rows where their tokens are."""
 Place = tuple[str, int | None, tuple[int, ...]]
 
@@ -41,16 +43,21 @@ def copied_bytes(made: Sequence[Instruction], hidden_bytes: float, rows_bytes: f
     pieces = Counter((i.name, i.micro_batch) for i in made)
     makers = {name: i for i in made if i.channel == COMPUTE for name in i.writes}
     left_in_parts = {
-        _rows_of(name) for i in made if _is_whole_gate(i) for name in i.writes if _parts(i.writes)[BufferRole.ROWS] > 1
+        _rows_of(name)
+        for i in made
+        if _is_whole_gate(i) and BufferRole.ROWS in _in_parts(i.writes)
+        for name in i.writes
     }
     copied: dict[Place, float] = defaultdict(float)
     for i in made:
-        read = _parts(name for name in i.reads if name not in i.writes)
-        size = hidden_bytes * sum(read[word] > 1 for word in HIDDEN)
+        read = _in_parts(name for name in i.reads if name not in i.writes)
+        size = hidden_bytes * len(read & HIDDEN)
         if i.channel == COMPUTE:
-            of_parts = any(_rows_of(name) in left_in_parts for name in (*i.reads, *i.writes))
-            size += hidden_bytes * (_is_whole_gate(i) and _parts(i.writes)[BufferRole.ROWS] > 1)
-            size += (hidden_bytes if of_parts else rows_bytes) * sum(read[word] > 1 for word in ROWS)
+            of_parts = (
+                any(_rows_of(name) in left_in_parts for name in (*i.reads, *i.writes)) if left_in_parts else False
+            )
+            size += hidden_bytes * (_is_whole_gate(i) and BufferRole.ROWS in _in_parts(i.writes))
+            size += (hidden_bytes if of_parts else rows_bytes) * len(read & ROWS)
         elif i.partition and any(_is_whole_rows(parse_buffer(name)) for name in i.reads):
             size += rows_bytes / pieces[i.name, i.micro_batch]
         if size:
@@ -70,9 +77,15 @@ def _is_whole_rows(buffer: BufferId) -> bool:
     return buffer.role in ROWS and buffer.partition is None
 
 
-def _parts(names: Iterable[str]) -> Counter[BufferRole]:
-    """Role -> buffers of it."""
-    return Counter(parse_buffer(name).role for name in names if parse_buffer(name).home is Home.DEVICE)
+def _in_parts(names: Iterable[str]) -> set[BufferRole]:
+    """Roles of which there is more than one buffer on the device."""
+    seen: set[BufferRole] = set()
+    several: set[BufferRole] = set()
+    for name in names:
+        buffer = parse_buffer(name)
+        if buffer.home is Home.DEVICE:
+            (several if buffer.role in seen else seen).add(buffer.role)
+    return several
 
 
 @cache
