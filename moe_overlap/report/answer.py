@@ -22,7 +22,7 @@ from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import Mechanism
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
-from moe_overlap.report.prediction import change_advice, change_name, figure, interval_text
+from moe_overlap.report.prediction import change_advice, change_name, difference, figure, interval_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import Launching
@@ -302,8 +302,8 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
     cheaper = [(name, seconds) for name, seconds in ordered[-1:] if seconds < -visible]
     if not dearer:
         return "no term costs it more"
-    texts = [f"{_term(name)} {seconds:+.3f} s" for name, seconds in dearer]
-    saved = "".join(f", though {_term(name)} {seconds:+.3f} s" for name, seconds in cheaper)
+    texts = [f"{_term(name)} {difference(seconds)}" for name, seconds in dearer]
+    saved = "".join(f", though {_term(name)} {difference(seconds)}" for name, seconds in cheaper)
     return ", ".join(texts) + saved
 
 

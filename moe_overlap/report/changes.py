@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB
+from moe_overlap.report.prediction import difference
 from moe_overlap.tuner.cost.analytic import Prediction
+
+VISIBLE_GIB = 0.05
+"""Less is shown as none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +56,8 @@ class Change:
         seconds = self.alone.predicted.step_seconds - baseline.predicted.step_seconds
         memory = (self.alone.fullest.needed_bytes - baseline.fullest.needed_bytes) / GIB
         fits = "" if self.alone.fits else f"; {self.alone.memory_verdict}"
-        return f"alone {seconds:+.3f} s a step and {memory:+.1f} GiB on the fullest stage{fits}"
+        space = f"{memory:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_GIB else "as much memory"
+        return f"alone {difference(seconds)} a step and {space}{fits}"
 
 
 def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 
 WHOLE_FROM = 10.0
 """From here on figures are shown as whole numbers."""
+FEW_SECONDS = 0.01
+"""Below them differences are shown in ms."""
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
@@ -65,6 +67,11 @@ def interval_json(prediction: Prediction) -> dict[str, float] | None:
 def figure(value: float) -> str:
     """A rate or a sum in whole numbers, a small one by its first two digits: a laptop's is not nothing."""
     return f"{value:,.0f}" if value >= WHOLE_FROM or not value else f"{value:.2g}"
+
+
+def difference(seconds: float) -> str:
+    """More or less seconds of a step, in ms where they are few."""
+    return f"{seconds:+.3f} s" if abs(seconds) >= FEW_SECONDS else f"{1e3 * seconds:+.2g} ms"
 
 
 def interval_text(prediction: Prediction) -> str:

@@ -27,6 +27,7 @@ from moe_overlap.report.answer import (
     shown_tokens,
     suggestions,
 )
+from moe_overlap.report.changes import Change as Decision
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import ExpectedError
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, MemoryQuantiles, Remedy
@@ -188,6 +189,18 @@ def test_a_faster_runner_up_says_the_memory_that_speaks_against_it() -> None:
         assert f"{said}: " in lines_of(runners_up=[at])["runner-up"]
     lean = dataclasses.replace(other, seconds=0.99 * chosen.predicted.step_seconds, more_bytes=-more)
     assert "GiB" not in lines_of(runners_up=[lean])["runner-up"]
+
+
+def test_small_differences_are_not_nothing() -> None:
+    """`compute -0.000 s` and `-0.0 GiB`, as answers about steps of a tenth of a second had them."""
+    terms = {"compute_seconds": 0.1, "bubble_seconds": 0.02}
+    other = {"compute_seconds": 0.0997, "bubble_seconds": 0.0212}
+    assert cost_terms(other, terms) == "bubble +1.2 ms, though compute -0.3 ms"
+    baseline = predicted()
+    faster = dataclasses.replace(baseline.predicted, step_seconds=baseline.predicted.step_seconds - 0.0071)
+    alone = dataclasses.replace(baseline, predicted=faster)
+    change = Decision(name="a", before={}, after={}, alone=alone)
+    assert change.effect(baseline) == "alone -7.1 ms a step and as much memory"
 
 
 def test_a_runner_up_that_does_not_fit_says_so() -> None:
