@@ -53,13 +53,19 @@ class Surface(Protocol):
     def concerned(self) -> Sequence[NDArray[np.int64]]:
         """[K] indices of the runs that a coordinate acts on."""
 
-    def errors(self, point: Point, runs: NDArray[np.int64] | None = None) -> Floats:
-        """Logarithmic errors of these runs, or of all."""
+    def errors(self, moves: Sequence[tuple[Point, NDArray[np.int64] | None]]) -> list[Floats]:
+        """Logarithmic errors at points, of some runs each or of all."""
+
+
+def errors_at(surface: Surface, point: Point) -> Floats:
+    """[N] logarithmic errors of all runs at a point."""
+    (errors,) = surface.errors([(point, None)])
+    return errors
 
 
 def loss_of(surface: Surface, point: Point, errors: Floats | None = None) -> float:
     """The loss of a point."""
-    found = surface.errors(point) if errors is None else errors
+    found = errors_at(surface, point) if errors is None else errors
     return float((surface.weights * np.abs(found)).sum() + (surface.pulls * np.abs(point)).sum())
 
 
@@ -101,11 +107,11 @@ def is_settled(surface: Surface, point: Point) -> bool:
 
 def walked(surface: Surface, start: Point, stride: int) -> Point:
     """The point after every coordinate in turn took a stride down or up where that lowers the loss."""
-    point, errors = start.copy(), surface.errors(start)
+    point, errors = start.copy(), errors_at(surface, start)
     for axis, runs in enumerate(surface.concerned):
         weights, pull = surface.weights[runs], float(surface.pulls[axis])
         moves = [_shifted(point, axis, offset) for offset in (-stride, stride)]
-        found = [surface.errors(move, runs) for move in moves]
+        found = surface.errors([(move, runs) for move in moves])
         before = float((weights * np.abs(errors[runs])).sum()) + pull * abs(int(point[axis]))
         after = [
             float((weights * np.abs(each)).sum()) + pull * abs(int(move[axis]))
@@ -120,10 +126,12 @@ def walked(surface: Surface, start: Point, stride: int) -> Point:
 
 def neighbours(surface: Surface, point: Point, span: int) -> Floats:
     """[2, N, K] errors with each coordinate `span` steps down and up."""
-    around = np.broadcast_to(surface.errors(point)[None, :, None], (2, len(surface.weights), len(point))).copy()
-    for axis, runs in enumerate(surface.concerned):
-        for side, offset in enumerate((-span, span)):
-            around[side, runs, axis] = surface.errors(_shifted(point, axis, offset), runs)
+    here = errors_at(surface, point)
+    around = np.broadcast_to(here[None, :, None], (2, len(surface.weights), len(point))).copy()
+    places = [(side, runs, axis) for axis, runs in enumerate(surface.concerned) for side in range(2)]
+    moves = [(_shifted(point, axis, (-span, span)[side]), runs) for side, runs, axis in places]
+    for place, errors in zip(places, surface.errors(moves), strict=True):
+        around[place] = errors
     return around
 
 
@@ -166,11 +174,11 @@ def stepped(surface: Surface, start: Point, around: Floats) -> Point:
 
 def followed(surface: Surface, start: Point, slopes: Floats) -> Point:
     """The point after moves by the linearised problem, in boxes that shrink where the true loss does not fall."""
-    point, errors = start, surface.errors(start)
+    point, errors = start, errors_at(surface, start)
     best, width = loss_of(surface, start, errors), WIDEST
     while width >= 1:
         move = linear_move(surface, point, errors, slopes, width)
-        found = surface.errors(move)
+        found = errors_at(surface, move)
         loss = loss_of(surface, move, found)
         if loss < best - LEAST_GAIN:
             point, errors, best = move, found, loss

@@ -220,11 +220,13 @@ class PricedGrid:
         """[K] loss per step."""
         return np.array([PULLS[level] * len(self.cases) for level, *_ in self.keys])
 
-    def errors(self, point: Point, runs: NDArray[np.int64] | None = None) -> Floats:
-        """Logarithms of predicted over measured seconds of these runs, or of all."""
-        constants = self.grid.constants(self.steps(point))
-        asked = self.cases if runs is None else [self.cases[run] for run in runs]
-        return np.array(self.prices.errors(asked, constants))
+    def errors(self, moves: Sequence[tuple[Point, NDArray[np.int64] | None]]) -> list[Floats]:
+        """Logarithms of predicted over measured seconds at points, of some runs each or of all."""
+        questions = [
+            (self.cases if runs is None else [self.cases[run] for run in runs], self.grid.constants(self.steps(point)))
+            for point, runs in moves
+        ]
+        return [np.array(errors) for errors in self.prices.errors(questions)]
 
     def point(self, steps: Steps) -> Point:
         """Steps as coordinates; those of constants that nothing here depends on are left out."""
@@ -247,7 +249,7 @@ def _concerned(key: Key, cases: Sequence[Fitted], grid: Grid, prices: PricedRuns
     # Far enough that a host which keeps up with its device at the start falls behind.
     asked = [index for index, case in enumerate(cases) if within(case)]
     runs = [cases[index] for index in asked]
-    far = [prices.errors(runs, grid.constants({key: count})) for count in FAR]
+    far = prices.errors([(runs, grid.constants({key: count})) for count in FAR])
     return [index for index, errors in zip(asked, zip(*far, strict=True), strict=True) if len(set(errors)) > 1]
 
 

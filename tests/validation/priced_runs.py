@@ -97,20 +97,22 @@ class PricedRuns:
         for worker in self._workers:
             worker.join()
 
-    def errors(self, asked: Sequence[Fitted], constants: Constants) -> list[float]:
-        """Logarithms of predicted over measured seconds."""
+    def errors(self, questions: Sequence[tuple[Sequence[Fitted], Constants]]) -> list[list[float]]:
+        """Logarithms of predicted over measured seconds, of some runs under some constants each.
+
+        Many questions at once keep the processes busy: one has a few runs, and they are not the same in each process.
+        """
         if not self._links:
-            return [self._error(run, constants) for run in asked]
-        shares: dict[int, list[int]] = {}
-        for place, run in enumerate(asked):
-            shares.setdefault(self._owners[id(run)], []).append(place)
-        for owner, places in shares.items():
-            self._links[owner].send((constants, [self._numbers[id(asked[place])] for place in places]))
-        found = [0.0] * len(asked)
-        for owner, places in shares.items():
-            for place, error in zip(places, self._links[owner].recv(), strict=True):
-                found[place] = error
-        return found
+            return [[self._error(run, constants) for run in asked] for asked, constants in questions]
+        shares: list[list[tuple[Constants, list[int]]]] = [[] for _ in self._links]
+        for asked, constants in questions:
+            for owner, share in enumerate(shares):
+                own = [self._numbers[id(run)] for run in asked if self._owners[id(run)] == owner]
+                share.append((constants, own))
+        for link, share in zip(self._links, shares, strict=True):
+            link.send(share)
+        answers = [iter(link.recv()) for link in self._links]
+        return [[next(answers[self._owners[id(run)]]) for run in asked] for asked, _ in questions]
 
     def _serve(self, link: Connection) -> None:
         # A link ends where nobody holds its other end; a child holds a copy of those that were there when it began.
@@ -118,10 +120,10 @@ class PricedRuns:
             inherited.close()
         while True:
             try:
-                constants, numbers = link.recv()
+                share: list[tuple[Constants, list[int]]] = link.recv()
             except EOFError:
                 return
-            link.send([self._error(self._runs[number], constants) for number in numbers])
+            link.send([self._error(self._runs[number], constants) for constants, own in share for number in own])
 
     def _error(self, run: Fitted, constants: Constants) -> float:
         release = constants.releases.get(run.release, {}).get(architecture_of(run.gpu_type))

@@ -16,6 +16,7 @@ from tests.validation.descent import (
     Floats,
     Point,
     descend,
+    errors_at,
     least_deviations,
     loss_of,
     neighbours,
@@ -51,11 +52,14 @@ class Bent:
     def concerned(self) -> Sequence[NDArray[np.int64]]:
         return [np.flatnonzero(column) for column in self.slopes.T]
 
-    def errors(self, point: Point, runs: NDArray[np.int64] | None = None) -> Floats:
-        self.asked.append(tuple(int(place) for place in point))
-        linear = self.slopes @ point
-        found = linear + self.bend * linear**2 - self.wanted
-        return found if runs is None else found[runs]
+    def errors(self, moves: Sequence[tuple[Point, NDArray[np.int64] | None]]) -> list[Floats]:
+        answers = []
+        for point, runs in moves:
+            self.asked.append(tuple(int(place) for place in point))
+            linear = self.slopes @ point
+            found = linear + self.bend * linear**2 - self.wanted
+            answers.append(found if runs is None else found[runs])
+        return answers
 
 
 def valley(bend: float = 0.0) -> Bent:
@@ -92,7 +96,7 @@ def test_a_box_has_the_least_deviations_and_the_pulls_of_its_inside() -> None:
     rng = np.random.default_rng(2)
     surface = Bent(STEP * rng.normal(size=(7, 2)), rng.normal(size=7) / 10, pull=1.5e-2)
     point, width = np.array([3, -2]), 5
-    errors = surface.errors(point)
+    errors = errors_at(surface, point)
     slopes = slopes_of(neighbours(surface, point, 1), 1)
     found = least_deviations(surface, point, errors, slopes, width)
     assert np.abs(found - point).max() <= width + 1e-9
@@ -109,7 +113,7 @@ def test_a_box_has_the_least_deviations_and_the_pulls_of_its_inside() -> None:
 
 def test_polishing_moves_pairs_as_well() -> None:
     surface, start = valley(), np.array([15, -15])
-    found = polished(surface, start, surface.errors(start), surface.slopes)
+    found = polished(surface, start, errors_at(surface, start), surface.slopes)
     assert found.tolist() == [20, -20]
     # It asked for no price.
     assert len(surface.asked) == 1

@@ -182,13 +182,17 @@ def test_processes_price_as_one_does() -> None:
     """Runs of one configuration share what is remembered; a fit asks for some of them, in any order."""
     cases = [Made(0.6), Made(0.61), Made(0.6), Made(0.7)]
     with PricedRuns(cases, 3) as shared:
-        for asked in (cases, cases[::-1], cases[1:3], [cases[3], cases[0]]):
-            for gemm in (0.5, 0.6):
-                gpu = dataclasses.replace(START, gemm=gemm)
-                constants = dataclasses.replace(shipped_constants(), gpus={"H100": gpu})
-                errors = shared.errors(asked, constants)
-                assert errors == PricedRuns(cases, 1).errors(asked, constants)
-                assert [math.exp(error) for error in errors] == pytest.approx([run.truth / gemm for run in asked])
+        under = {
+            gemm: dataclasses.replace(shipped_constants(), gpus={"H100": dataclasses.replace(START, gemm=gemm)})
+            for gemm in (0.5, 0.6)
+        }
+        some = (cases, cases[::-1], cases[1:3], [cases[3], cases[0]], [])
+        asked = [(runs, gemm) for runs in some for gemm in under]
+        questions = [(runs, under[gemm]) for runs, gemm in asked]
+        found = shared.errors(questions)
+        assert found == PricedRuns(cases, 1).errors(questions) == shared.errors(questions)
+        for (runs, gemm), errors in zip(asked, found, strict=True):
+            assert [math.exp(error) for error in errors] == pytest.approx([run.truth / gemm for run in runs])
 
 
 def test_quantiles_of_memory_are_those_of_one_more_run() -> None:
