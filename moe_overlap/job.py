@@ -18,7 +18,7 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.rules.graphs import graphs_capture_what_repeats
 from megatron.training.cli.rules.moe import listed_run, static_capacity_factor
 from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
-from megatron.training.cli.validation import validate
+from megatron.training.cli.validation import validate, validate_model
 from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run, require_world
 from megatron.training.plan_model import require_model
@@ -27,6 +27,7 @@ from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.model import ModelDescription, require_bounded_layers
 from moe_overlap.describe.readers.predicted_flags import (
     assumed_vocabulary,
+    grouped,
     is_sharded_by_fsdp,
     not_modelled,
     read,
@@ -108,6 +109,32 @@ def read_job(
     if model.num_experts and SINKHORN in config.moe.moe_router_load_balancing_type:
         assumed = (*assumed, "a router without the iterations of sinkhorn, whose number depends on the data")
     return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
+
+
+def model_of_plan(words: Sequence[str], plan: Plan, source: str, name: str | None = None) -> ModelDescription:
+    """The model of a plan as flags describe it, whatever layout they say; the length of samples is the plan's if they say none.
+
+    Args:
+        source: of the plan, for errors.
+        name: of the model, where no file of flags names it.
+    Raises:
+        ConfigError: the flags describe no model, or another one than the plan's.
+    """
+    said = grouped(read(list(expand_files(words))).arguments)
+    parsed = parse([word for flag, values in said.items() if flag != "--plan" for word in (flag, *values)])
+    model, parallel = parsed.config.model, parsed.config.parallel
+    model = dataclasses.replace(
+        model,
+        seq_length=model.seq_length or plan.sequence_length,
+        max_position_embeddings=model.max_position_embeddings or plan.sequence_length,
+    )
+    # The embedding's rows are padded for the tensor ranks.
+    parallel = dataclasses.replace(parallel, tensor_model_parallel_size=plan.stages[0].tensor)
+    config = dataclasses.replace(parsed.config, model=model, parallel=parallel)
+    validate_model(config)
+    described = describe_model(config, vocabulary_of(config)[0], named_by(words) or name or parsed.name)
+    require_model(plan, source, described, model.make_vocab_size_divisible_by)
+    return described
 
 
 def _defers(plan: Plan) -> bool:

@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Sequence
 
-from megatron.training.cli.arguments import expand_files
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import ends_with_its_reader, interruptible
 from moe_overlap.commands.help_topics import Parser
@@ -16,7 +15,7 @@ from moe_overlap.commands.job_arguments import name_of, words_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription, model_parameters
-from moe_overlap.job import read_job
+from moe_overlap.job import model_of_plan
 from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
@@ -101,11 +100,7 @@ def model_of(chosen: argparse.Namespace, plan: Plan) -> ModelDescription | None:
     if chosen.megatron_args is None and (described := load_model(chosen.model)) is not None:
         return described
     given = argparse.Namespace(model=chosen.model, megatron_args=chosen.megatron_args, precision=plan.precision)
-    words = words_of(given, is_predicted=True)
-    if any(word.partition("=")[0] == "--plan" for word in expand_files(words)):
-        # Flags that a plan completes say nothing of what is in it.
-        return read_job([*words, "--plan", chosen.file], plan.world_size, name=name_of(given)).model
-    return read_job(words, plan.world_size, plan=chosen.file, name=name_of(given)).model
+    return model_of_plan(words_of(given, is_predicted=True), plan, chosen.file, name_of(given))
 
 
 def load_model(path: str) -> ModelDescription | None:
@@ -114,7 +109,7 @@ def load_model(path: str) -> ModelDescription | None:
         values = bounded_json(path)
     except Unreadable as error:
         raise ConfigError(path, "", str(error), "name a model") from error
-    if isinstance(values, dict) and {"flags", "model_type"} & values.keys():
+    if isinstance(values, dict) and "num_layers" not in values:
         return None
     model = read_record(ModelDescription, values, path)
     for name, value in dataclasses.asdict(model).items():

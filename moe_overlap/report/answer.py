@@ -316,7 +316,9 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     # The prediction cannot tell them apart, and says so.
     tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
     # Of plans that predictions do not tell apart the one that needs the least memory is chosen.
-    more = f", needs {_gib(other.more_bytes)} GiB more" if change < 0 < other.more_bytes else ""
+    more = (
+        f", needs {other.more_bytes / GIB:.1f} GiB more" if tie and change < 0 and other.more_bytes >= GIB / 20 else ""
+    )
     return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}{more}): {other.why}"
 
 

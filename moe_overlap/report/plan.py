@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.overlap import LayerOverlap, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.report.prediction import figure
 from moe_overlap.tuner.cost.feasibility import needed_bytes
 
 WIDEST_CELL = 28
@@ -27,8 +28,8 @@ def format_plan(plan: Plan) -> str:
         ("schedule", schedule + ("" if plan.mtp_stage is None else f", MTP on stage {plan.mtp_stage}")),
     ]
     if plan.predicted is not None:
-        rate = f"{plan.predicted.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
-        work = f"{plan.predicted.model_tflops_per_gpu:.1f} model TFLOP/s/GPU"
+        rate = f"{figure(plan.predicted.tokens_per_second_per_gpu)} tokens/s/GPU"
+        work = f"{figure(plan.predicted.model_tflops_per_gpu)} model TFLOP/s/GPU"
         run.append(("predicted", f"{plan.predicted.step_seconds:.4g} s per step, {rate}, {work}"))
     for transfer in plan.transfers:
         gather = "" if transfer.all_gather is None else f", then all-gather along {transfer.all_gather.axis}"
@@ -121,10 +122,17 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 
+def _lines_of(cell: str) -> list[str]:
+    """A cell in lines, broken behind spaces and the commas of a long list."""
+    if len(cell) <= WIDEST_CELL:
+        return [cell]
+    return textwrap.wrap(cell.replace(",", ", "), WIDEST_CELL, break_long_words=False, break_on_hyphens=False)
+
+
 def format_columns(rows: Sequence[Row]) -> str:
     """Names to the left, cells right-aligned in columns; a long cell goes on in the next line."""
     head = max(len(name) for name, _ in rows)
-    broken = [(name, [textwrap.wrap(cell, WIDEST_CELL) or [""] for cell in cells]) for name, cells in rows]
+    broken = [(name, [_lines_of(cell) for cell in cells]) for name, cells in rows]
     columns = zip(*(cells for _, cells in broken), strict=True)
     widths = [max(len(line) for cell in column for line in cell) for column in columns]
     lines = []

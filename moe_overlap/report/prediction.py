@@ -14,7 +14,7 @@ from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 WHOLE_FROM = 10.0
 """From here on figures are shown as whole numbers."""
 FEW_SECONDS = 0.01
-"""Below them differences are shown in ms."""
+"""Below them differences are shown in ms, to a hundredth."""
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
@@ -71,7 +71,10 @@ def figure(value: float) -> str:
 
 def difference(seconds: float) -> str:
     """More or less seconds of a step, in ms where they are few."""
-    return f"{seconds:+.3f} s" if abs(seconds) >= FEW_SECONDS else f"{1e3 * seconds:+.2g} ms"
+    if abs(seconds) >= FEW_SECONDS:
+        return f"{seconds:+.3f} s"
+    # Rounding leaves differences that are none.
+    return f"{round(1e3 * seconds, 2) + 0.0:+g} ms"
 
 
 def interval_text(prediction: Prediction) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Protocol
 
 from moe_overlap.describe.cluster import known_gpus
+from moe_overlap.describe.host import usable_cores
 from moe_overlap.tuner.cost.hardware import Constants
 
 Known = dict[tuple[object, ...], float]
@@ -67,7 +67,7 @@ class PricedRuns:
     """
 
     def __init__(self, runs: Sequence[Fitted], processes: int | None = None) -> None:
-        count = min(len(runs), processes or os.cpu_count() or 1)
+        count = min(len(runs), processes or usable_cores())
         # Runs of a configuration share what is remembered, and neighbours in the table take about as long.
         configurations = {run.configuration: None for run in runs}
         dealt = {configuration: place % count for place, configuration in enumerate(configurations)}

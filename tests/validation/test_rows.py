@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ def test_processes_price_as_one_does() -> None:
     """Runs of one configuration share what is remembered; a fit asks for some of them, in any order."""
     cases = [Made(0.6), Made(0.61), Made(0.6), Made(0.7)]
     with PricedRuns(cases, 3) as shared:
+        assert len(multiprocessing.active_children()) >= 3
         under = {
             gemm: dataclasses.replace(shipped_constants(), gpus={"H100": dataclasses.replace(START, gemm=gemm)})
             for gemm in (0.5, 0.6)

@@ -13,6 +13,18 @@ from megatron.training.cli.rules.parallel import PARALLEL_RULES, check_world, si
 from megatron.training.cli.rules.precision import PRECISION_RULES
 from megatron.training.cli.rules.run import RUN_RULES
 
+OF_MODELS = (*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES)
+
+
+def validate_model(config: Config) -> None:
+    """Check what a configuration says of the model alone.
+
+    Raises:
+        ConfigError: as `validate`.
+    """
+    for rule in OF_MODELS:
+        rule(config)
+
 
 def validate(config: Config, world_size: int | None) -> None:
     """Check a configuration.
@@ -23,11 +35,8 @@ def validate(config: Config, world_size: int | None) -> None:
     Raises:
         ConfigError: the first rule that does not hold, with flag, value, rule and fix.
     """
-    before, after = (
-        (sizes_are_positive, *MODEL_RULES, *ATTENTION_RULES, *MOE_RULES),
-        (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES, graphs_capture_what_repeats),
-    )
-    for rule in (*before, *PARALLEL_RULES, *after):
+    after = (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES, graphs_capture_what_repeats)
+    for rule in (sizes_are_positive, *OF_MODELS, *PARALLEL_RULES, *after):
         rule(config)
     if world_size is not None:
         check_world(config, world_size)

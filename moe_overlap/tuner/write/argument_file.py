@@ -280,9 +280,9 @@ def _layout_in_file(said: Sequence[str], plan: Plan, effects: Mapping[str, str])
     """Lines of comment: the flags of a layout that a plan's file says in their place, with the reasons that they would have."""
     lines: list[str] = []
     for name, values in grouped(said).items():
-        if name in REASONS:
-            reason = "; ".join(filter(None, (REASONS[name](plan, plan.stages[0]), effects.get(name, ""))))
-            lines += _wrapped(f"{' '.join([name, *values])}: {reason}", indent="#   ")
+        reason = REASONS[name](plan, plan.stages[0]) if name in REASONS else ""
+        why = "; ".join(filter(None, (reason, effects.get(name, ""))))
+        lines += _wrapped(f"{' '.join([name, *values])}{f': {why}' if why else ''}", indent="#   ")
     return ["# its layout:", *lines] if lines else []
 
 

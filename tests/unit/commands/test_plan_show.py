@@ -16,9 +16,9 @@ from moe_overlap.job import read_job
 from moe_overlap.plan.instructions import format_list, parse_list
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import LayerOverlap, LoweredLimit, SearchLimits, StageOverlap
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Devices, Plan
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.report.plan import format_plan, stage_rows
+from moe_overlap.report.plan import format_columns, format_plan, stage_rows
 from tests.unit.plan import plan_samples
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,6 +93,19 @@ def test_a_list_needs_no_more_than_what_a_prediction_is_given(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_the_layout_of_the_flags_is_not_that_of_the_plan(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A search answers for any number of GPUs, whatever layout the flags of the model say: 32 of them for one replica here."""
+    flags, path = str(ROOT / "examples/mixtral-8x7b.args"), tmp_path / "plan.json"
+    layout = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 1 --use-distributed-optimizer".split()
+    job = read_job([f"@{flags}", *layout], 8)
+    save_plan(job.plan, path)
+    for model in (["--megatron-args", flags], ["--model", str(ROOT / "examples/models/mixtral-8x7b.json")]):
+        assert tool.main([str(path), "--list", *model]) == 0
+        assert capsys.readouterr().out == format_list(lower(job.plan, job.model, 0))
+
+
 def with_stage(**changes: Any) -> Plan:
     plan = plan_samples.plan(stages=1)
     return replace(plan, stages=(replace(plan.stages[0], **changes),))
@@ -105,6 +118,10 @@ def test_a_table_stays_as_wide_as_a_screen() -> None:
     plan = with_stage(overlap=StageOverlap(layers=layers), chunks=chunks)
     rows = dict(stage_rows(plan))
     assert rows["overlap"] == ["partitioned*2"]
+    ranks = tuple(range(3, 800, 50))
+    scattered = with_stage(devices=Devices(mesh=(1, len(ranks)), ranks=ranks))
+    shown = format_columns(stage_rows(scattered)).replace(",", " ").split()
+    assert shown[shown.index("ranks") + 1 :][: len(ranks)] == [str(rank) for rank in ranks]
     text = format_plan(plan)
     assert max(map(len, text.splitlines())) < 80
     shown = " ".join(line[18:].strip() for line in text.splitlines())
@@ -123,10 +140,20 @@ def test_a_table_stays_as_wide_as_a_screen() -> None:
         ),
         ([PLAN, "--list"], "error: --list: the list depends on the model's layers; add --model or --megatron-args"),
         ([PLAN, "--list", "--model", MODEL, "--rank", "4"], "error: --rank 4: the plan has 4 ranks; name one of them"),
-        ([PLAN, "--model", PLAN], f"error: {PLAN} schema_version: unknown key; use one of name, "),
+        ([PLAN, "--model", PLAN], f"error: --model {PLAN}: has neither flags nor a model_type; give a file "),
+        ([PLAN, "--model", "bad.json"], "error: bad.json hidden: unknown key; use one of name, "),
     ],
 )
-def test_mistakes(tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_mistakes(
+    tool: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text('{"num_layers": 2, "hidden": 8}')
     assert tool.main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

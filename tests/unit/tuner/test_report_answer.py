@@ -28,6 +28,7 @@ from moe_overlap.report.answer import (
     suggestions,
 )
 from moe_overlap.report.changes import Change as Decision
+from moe_overlap.report.prediction import difference
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import ExpectedError
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, MemoryQuantiles, Remedy
@@ -200,6 +201,7 @@ def test_small_differences_are_not_nothing() -> None:
     faster = dataclasses.replace(baseline.predicted, step_seconds=baseline.predicted.step_seconds - 0.0071)
     alone = dataclasses.replace(baseline, predicted=faster)
     change = Decision(name="a", before={}, after={}, alone=alone)
+    assert [difference(seconds) for seconds in (-0.0, 1e-17, -4e-7, 0.0101)] == ["+0 ms", "+0 ms", "+0 ms", "+0.010 s"]
     assert change.effect(baseline) == "alone -7.1 ms a step and as much memory"
 
 

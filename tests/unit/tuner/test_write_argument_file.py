@@ -213,7 +213,7 @@ def test_a_plan_lies_beside_its_flags(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_layout_in_a_plans_file_has_its_reasons_beside_the_flags() -> None:
     """`--plan plan.json` alone would leave a reader without the layout, and without why it was chosen."""
-    plan, arguments = mixtral()
+    plan, arguments = mixtral(*"--recompute-granularity full --recompute-method block --recompute-num-layers 3".split())
     effects = {"--expert-model-parallel-size": "alone -0.2 s"}
     written = argument_file(MIXTRAL, plan, (), effects=effects, plan_file="plan.json", in_file=arguments)
     before, _, behind = written.text.partition("--plan plan.json\n")
@@ -222,6 +222,8 @@ def test_the_layout_in_a_plans_file_has_its_reasons_beside_the_flags() -> None:
     told = {line.split()[1]: line for line in comments[1:]}
     assert told["--pipeline-model-parallel-size"].endswith(" 4: 4 stages of 16 GPUs, with 8 layers each")
     assert told["--expert-model-parallel-size"].endswith("; alone -0.2 s")
+    # Some need no reason, but without them the others mislead.
+    assert told["--recompute-num-layers"].endswith(" 3")
     assert "--micro-batch-size" in told and not told.keys() & set(written.arguments)
     assert list(grouped(written.arguments)) == list(grouped(shlex.split(written.text, comments=True)))
     with_flags = argument_file(MIXTRAL, plan, arguments, effects=effects).text
