@@ -104,12 +104,12 @@ def model_of(chosen: argparse.Namespace, plan: Plan) -> ModelDescription | None:
 
 
 def load_model(path: str) -> ModelDescription | None:
-    """The description in a JSON file with the fields of ModelDescription; None where it has flags, or is a config.json."""
+    """The description in a JSON file with the fields of ModelDescription; None where it may be a model file or a config.json."""
     try:
         values = bounded_json(path)
     except Unreadable as error:
         raise ConfigError(path, "", str(error), "name a model") from error
-    if isinstance(values, dict) and "num_layers" not in values:
+    if isinstance(values, dict) and ("num_layers" not in values or "model_type" in values):
         return None
     model = read_record(ModelDescription, values, path)
     for name, value in dataclasses.asdict(model).items():

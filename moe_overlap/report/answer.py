@@ -22,7 +22,7 @@ from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import Mechanism
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
-from moe_overlap.report.prediction import change_advice, change_name, difference, figure, interval_text
+from moe_overlap.report.prediction import VISIBLE_BYTES, change_advice, change_name, difference, figure, interval_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import Launching
@@ -316,9 +316,8 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     # The prediction cannot tell them apart, and says so.
     tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
     # Of plans that predictions do not tell apart the one that needs the least memory is chosen.
-    more = (
-        f", needs {other.more_bytes / GIB:.1f} GiB more" if tie and change < 0 and other.more_bytes >= GIB / 20 else ""
-    )
+    tells_memory = bool(tie) and change < 0 and other.more_bytes >= VISIBLE_BYTES
+    more = f", needs {other.more_bytes / GIB:.1f} GiB more" if tells_memory else ""
     return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}{more}): {other.why}"
 
 

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB
-from moe_overlap.report.prediction import difference
+from moe_overlap.report.prediction import VISIBLE_BYTES, difference
 from moe_overlap.tuner.cost.analytic import Prediction
-
-VISIBLE_GIB = 0.05
-"""Less is shown as none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +51,9 @@ class Change:
         if self.alone is None:
             return f"only together with others: {self.rule}"
         seconds = self.alone.predicted.step_seconds - baseline.predicted.step_seconds
-        memory = (self.alone.fullest.needed_bytes - baseline.fullest.needed_bytes) / GIB
+        memory = self.alone.fullest.needed_bytes - baseline.fullest.needed_bytes
         fits = "" if self.alone.fits else f"; {self.alone.memory_verdict}"
-        space = f"{memory:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_GIB else "as much memory"
+        space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "as much memory"
         return f"alone {difference(seconds)} a step and {space}{fits}"
 
 

@@ -11,6 +11,8 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import LEVEL
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 
+VISIBLE_BYTES = GIB / 20
+"""Less is none, where a tenth of a GiB is shown."""
 WHOLE_FROM = 10.0
 """From here on figures are shown as whole numbers."""
 FEW_SECONDS = 0.01
@@ -116,7 +118,7 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     lines += ["", f"  {'stage':<7}{'micro-batch s':>14}{'peak GiB':>10}  of it"]
     for index, stage in enumerate(predicted.stages):
         peaks = dataclasses.asdict(stage.peak_bytes_by_category)
-        shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peaks.items() if size > GIB / 20)
+        shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peaks.items() if size > VISIBLE_BYTES)
         lines.append(f"  {index:<7}{stage.stable_seconds:>14.4f}{stage.peak_bytes / GIB:>10.1f}  {shares}")
     lines.append("")
     lines += prediction.overflow

@@ -49,7 +49,7 @@ class Way(StrEnum):
 
     PARTITIONS = "partitions"
     """Partitions of a micro-batch, pipelined against each other."""
-    PAIRS = "two micro-batches"
+    PAIRS = "two micro-batches at a time"
     """The forward pass of one beside the backward pass of another."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.commands import show_plan
-from moe_overlap.job import read_job
+from moe_overlap.job import model_of_plan, read_job
 from moe_overlap.plan.instructions import format_list, parse_list
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import LayerOverlap, LoweredLimit, SearchLimits, StageOverlap
@@ -104,6 +104,10 @@ def test_the_layout_of_the_flags_is_not_that_of_the_plan(
     for model in (["--megatron-args", flags], ["--model", str(ROOT / "examples/models/mixtral-8x7b.json")]):
         assert tool.main([str(path), "--list", *model]) == 0
         assert capsys.readouterr().out == format_list(lower(job.plan, job.model, 0))
+    # The rows of the embedding are padded for the plan's tensor ranks, one, and not for the two of the flags.
+    odd = [f"@{flags}", "--vocab-size", "32001"]
+    job = read_job([*odd, *layout], 8)
+    assert model_of_plan(odd, job.plan, "plan.json") == job.model != read_job(odd, 64).model
 
 
 def with_stage(**changes: Any) -> Plan:

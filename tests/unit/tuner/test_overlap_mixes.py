@@ -28,7 +28,7 @@ from moe_overlap.tuner.search.layer.overlap import mixed
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.test_overlap_tuning import JOB, LIMITS
 
-KEPT = ("whole micro-batches", "Tutel-style, 2 chunks", "partitions")
+KEPT = ("whole micro-batches", "2 capacity chunks", "partitions")
 
 
 class Undeferred(Candidates):

@@ -54,7 +54,7 @@ def test_slow_links_are_worth_hiding_and_the_fastest_is_chosen() -> None:
     found = tuned(8.0)
     assert found.chosen.name != PLAIN and found.chosen.seconds < 0.9 * found.plain_seconds
     predicted = [one for one in found.others if one.prediction is not None]
-    assert {PLAIN, "partitions", "two micro-batches"} <= {one.name for one in predicted} | {found.chosen.name}
+    assert {PLAIN, "partitions", "two micro-batches at a time"} <= {one.name for one in predicted} | {found.chosen.name}
     assert all(found.chosen.seconds <= one.seconds for one in predicted)
     assert [one.seconds for one in predicted] == sorted(one.seconds for one in predicted)
 
@@ -69,12 +69,15 @@ def test_layers_are_cut_alike_and_beside_another_micro_batch_too() -> None:
     found = tuned(8.0)
     named = {one.name: one for one in (found.chosen, *found.others) if one.prediction is not None}
     # Where the search of ranges ends at the same plan, it stands under that name alone.
-    for name in ("4 equal partitions", "two micro-batches in 4 equal partitions"):
+    for name in ("4 equal partitions", "two micro-batches at a time in 4 equal partitions"):
         named.setdefault(name, named[name.replace("4 equal ", "")])
     task = problem_of(JOB, slow_links(8.0), {"graphs": by_hand, "constants": CONSTANTS})
     own = [*JOB, "--moe-gate", "topk", "--moe-token-dispatcher-type", "irregular"]
     for parts in (2, 4):
-        alike, paired = named[f"{parts} equal partitions"], named[f"two micro-batches in {parts} equal partitions"]
+        alike, paired = (
+            named[f"{parts} equal partitions"],
+            named[f"two micro-batches at a time in {parts} equal partitions"],
+        )
         for plan, several in ((alike.decided, 1), (paired.decided, 2)):
             assert {stage.overlap.micro_batches_in_flight for stage in plan.stages} == {several}
             cut = {layer.partitions for stage in plan.stages for layer in stage.overlap.layers} - {None}

@@ -132,20 +132,20 @@ class Candidates:
         yield self._candidate(WHOLE, self._whole)
         for degree in TUTEL_DEGREES[1:]:
             make = functools.partial(self._uniform_plan, capacity_chunks=degree)
-            yield self._candidate(f"Tutel-style, {degree} chunks", make)
+            yield self._candidate(f"{degree} capacity chunks", make)
         yield (partitioned := self._try("partitions", self._partitioned))
         yield (pairs := self.simplest(Way.PAIRS))
         # Ranges are priced for one micro-batch after the other (`_check` of partition_ranges.py); in pairs the same
         # ranges are only simulated.
         if partitioned.ranges is not None and not pairs.refused:
             both = _in_pairs(partitioned.ranges.plan), partitioned.ranges
-            yield self._try("two micro-batches in partitions", lambda: both)
+            yield self._try(f"{Way.PAIRS} in partitions", lambda: both)
         for count in self._partition_counts():
             make = functools.partial(self._best_range_word, count, 1)
             yield self._candidate(f"{count} equal partitions", make)
             if not pairs.refused:
                 make = functools.partial(self._best_range_word, count, 2)
-                yield self._candidate(f"two micro-batches in {count} equal partitions", make)
+                yield self._candidate(f"{Way.PAIRS} in {count} equal partitions", make)
 
     def simplest(self, way: Way) -> Candidate:
         """The plan of a way to overlap that takes no search: two micro-batches at a time, or the fewest equal partitions."""
