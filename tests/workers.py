@@ -31,15 +31,15 @@ TOGETHER = (
 LAUNCHING = ("tests/end_to_end/", "tests/faults/", "tests/multiprocess/")
 """Folders whose units launch ranks."""
 LONGEST = tuple(
-    f"tests/unit/tuner/test_{name}.py"
+    f"tests/unit/{name}.py"
     for name in (
-        "capture_layouts",
-        "cost_corners",
-        "cost_listed_step",
-        "overlap_tuning",
-        "overlapped_search",
-        "plan_search",
-        "upstream_shards",
+        "plan_search/test_overlapped_search",
+        "plan_search/test_plan_search",
+        "plan_search/test_upstream_shards",
+        "tuner/test_capture_layouts",
+        "tuner/test_cost_corners",
+        "tuner/test_cost_listed_step",
+        "tuner/test_overlap_tuning",
     )
 )
 """Units of a single process that take about half a minute."""

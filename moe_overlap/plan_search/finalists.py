@@ -28,7 +28,7 @@ TIE = 0.01
 SIMULATED = 0.1
 """Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
 of a plan whose states stay on the device was found to differ from its prediction by a tenth
-(tests/unit/tuner/test_search_simulated.py)."""
+(tests/unit/plan_search/test_search_simulated.py)."""
 UNLIKE = 3
 """Most plans on unlike meshes that are simulated: the lists of all their ranks are."""
 LONG_LISTS = 6

@@ -19,8 +19,8 @@ from moe_overlap.plan_search.search import SearchSettings
 from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.results import TunedPlan
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
 from tests.unit.tuner.test_cost_predict import by_hand
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXTRAL = ROOT / "examples" / "mixtral-8x7b.args"

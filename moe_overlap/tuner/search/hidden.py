@@ -11,7 +11,7 @@ the overlap of every layout takes seconds each, so they are found by a closed fo
    the activations of `paired`. Partitions recompute no layer norms (plan/capabilities.py), so sets of modules go without.
 3. `search_hidden` ranks the layouts whose step may then be below the best plain one. What partitions cost the device, and wider
    ranges the host, is not in the form, so the caller simulates what is ranked. The form is no strict bound: it was up to a tenth
-   above simulated steps of tensor ranks (tests/unit/tuner/test_overlapped_search.py).
+   above simulated steps of tensor ranks (tests/unit/plan_search/test_overlapped_search.py).
 
 Source: Lancet, section 4: what a pipeline of partitions reaches at best is max(computation, communication) of its range.
 """

@@ -22,10 +22,10 @@ from moe_overlap.tuner.cost.hardware import Constants
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, NOT_REPLAYED, PLAIN, WHOLE
 from moe_overlap.tuner.search.layer.overlap import GraphsChoice
+from tests.unit.plan_search.test_overlapped_search import at_speed
+from tests.unit.plan_search.test_plan_search import OPTIONS, SMALL
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.test_overlap_tuning import JOB, slow_links
-from tests.unit.tuner.test_overlapped_search import at_speed
-from tests.unit.tuner.test_plan_search import OPTIONS, SMALL
 
 GRAPHS = "--moe-overlap-cuda-graphs"
 HOST = 1.5e-4

@@ -11,10 +11,10 @@ from moe_overlap.report.answer import Answer, answer_lines, suggestions
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.search import answer_of, search_json
 from moe_overlap.tuner.cost.analytic import Prediction
+from tests.unit.plan_search.test_plan_search import OPTIONS, SMALL
 from tests.unit.tuner.test_cost_predict import JOB, by_hand
 from tests.unit.tuner.test_graphs_are_tuned import GRAPHS, SHORT, paced
 from tests.unit.tuner.test_overlap_tuning import slow_links
-from tests.unit.tuner.test_plan_search import OPTIONS, SMALL
 
 SLOW, FAST = 4e-4, 1e-9
 """Seconds of a launch that the device waits for, and of one that it does not."""

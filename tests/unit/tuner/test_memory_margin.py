@@ -18,8 +18,8 @@ from moe_overlap.plan_search.search import SearchSettings, search_plan
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from moe_overlap.tuner.cost.memory_errors import MemoryErrors, student_quantile
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
 from tests.unit.tuner.test_cost_predict import by_hand
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
 
 ROOT = Path(__file__).resolve().parents[3]
 JOB = ["--megatron-args", str(ROOT / "examples" / "mixtral-8x7b.args"), "--gpu", "H100", "--num-gpus", "64"]

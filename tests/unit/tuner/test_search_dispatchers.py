@@ -49,7 +49,7 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS, by_dispatcher, with_dispatcher
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 from moe_overlap.tuner.write.upstream_values import parser_errors
-from tests.unit.tuner.test_plan_search import OPTIONS, SMALL, by_hand
+from tests.unit.plan_search.test_plan_search import OPTIONS, SMALL, by_hand
 from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of
 
 FURTHER = NAMES[1:]

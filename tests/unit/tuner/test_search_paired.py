@@ -15,7 +15,7 @@ from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
 from moe_overlap.tuner.search.uniform import search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from moe_overlap.tuner.write.upstream_rules import PAIRED
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
 from tests.unit.tuner.test_search_uniform import case_of
 
 SLOW = case_of(domain_gb_per_s=12.0, node_gb_per_s=12.0)

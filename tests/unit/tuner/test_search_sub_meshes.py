@@ -36,8 +36,8 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import (
 )
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Restriction, Run
+from tests.unit.plan_search.test_plan_search import OPTIONS
 from tests.unit.tuner.test_cost_predict import JOB
-from tests.unit.tuner.test_plan_search import OPTIONS
 from tests.unit.tuner.test_search_per_stage import problem_of
 from tests.unit.tuner.test_search_uniform import Case, case_of, least_memory
 

@@ -20,7 +20,7 @@ from moe_overlap.report.search import PlanSearch, closing_lines, write_search
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
 
 WORDS = [*SMALL, "--num-layers", "6", "--overlap-grad-reduce", "--overlap-param-gather", "--moe-shared-expert-overlap"]
 """The model has no shared expert: the flag keeps Megatron-LM's other overlap, which is faster here, out of the search."""

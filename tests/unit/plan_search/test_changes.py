@@ -13,7 +13,7 @@ from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.write.argument_file import layout_flags
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
 
 PLAN = "--micro-batch-size 2 --expert-model-parallel-size 4 --pipeline-model-parallel-size 1".split()
 PLAN.append("--use-distributed-optimizer")

@@ -22,7 +22,7 @@ from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
 from tests.unit.tuner.test_search_uniform import CASE, Case, case_of, least_memory, with_modules
 
 KEEP = 3

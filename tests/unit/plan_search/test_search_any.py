@@ -20,7 +20,7 @@ from moe_overlap.report.search import PlanSearch, closing_lines, search_json, wr
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.space import SEARCH_SPACES
 from moe_overlap.tuner.write.upstream_rules import PAIRED
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
 
 GROUP = H100.groups[0]
 SLOW = dataclasses.replace(H100, groups=(dataclasses.replace(GROUP, domain_gb_per_s=8.0, node_gb_per_s=8.0),))

@@ -21,7 +21,7 @@ from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.targets import BothTargets, gain_sentence
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.search.solution import Status
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
 
 QUICK = SearchSettings(target="megatron-lm", solver_seconds=0.5)
 FILES = {"megatron_args.txt", "launch.sbatch", "plan.json", "report.html", "trace.json"}
