@@ -1,12 +1,13 @@
 """Settings of a GPU that CUDA, cuBLAS and NCCL read from the environment when they start: from flags, with stated defaults.
 
     setting                         flag                               default
-    hardware queues of streams      --moe-overlap-device-connections   CUDA_DEVICE_MAX_CONNECTIONS, else 8
+    hardware queues of streams      --moe-overlap-device-connections   CUDA_DEVICE_MAX_CONNECTIONS, else 32 where lists overlap
     thread blocks beside others     --moe-overlap-nccl-ctas            NCCL_MAX_CTAS, else a ninth of the multiprocessors
     sums in a fixed order           --deterministic-mode               off
 
-A variable that is set and says something else than its flag is one line, never overwritten: the libraries would follow it, and
-the instruction lists were checked for the flag. Not run on hardware.
+A variable that is set and says something else than its flag is one line, never overwritten: the libraries would follow it.
+Lists end with any number of queues (plan/lowering/residency.py); with few of them streams hold each other up. Not run on
+hardware.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
+from megatron.training.cli.rules.moe import may_follow_lists
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import whole_number
-from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, HARDWARE_QUEUES, most_blocks
+from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, most_blocks
 
 if TYPE_CHECKING:
     from megatron.training.cli.config import Config
 
 CONNECTIONS, CONNECTIONS_FLAG = "CUDA_DEVICE_MAX_CONNECTIONS", "--moe-overlap-device-connections"
+MOST_CONNECTIONS = 32
+"""Hardware queues that CUDA gives at most: one for each stream of a list, as far as it goes. CUDA's own default is 8."""
 CTAS, CTAS_FLAG = "NCCL_MAX_CTAS", "--moe-overlap-nccl-ctas"
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
@@ -40,24 +44,19 @@ def settle_environment(config: Config, environment: MutableMapping[str, str]) ->
     """
     connections = config.overlap.moe_overlap_device_connections
     if connections is not None:
-        hardware_queues(config, environment)
+        said = _number(environment, CONNECTIONS, MOST_CONNECTIONS, f"set {connections} or unset it")
+        _require_agreement(CONNECTIONS, said, CONNECTIONS_FLAG, connections)
         environment[CONNECTIONS] = str(connections)
+    elif may_follow_lists(config):
+        environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
     if not config.training.deterministic_mode:
         return
     for name, values in IN_ORDER.items():
-        said = environment.setdefault(name, values[0])
-        if said not in values:
+        found = environment.setdefault(name, values[0])
+        if found not in values:
             raise ConfigError(
-                name, said, "--deterministic-mode does not go with it", f"set {one_of(values)} or unset it"
+                name, found, "--deterministic-mode does not go with it", f"set {one_of(values)} or unset it"
             )
-
-
-def hardware_queues(config: Config, environment: Mapping[str, str]) -> int:
-    """Hardware queues that the streams of a GPU share; ConfigError where flag and environment disagree."""
-    flag = config.overlap.moe_overlap_device_connections
-    said = _number(environment, CONNECTIONS, 32, f"set {HARDWARE_QUEUES} or unset it")
-    _require_agreement(CONNECTIONS, said, CONNECTIONS_FLAG, flag)
-    return flag or said or HARDWARE_QUEUES
 
 
 def nccl_ctas(config: Config, environment: Mapping[str, str], multiprocessors: int, *, is_listed: bool) -> int:

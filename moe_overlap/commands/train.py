@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron.training
-from moe_overlap.commands.device_settings import (
-    CONNECTIONS,
-    CONNECTIONS_FLAG,
-    hardware_queues,
-    nccl_ctas,
-    settle_environment,
-)
+from moe_overlap.commands.device_settings import nccl_ctas, settle_environment
 from moe_overlap.commands.exits import (
     INTERRUPTED,
     LaunchFolder,
@@ -245,9 +239,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.plan_flags import plan_of_run
     from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
-    from moe_overlap.plan.instructions import ScheduleError
     from moe_overlap.plan.lowering.lower import lower
-    from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES
     from moe_overlap.runtime.build import build_context
 
     config = parsed.config
@@ -257,20 +249,11 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     model = describe_model(config, vocabulary, parsed.name)
     plan = on_device(plan_of_run(config, model, dist.get_world_size()), config, device_of_this_process())
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
-    queues = hardware_queues(config, os.environ) if plan.host_runs_ahead else HARDWARE_QUEUES
 
     @functools.cache
     def lowered(size: int) -> Sequence[Instruction]:
         sized = plan if size == plan.global_batch_size else plan.with_global_batch(size)
-        try:
-            return lower(sized, model, rank, queues)
-        except ScheduleError as error:
-            if queues == HARDWARE_QUEUES:
-                raise
-            rule = f"streams that share so few hardware queues would stop the run ({str(error).splitlines()[0]})"
-            flagged = config.overlap.moe_overlap_device_connections is not None
-            subject, fix = (CONNECTIONS_FLAG, "use") if flagged else (CONNECTIONS, "unset it or set")
-            raise ConfigError(subject, queues, rule, f"{fix} {HARDWARE_QUEUES}") from error
+        return lower(sized, model, rank)
 
     lowered(plan.global_batch_size)  # A plan that cannot be lowered is refused before anything is built.
     total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)

@@ -27,7 +27,7 @@ from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDra
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.lowering.resharding import TransferLowering
-from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES, Device, check_residency, communicators_of
+from moe_overlap.plan.lowering.residency import check_residency
 from moe_overlap.plan.lowering.weight_gathers import with_gathers
 from moe_overlap.plan.operators import (
     BACKWARD,
@@ -43,19 +43,16 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.plan import Plan
 
 
-def lower(
-    plan: Plan, model: ModelDescription, rank: int, hardware_queues: int = HARDWARE_QUEUES
-) -> tuple[Instruction, ...]:
+def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
     """The instruction list of one rank, as it will be executed: free of races, and sure to end together with the other stages'.
 
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
-        hardware_queues: that the streams of a device share, for lists of devices that queue (residency.py). Every communicator
-            has a place on the device, as the runtime limits its thread blocks.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
-        ScheduleError: the list has a race, or the stages would wait for each other for good (rendezvous.py): our own mistake.
+        ScheduleError: the list has a race, or the stages would wait for each other for good (rendezvous.py; residency.py, for
+            devices that queue): our own mistake.
     """
     place = plan.stages[plan.stage_of(rank)].devices.ranks.index(rank)
     if plan.transfers:
@@ -66,8 +63,8 @@ def lower(
     # Every rank computes the lists of all it meets from the plan: agreement needs no communication.
     lists = {other: lower_rank(plan, model, other) for other in together}
     check_rendezvous(lists)
-    if plan.host_runs_ahead:
-        check_residency(lists, Device(max(communicators_of(lists).values()), hardware_queues))
+    # Whatever the plan says of its device: a GPU executes every plan on streams.
+    check_residency(lists)
     return lists[rank]
 
 

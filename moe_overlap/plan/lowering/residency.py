@@ -1,25 +1,28 @@
-"""NCCL's rules on one device: may kernels that wait for other ranks fill it, so that those they wait for never start?
+"""NCCL's rules on one device: may what waits for other ranks keep back what those wait for, so that all stop for good?
 
 rendezvous.py checks the order of every communicator by itself. The communicators of a rank share its device, too:
 
-1. *Residency.* The kernel of a communication holds multiprocessors from its start until all ranks of its meeting have started
-   theirs. A device holds `kernels` of them at a time. Computation ends by itself and gives its place back.
-2. *Host order.* Streams share `queues` hardware queues (CUDA_DEVICE_MAX_CONNECTIONS; the n-th stream of a list uses queue n
-   modulo their number). A queue starts in the order in which the host has issued, that of the list: what waits at its head for
-   an event or for a place holds up whatever stands behind it, other streams included.
-3. An instruction waits for the end of its `after` and of what stands before it on its stream, as in rendezvous.py.
+1. *Places.* The kernel of a communication holds multiprocessors from its start until all ranks of its meeting have started
+   theirs. `most_blocks` limits thread blocks so that the kernels of all communicators of a rank find a place together: each
+   runs its kernels one by one, so that none ever waits for a place.
+2. *Queues.* Streams share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), and CUDA does not tell which streams share one. A queue
+   starts its entries in the order in which the host has issued them, that of the list: an entry that waits for an event, or for
+   what stands before it on its stream, holds up all that stands behind it in its queue, other streams included.
+3. *Waits.* An instruction waits for the end of its `after` and of what stands before it on its stream, as in rendezvous.py. The
+   executor issues the wait for a transfer between stages where it is first needed: right behind the transfer it would hold up
+   the queue until the other stage has come so far (runtime/executor/execute.py).
 
-Answers. With a place for every communicator of a rank nothing competes: each stream has one kernel at a time. With one queue the
-order of starts is fixed, so that nothing competes either. In both cases whatever may start may still start later, so one run
-stands for all timings, and `check_residency` runs the lists. Otherwise the ranks' timing decides: such a device is refused.
-`most_blocks` turns this into a rule: thread blocks that each communicator may use so that all have a place.
+One queue decides for all. There an instruction waits for all earlier ones to have started; under any other sharing, among any
+number of queues, with streams of NCCL's own, for some of them. Whatever starts earlier keeps nothing back, as no place is
+missing. So lists that end with one queue end with every number and every sharing, and `check_residency` runs the lists so.
+
+All-to-alls and reductions among the ranks of one stage count as computation: these ranks have the same list.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION
@@ -28,34 +31,9 @@ from moe_overlap.plan.lowering.rendezvous import Lists, Node, communicator_of, m
 
 NCCL_MOST_BLOCKS = 32
 """Thread blocks of a kernel where nothing limits them (NCCL's MAXCHANNELS of one collective)."""
-
-
-HARDWARE_QUEUES = 8
-"""CUDA's default of CUDA_DEVICE_MAX_CONNECTIONS."""
 COMMUNICATORS_BESIDE = 9
 """Most communicators of a rank under way together: rows, counts, gradients of dense layers and of experts, the norm, and both
 directions of two boundaries."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The device of every rank.
-
-    Attributes:
-        kernels: kernels of communication that find a place at a time.
-        queues: hardware queues that streams share.
-    """
-
-    kernels: int
-    queues: int
-
-
-def communicators_of(lists: Lists) -> dict[int, int]:
-    """Rank -> communicators that its list uses."""
-    return {
-        rank: len({communicator_of(rank, i) for i in instructions if i.kind in COMMUNICATION})
-        for rank, instructions in lists.items()
-    }
 
 
 def most_blocks(multiprocessors: int, communicators: int) -> int:
@@ -69,92 +47,76 @@ def most_blocks(multiprocessors: int, communicators: int) -> int:
     return min(NCCL_MOST_BLOCKS, multiprocessors // max(communicators, 1))
 
 
-def check_residency(lists: Lists, device: Device) -> None:
-    """Check that all ranks finish on devices of limited room.
+def check_residency(lists: Lists) -> None:
+    """Check that all ranks finish on devices that queue, however their streams share queues.
 
     Args:
         lists: the lists of the ranks that take part, as `check_rendezvous` has accepted them.
     Raises:
-        ScheduleError: ranks wait for each other for good, or their timing decides whether they do.
+        ScheduleError: ranks may wait for each other for good, or a rank has more communicators than have a place.
     """
-    most = max(communicators_of(lists).values(), default=0)
-    if device.queues > 1 and device.kernels < most:
-        raise ScheduleError(
-            f"{most} communicators of a rank compete for {device.kernels} kernels: timing decides who starts; "
-            f"limit the thread blocks of a kernel until {most} fit, or use one hardware queue"
-        )
-    stopped = _Run(lists, device, meetings(lists)).stops()
+    for rank, instructions in lists.items():
+        communicators = {communicator_of(rank, i) for i in instructions if i.kind in COMMUNICATION}
+        if len(communicators) > COMMUNICATORS_BESIDE:
+            raise ScheduleError(
+                f"rank {rank} uses {len(communicators)} communicators; {COMMUNICATORS_BESIDE} have a place"
+            )
+    stopped = _OneQueue(lists, meetings(lists)).stops()
     if stopped:
         shown = "\n".join(f"  rank {rank} stops at: {instruction}" for rank, instruction in stopped.items())
-        raise ScheduleError(f"kernels that wait for other ranks keep them from starting\n{shown}")
+        raise ScheduleError(f"streams that share a hardware queue would keep each other from starting\n{shown}")
 
 
-class _Run:
-    """One run of all lists: a work list of what may have become possible, so that each instruction is looked at rarely."""
+class _OneQueue:
+    """One run of all lists in which every rank starts its instructions in order; nothing that starts later could end earlier."""
 
-    def __init__(self, lists: Lists, device: Device, meeting: Mapping[Node, Node]) -> None:
-        self._lists, self._kernels, self._meeting = lists, device.kernels, meeting
+    def __init__(self, lists: Lists, meeting: Mapping[Node, Node]) -> None:
+        self._lists, self._meeting = lists, meeting
         self._members: dict[Node, list[Node]] = defaultdict(list)
         for node, first in meeting.items():
             self._members[first].append(node)
-        self._queues = {rank: _hardware_queues(instructions, device.queues) for rank, instructions in lists.items()}
-        self._place_of = {rank: {i.id: n for n, i in enumerate(made)} for rank, made in lists.items()}
+        self._waits = {rank: _waits_of(instructions) for rank, instructions in lists.items()}
+        self._next = dict.fromkeys(lists, 0)
         self._started: set[Node] = set()
         self._ended: set[Node] = set()
-        self._resident = dict.fromkeys(lists, 0)
-        self._last_on: dict[Node, Node] = {}
-        for rank, instructions in lists.items():
-            last: dict[str, int] = {}
-            for place, instruction in enumerate(instructions):
-                stream = stream_of(instruction)
-                if stream in last:
-                    self._last_on[rank, place] = (rank, last[stream])
-                last[stream] = place
 
     def stops(self) -> dict[int, Instruction]:
         """Rank -> the first instruction that never ends; empty where all finish."""
         waiting = list(self._lists)
         while waiting:
             rank = waiting.pop()
-            for queue in self._queues[rank]:
-                while queue and self._may_start((rank, queue[-1])):
-                    waiting += self._start((rank, queue.pop()))
+            while self._may_start(rank):
+                waiting += self._start((rank, self._next[rank]))
         return {
             rank: instructions[place]
             for rank, instructions in self._lists.items()
             if (place := next((n for n in range(len(instructions)) if (rank, n) not in self._ended), -1)) >= 0
         }
 
-    def _may_start(self, node: Node) -> bool:
-        rank, place = node
-        instruction = self._lists[rank][place]
-        before = self._last_on.get(node)
-        if before is not None and before not in self._ended:
-            return False
-        if any((rank, self._place_of[rank][number]) not in self._ended for number in instruction.after):
-            return False
-        return node not in self._meeting or self._resident[rank] < self._kernels
+    def _may_start(self, rank: int) -> bool:
+        """Whether the next instruction of a rank waits for nothing."""
+        place = self._next[rank]
+        return place < len(self._lists[rank]) and all((rank, n) in self._ended for n in self._waits[rank][place])
 
     def _start(self, node: Node) -> list[int]:
-        """Start an instruction; the ranks on which something may have become possible."""
+        """Start an instruction; the other ranks for which something has ended."""
+        self._next[node[0]] += 1
         self._started.add(node)
-        if node not in self._meeting:
-            self._ended.add(node)
-            return [node[0]]
-        self._resident[node[0]] += 1
-        members = self._members[self._meeting[node]]
+        members = self._members[self._meeting[node]] if node in self._meeting else [node]
         if not self._started.issuperset(members):
-            return [node[0]]
+            return []
         self._ended.update(members)
-        for rank, _ in members:
-            self._resident[rank] -= 1
-        return [rank for rank, _ in members]
+        return [rank for rank, _ in members if rank != node[0]]
 
 
-def _hardware_queues(instructions: Sequence[Instruction], number: int) -> list[list[int]]:
-    """Places of a list by hardware queue, the first last."""
-    queues: list[list[int]] = [[] for _ in range(number)]
-    streams: dict[str, int] = {}
+def _waits_of(instructions: Sequence[Instruction]) -> list[list[int]]:
+    """For each instruction the places of those that it waits for: of its `after`, and the one before it on its stream."""
+    place_of = {i.id: place for place, i in enumerate(instructions)}
+    last_on: dict[str, int] = {}
+    waits = []
     for place, instruction in enumerate(instructions):
-        queues[streams.setdefault(stream_of(instruction), len(streams)) % number].append(place)
-    return [queue[::-1] for queue in queues]
+        stream = stream_of(instruction)
+        before = [last_on[stream]] if stream in last_on else []
+        waits.append([place_of[number] for number in instruction.after] + before)
+        last_on[stream] = place
+    return waits

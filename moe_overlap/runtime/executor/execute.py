@@ -10,7 +10,7 @@ instructions run to their end where they stand (state/update.py), behind what is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,39 +61,32 @@ class StageTransfers:
         self._dtype = config.pipeline_dtype
 
     def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
-        """Start one transfer; the answer waits for it and, for a receive, stores what arrived."""
+        """Start one transfer; the answer waits for it and, for a receive, stores what arrived.
+
+        The answer is called where the stream of the transfer's channel is current: that one then waits for NCCL's, the host does
+        not. Until then it holds the tensor, as the allocator knows nothing of NCCL's stream.
+        """
         (peer,) = i.peers
         communicator = self._communicators[i.channel, peer]
         if i.sends:
             tensor = buffers.read(i, stem_of(i.reads[0]))
             assert tensor is not None
-            outgoing = tensor.detach().contiguous()
+            moved = tensor.detach().contiguous()
             span = self._recorder.started(i)
-            request = dist.isend(outgoing, dst=peer, group=communicator)
-            assert request is not None
-            if outgoing.is_cuda:
-                # The channel's stream waits for NCCL's, the host does not: what waits for this transfer waits for the stream, and
-                # the allocator knows of it. Nothing waits for a send before the step's end, which would hold its tensor so long.
-                request.wait()
-                return self._recorder.ending(span, lambda: None)
-            return self._recorder.ending(span, lambda: _wait_and_release(request, outgoing))
-        arriving = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
-        span = self._recorder.started(i)
-        request = dist.irecv(arriving, src=peer, group=communicator)
+            request = dist.isend(moved, dst=peer, group=communicator)
+        else:
+            moved = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
+            span = self._recorder.started(i)
+            request = dist.irecv(moved, src=peer, group=communicator)
         assert request is not None
-        if arriving.is_cuda:
-            request.wait()
 
         def finish() -> None:
             request.wait()
-            buffers.write(i, stem_of(i.writes[0]), arriving)
+            self._recorder.finish_background(span)
+            if i.receives:
+                buffers.write(i, stem_of(i.writes[0]), moved)
 
-        return self._recorder.ending(span, finish)
-
-
-def _wait_and_release(request: Any, outgoing: torch.Tensor) -> None:
-    request.wait()
-    del outgoing
+        return finish
 
 
 class PlanExecutor:
@@ -125,6 +118,7 @@ class PlanExecutor:
         # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert
         # group, not to a chunk.
         # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
+        self._lists: dict[int, _Told] = {}
         self._streams = streams or (ChannelStreams() if context.device.type == "cuda" else HostOrder())
         self.dispatcher = IrregularDispatcher(
             Wires(context.groups.collection, on_current_stream=True),
@@ -176,9 +170,8 @@ class PlanExecutor:
         self._recorder.start_step()
         self._begin(trains=False)
         state = self._state(instructions, batches, step)
-        forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
         with self._collectives.recorded():
-            self._follow(forward, state)
+            self._follow(self._told(instructions).forward, state)
         loss, tokens, _ = self._update.mean_losses(state.update.reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
@@ -190,59 +183,59 @@ class PlanExecutor:
             chunk.set_is_first_microbatch()
 
     def _state(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepState:
-        micro_batches = micro_batches_of(instructions)
-        parts: dict[str, int] = {}
-        for i in instructions:
-            for partition in i.partition:
-                parts[i.name] = max(parts.get(i.name, 0), partition + 1)
+        told = self._told(instructions)
         # All at once: chunks of an interleaved pipeline read the same micro-batch at different times.
-        arrived = [next(batches) for _ in range(micro_batches)]
-        again = (str(replace(i.operator, phase=FORWARD)) for i in instructions if i.operator.phase is RECOMPUTE)
+        arrived = [next(batches) for _ in range(told.micro_batches)]
         return StepState(
-            Buffers(lambda i: parts.get(i.name, 1)),
+            Buffers(lambda i: told.partitions.get(i.name, 1)),
             arrived,
-            self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / micro_batches),
+            self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / told.micro_batches),
             self._clock.seed,
             first_micro_batch(step),
-            frozenset(again),
+            told.recomputed,
         )
+
+    def _told(self, instructions: Sequence[Instruction]) -> _Told:
+        """What a list tells: worked out once, as a device would be idle meanwhile in every step."""
+        known = self._lists.get(id(instructions))
+        if known is None:
+            known = self._lists[id(instructions)] = _Told.of(instructions)
+        return known
 
     def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
         started: dict[int, _Started] = {}
-        # Buffers go after their last use, not at the step's end: peak memory is that of the list's order.
-        ends = last_uses(instructions)
-        # Of one name and micro-batch only the last tells DDP that the gradient is there.
-        announcing = {(i.name, i.micro_batch): i.id for i in instructions if i.kind == "weight-gradient"}
-        early = {i.id for i in early_gradients(instructions)}
+        told = self._told(instructions)
         self._streams.begin(instructions)
         for i in instructions:
+            for number in i.after:
+                self._wait(number, started)
+            if is_update(i) or self._streams.queues and i.kind == "point-to-point":
+                # An update works on the host: what its channel carries must have arrived. A transfer on a device holds its tensor
+                # until it is waited for, and the next one of its channel begins no sooner than it ends.
+                self._wait_for_channel(i.channel, started)
             with self._streams.running(i):
-                for number in i.after:
-                    self._wait(number, started)
                 self._streams.uses(i, state.buffers.named)
                 if i.kind != "weight-gradient":
                     self._queue.begin_operator()
                 if is_update(i):
-                    # Their channel runs in order, and they work on the host: what it carries must have arrived.
-                    self._wait_for_channel(i.channel, started)
                     self._update.run(i, state.update)
                 elif i.kind == "compute":
                     self._operators[i.chunk or 0].compute(i, state)
                 elif i.kind in COMMUNICATION:
-                    started[i.id] = _Started(i.channel, self._start(i, state))
-                    if self._waits and i.kind == "collective":
-                        self._wait(i.id, started)
+                    started[i.id] = _Started(i, self._start(i, state))
                 elif i.kind == "weight-gradient":
                     self._recorder.place_at(i)
-                    is_last = announcing[i.name, i.micro_batch] == i.id
-                    self._queue.run(i.name, len(i.partition) or 1, announce=is_last, is_early=i.id in early)
+                    is_last = told.announcing[i.name, i.micro_batch] == i.id
+                    self._queue.run(i.name, len(i.partition) or 1, announce=is_last, is_early=i.id in told.early)
                 else:
                     raise ValueError(f"no binding for {i}")
                 if self._recorder.clock.queues and i.kind not in COMMUNICATION:
                     # On its own stream: the next instruction may make another one current.
                     self._recorder.end()
+            if self._waits and i.kind == "collective":
+                self._wait(i.id, started)
             # What a communication under way reads, it holds itself.
-            for buffer in ends[i.id]:
+            for buffer in told.ends[i.id]:
                 state.buffers.drop(buffer)
         # The forward part of a list, which an evaluation runs, ends with sends that nothing in it waits for.
         for number in list(started):
@@ -280,15 +273,17 @@ class PlanExecutor:
         """Wait for a communication and, as a channel runs in order, for what was started on its channel before."""
         if number not in started:
             return
-        channel = started[number].channel
-        for earlier in [n for n, other in started.items() if n <= number and other.channel == channel]:
+        channel = started[number].instruction.channel
+        for earlier in [n for n, other in started.items() if n <= number and other.instruction.channel == channel]:
             if not self._recorder.clock.queues:
                 self._recorder.end()
-            started.pop(earlier).finish()
+            under_way = started.pop(earlier)
+            with self._streams.ending(under_way.instruction):
+                under_way.finish()
 
     def _wait_for_channel(self, channel: str, started: dict[int, _Started]) -> None:
         """Wait for everything that is under way on a channel."""
-        for number in [n for n, under_way in started.items() if under_way.channel == channel]:
+        for number in [n for n, under_way in started.items() if under_way.instruction.channel == channel]:
             self._wait(number, started)
 
 
@@ -298,10 +293,54 @@ def is_update(i: Instruction) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class _Told:
+    """What a list tells beside its instructions.
+
+    Attributes:
+        instructions: the list, which is kept: it is known by its identity.
+        ends: buffers by the instruction that uses them last. They go there and not at the step's end: peak memory is that of the
+            list's order.
+        announcing: of the weight gradients of one name and micro-batch the last, which alone tells DDP that all is there.
+        early: weight gradients whose operands exceed the plan's bound.
+        partitions: in how many an operator is cut.
+        recomputed: names of operators that run again in backward passes.
+        forward: what an evaluation runs.
+    """
+
+    instructions: Sequence[Instruction]
+    ends: Mapping[int, Sequence[str]]
+    announcing: Mapping[tuple[str, int | None], int]
+    early: frozenset[int]
+    partitions: Mapping[str, int]
+    recomputed: frozenset[str]
+    micro_batches: int
+    forward: Sequence[Instruction]
+
+    @staticmethod
+    def of(instructions: Sequence[Instruction]) -> _Told:
+        """Read a list."""
+        partitions: dict[str, int] = {}
+        for i in instructions:
+            for partition in i.partition:
+                partitions[i.name] = max(partitions.get(i.name, 0), partition + 1)
+        again = (str(replace(i.operator, phase=FORWARD)) for i in instructions if i.operator.phase is RECOMPUTE)
+        return _Told(
+            instructions=instructions,
+            ends=last_uses(instructions),
+            announcing={(i.name, i.micro_batch): i.id for i in instructions if i.kind == "weight-gradient"},
+            early=frozenset(i.id for i in early_gradients(instructions)),
+            partitions=partitions,
+            recomputed=frozenset(again),
+            micro_batches=micro_batches_of(instructions),
+            forward=tuple(i for i in instructions if not is_update(i) and not _is_backward(i)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Started:
     """A communication under way; `finish` waits for it and ends its span."""
 
-    channel: str
+    instruction: Instruction
     finish: Callable[[], None]
 
 

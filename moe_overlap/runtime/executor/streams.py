@@ -4,7 +4,9 @@ Contract. Compute and update run on the stream that is current when the step beg
 gradients, each direction of a boundary) has a stream of its own.
 1. The stream of an instruction waits for the events of what its `after` names, and for nothing else: an all-to-all neither waits
    for what computes behind the operator whose rows it sends, nor passes through the stream that computes.
-2. Behind an instruction that another stream waits for an event is recorded. Events are kept for the next step.
+2. Behind an instruction that another stream waits for an event is recorded. Events are kept for the next step. Behind a transfer
+   between stages that is done when the executor ends it (`ending`): NCCL runs it on a stream of its own, and right behind the
+   transfer the wait for that one would hold up whatever shares the hardware queue (plan/lowering/residency.py).
 3. The allocator is told of the uses that plan/lowering/lifetimes.py names, before the host can drop their tensors.
 4. When the list ends, the stream that computes waits for all others.
 
@@ -29,13 +31,22 @@ first; gradients are waited for at the end of the step only."""
 
 
 class Streams(Protocol):
-    """The streams of one rank."""
+    """The streams of one rank.
+
+    Attributes:
+        queues: whether they run later than the host issues.
+    """
+
+    queues: bool
 
     def begin(self, instructions: Sequence[Instruction]) -> None:
         """A list is about to be executed."""
 
     def running(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
         """Issue an instruction inside: on its stream, behind what it waits for."""
+
+    def ending(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
+        """Wait for a communication inside, in front of whatever waits for it."""
 
     def uses(self, instruction: Instruction, tensors_of: Callable[[Iterable[str]], Iterable[Tensor]]) -> None:
         """Tell the allocator of the buffers of an instruction that another stream has allocated."""
@@ -47,11 +58,17 @@ class Streams(Protocol):
 class HostOrder:
     """No streams: the host computes, in the order of the list."""
 
+    queues = False
+
     def begin(self, instructions: Sequence[Instruction]) -> None:
         """Nothing to prepare."""
 
     def running(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
         """The host runs it where it stands."""
+        return contextlib.nullcontext()
+
+    def ending(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
+        """The host waits."""
         return contextlib.nullcontext()
 
     def uses(self, instruction: Instruction, tensors_of: Callable[[Iterable[str]], Iterable[Tensor]]) -> None:
@@ -68,6 +85,8 @@ class ChannelStreams:
         library: torch.cuda, or a stand-in with its `Stream`, `Event`, `stream` and `current_stream`.
     """
 
+    queues = True
+
     def __init__(self, library: Any = torch.cuda) -> None:
         self._library = library
         self._streams: dict[str, Any] = {}
@@ -75,13 +94,15 @@ class ChannelStreams:
         self._events: dict[int, tuple[str, Any]] = {}
         self._awaited: frozenset[int] = frozenset()
         self._recorded: Uses = {}
-        self._list: Sequence[Instruction] = ()
+        # By identity; the list is kept with what it tells.
+        self._lists: dict[int, tuple[Sequence[Instruction], frozenset[int], Uses]] = {}
 
     def begin(self, instructions: Sequence[Instruction]) -> None:
         """Learn who is waited for, and let every stream begin behind what the step before has left on the computing one."""
-        if instructions is not self._list:
-            self._list = instructions
-            self._awaited, self._recorded = awaited_elsewhere(instructions), uses_to_record(instructions)
+        if id(instructions) not in self._lists:
+            told = awaited_elsewhere(instructions), uses_to_record(instructions)
+            self._lists[id(instructions)] = instructions, *told
+        _, self._awaited, self._recorded = self._lists[id(instructions)]
         self._idle_events += [event for _, event in self._events.values()]
         self._events.clear()
         computing = self._library.current_stream()
@@ -106,9 +127,24 @@ class ChannelStreams:
             stream.wait_stream(self._streams[instruction.channel])
         with self._library.stream(stream):
             yield
+        if not _ends_late(instruction):
+            self._record(instruction, channel)
+
+    @contextlib.contextmanager
+    def ending(self, instruction: Instruction) -> Iterator[None]:
+        """Let the stream of a transfer wait for NCCL's; of other communication it has done so since the start."""
+        if not _ends_late(instruction):
+            yield
+            return
+        channel = stream_of(instruction)
+        with self._library.stream(self._streams[channel]):
+            yield
+        self._record(instruction, channel)
+
+    def _record(self, instruction: Instruction, channel: str) -> None:
         if instruction.id in self._awaited:
             event = self._idle_events.pop() if self._idle_events else self._library.Event()
-            event.record(stream)
+            event.record(self._streams[channel])
             self._events[instruction.id] = (channel, event)
 
     def uses(self, instruction: Instruction, tensors_of: Callable[[Iterable[str]], Iterable[Tensor]]) -> None:
@@ -122,3 +158,8 @@ class ChannelStreams:
         for channel, stream in self._streams.items():
             if channel != COMPUTE:
                 self._streams[COMPUTE].wait_stream(stream)
+
+
+def _ends_late(instruction: Instruction) -> bool:
+    """Whether an instruction is waited for where it is needed: the other side of a transfer follows another list."""
+    return instruction.kind == "point-to-point"

@@ -9,7 +9,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules.moe import device_limits_are_in_range
-from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, hardware_queues, nccl_ctas, settle_environment
+from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, nccl_ctas, settle_environment
 from moe_overlap.describe.errors import ConfigError
 
 H100 = 132
@@ -21,7 +21,6 @@ def config(flags: str = "") -> Config:
 
 
 def test_without_flags_the_environment_says_it_else_the_default() -> None:
-    assert hardware_queues(config(), {}) == 8 and hardware_queues(config(), {CONNECTIONS: "1"}) == 1
     assert nccl_ctas(config(), {}, H100, is_listed=True) == 14
     assert nccl_ctas(config(), {CTAS: "4"}, H100, is_listed=True) == 4
     environment: dict[str, str] = {}
@@ -29,11 +28,18 @@ def test_without_flags_the_environment_says_it_else_the_default() -> None:
     assert environment == {}
 
 
+@pytest.mark.parametrize("flags", ["--plan plan.json", "--defer-weight-gradients", "--moe-overlap-partitions 2"])
+def test_streams_of_lists_share_no_queue_unless_the_user_says_so(flags: str) -> None:
+    for said, told in (({}, "32"), ({CONNECTIONS: "1"}, "1")):
+        settle_environment(config(flags), said)
+        assert said == {CONNECTIONS: told}
+
+
 def test_a_flag_is_what_cuda_is_told() -> None:
     environment: dict[str, str] = {}
-    flags = config("--moe-overlap-device-connections 32 --moe-overlap-nccl-ctas 2")
+    flags = config("--moe-overlap-device-connections 4 --moe-overlap-nccl-ctas 2")
     settle_environment(flags, environment)
-    assert environment == {CONNECTIONS: "32"} and hardware_queues(flags, environment) == 32
+    assert environment == {CONNECTIONS: "4"}
     assert nccl_ctas(flags, {}, H100, is_listed=True) == 2
 
 
@@ -44,6 +50,10 @@ def test_a_flag_is_what_cuda_is_told() -> None:
             "--moe-overlap-device-connections 8",
             {CONNECTIONS: "1"},
             f"{CONNECTIONS} 1: --moe-overlap-device-connections says 8",
+        ),
+        *(
+            ("--moe-overlap-device-connections 8", {CONNECTIONS: said}, f"{CONNECTIONS} {said}: must be .*from 1 to 32")
+            for said in ("0", "33", "-1", "many")
         ),
         ("--moe-overlap-nccl-ctas 8", {CTAS: "16"}, f"{CTAS} 16: --moe-overlap-nccl-ctas says 8"),
         ("--moe-overlap-nccl-ctas 15", {}, "--moe-overlap-nccl-ctas 15: 9 kernels .* do not fit 132 .*use 1 to 14"),

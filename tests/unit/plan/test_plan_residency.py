@@ -1,98 +1,126 @@
-"""Communicators that share a device: lists end with a place for each or with one queue, and a step-by-step twin agrees."""
+"""Streams that share hardware queues: lists that end with one queue end however streams are shared out, as a twin shows."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError, parse_list
 from moe_overlap.plan.lowering import lower as lowering
+from moe_overlap.plan.lowering import residency
 from moe_overlap.plan.lowering.lifetimes import stream_of
 from moe_overlap.plan.lowering.lower import lower
-from moe_overlap.plan.lowering.residency import Device, check_residency, communicators_of, most_blocks
+from moe_overlap.plan.lowering.residency import check_residency, most_blocks
 from moe_overlap.plan.serialize import load_plan
 from tests.unit.plan import plan_samples
 from tests.unit.plan.test_plan_host_ahead import ahead
 from tests.unit.plan.test_plan_rendezvous import random_overlap
 
 Lists = dict[int, tuple[Instruction, ...]]
+Entry = tuple[str, str, Instruction]
+"""Stream, what it does there (`follow` what the instruction names, `start`, `wait` for it), instruction."""
 
 
-def ends(lists: Lists, device: Device) -> bool:
+def ends(lists: Lists) -> bool:
     try:
-        check_residency(lists, device)
+        check_residency(lists)
     except ScheduleError:
         return False
     return True
 
 
-def run_by_hand(lists: Lists, device: Device, draws: random.Random) -> bool:
-    """The obvious twin: at random, start something that may start, or end a meeting that all have reached."""
-    left = {rank: list(made) for rank, made in lists.items()}
-    resident: dict[int, list[Instruction]] = {rank: [] for rank in lists}
-    done: dict[int, set[int]] = {rank: set() for rank in lists}
-    order = {rank: list(dict.fromkeys(map(stream_of, made))) for rank, made in lists.items()}
+def issued(instructions: Sequence[Instruction], at_once: bool) -> Iterator[Entry]:
+    """What the host gives the streams of a rank: NCCL's beside those of the channels.
 
-    def queue_of(rank: int, i: Instruction) -> int:
-        return order[rank].index(stream_of(i)) % device.queues
+    Args:
+        at_once: whether the wait for a transfer stands right behind it.
+    """
+    under_way: dict[str, list[Instruction]] = defaultdict(list)
+    by_id = {i.id: i for i in instructions}
+    for i in instructions:
+        stream, is_transfer = stream_of(i), i.kind == "point-to-point"
+        for channel, last in [(by_id[n].channel, n) for n in i.after] + [(i.channel, i.id)] * is_transfer:
+            while under_way[channel] and under_way[channel][0].id <= last:
+                yield channel, "wait", under_way[channel].pop(0)
+        yield stream, "follow", i
+        if not is_transfer:
+            yield stream, "start", i
+            continue
+        yield f"nccl {stream}", "start", i
+        if at_once:
+            yield stream, "wait", i
+        else:
+            under_way[i.channel].append(i)
 
-    def startable(rank: int) -> list[Instruction]:
-        heads: dict[int, Instruction] = {}
-        for i in left[rank]:
-            heads.setdefault(queue_of(rank, i), i)
-        return [i for i in heads.values() if may_start(rank, i)]
 
-    def may_start(rank: int, i: Instruction) -> bool:
-        communicates = i.kind in ("collective", "point-to-point")
-        free = not communicates or len(resident[rank]) < device.kernels
-        idle = all(stream_of(other) != stream_of(i) for other in resident[rank])
-        return free and idle and done[rank].issuperset(i.after)
+class Twin:
+    """Runs what the hosts have issued move by move, in an order that is drawn; every stream has a queue."""
 
-    def facing(rank: int, i: Instruction) -> list[tuple[int, Instruction]] | None:
-        """All sides of a meeting, once they are resident."""
-        if i.kind == "point-to-point":
-            (peer,) = i.peers
-            others = [
-                (peer, other)
-                for other in resident[peer]
-                if other.channel == i.channel and other.peers == (rank,) and bool(other.writes) != bool(i.writes)
-            ]
-            return [(rank, i), *others] if others else None
+    def __init__(self, lists: Lists, queue_of: dict[str, int], at_once: bool = False) -> None:
+        self.lists = lists
+        self.queues: dict[tuple[int, int], list[Entry]] = defaultdict(list)
+        for rank, made in lists.items():
+            for entry in issued(made, at_once):
+                self.queues[rank, queue_of[entry[0]]].append(entry)
+        self.followed: dict[int, set[int]] = {rank: set() for rank in lists}
+        self.ended: dict[int, set[int]] = {rank: set() for rank in lists}
+        self.running: dict[int, list[Instruction]] = {rank: [] for rank in lists}
+
+    def run(self, draws: random.Random) -> bool:
+        """Whether all ends."""
+        while any(self.queues.values()):
+            possible = [place for place, queue in self.queues.items() if queue and self._may(place[0], queue[0])]
+            if not possible:
+                return False
+            place = draws.choice(possible)
+            self._do(place[0], *self.queues[place].pop(0)[1:])
+        return not any(self.running.values())
+
+    def _may(self, rank: int, entry: Entry) -> bool:
+        _, what, i = entry
+        if what == "wait":
+            return i.id in self.ended[rank]
+        if what == "follow":
+            idle = all(
+                other.kind == "point-to-point" or stream_of(other) != stream_of(i) for other in self.running[rank]
+            )
+            return idle and self.ended[rank].issuperset(i.after)
+        return i.id in self.followed[rank] and all(stream_of(other) != stream_of(i) for other in self.running[rank])
+
+    def _do(self, rank: int, what: str, i: Instruction) -> None:
+        if what == "follow":
+            self.followed[rank].add(i.id)
+        if what != "start":
+            return
+        self.running[rank].append(i)
+        for other, side in self._meeting(rank, i):
+            self.running[other].remove(side)
+            self.ended[other].add(side.id)
+
+    def _meeting(self, rank: int, i: Instruction) -> list[tuple[int, Instruction]]:
+        """All sides of what has started last, once they have; those of an all-to-all have the same list and do as this rank."""
         if i.name == "optimizer.norm":
-            norms = [(r, other) for r in lists for other in resident[r] if other.name == i.name]
-            return norms if len(norms) == len(lists) else None
-        return [(rank, i)]
+            sides = [(r, other) for r in self.lists for other in self.running[r] if other.name == i.name]
+            return sides if len(sides) == len(self.lists) else []
+        if i.kind != "point-to-point":
+            return [(rank, i)]
+        (peer,) = i.peers
+        facing = (
+            other
+            for other in self.running[peer]
+            if other.channel == i.channel and other.peers == (rank,) and other.sends != i.sends
+        )
+        return next(([(rank, i), (peer, other)] for other in facing), [])
 
-    while any(left.values()) or any(resident.values()):
-        moves: list[Callable[[], None]] = []
-        for rank in lists:
-            for i in startable(rank):
 
-                def start(rank: int = rank, i: Instruction = i) -> None:
-                    left[rank].remove(i)
-                    if i.kind in ("collective", "point-to-point"):
-                        resident[rank].append(i)
-                    else:
-                        done[rank].add(i.id)
-
-                moves.append(start)
-            for i in resident[rank]:
-                sides = facing(rank, i)
-                if sides is not None:
-
-                    def end(sides: list[tuple[int, Instruction]] = sides) -> None:
-                        for other, side in sides:
-                            resident[other].remove(side)
-                            done[other].add(side.id)
-
-                    moves.append(end)
-        if not moves:
-            return False
-        draws.choice(moves)()
-    return True
+def shared_out(lists: Lists, queues: int, draws: random.Random) -> dict[str, int]:
+    """A queue for every stream; with 0 each has one of its own."""
+    streams = {stream for made in lists.values() for stream, _, _ in issued(made, False)}
+    return {stream: draws.randrange(queues) if queues else place for place, stream in enumerate(sorted(streams))}
 
 
 def two_transfers(swapped: bool) -> Lists:
@@ -121,21 +149,14 @@ def two_transfers(swapped: bool) -> Lists:
     return {0: first, 1: tuple(second)}
 
 
-def test_two_communicators_on_two_devices() -> None:
+def test_a_wait_right_behind_a_transfer_would_stop_its_queue() -> None:
+    """Each rank sends before it receives: a queue that waits for the end of the one never starts the other."""
     draws = random.Random(0)
-    same, crossed = two_transfers(False), two_transfers(True)
-    for lists in (same, crossed):
-        assert ends(lists, Device(kernels=2, queues=1)) and ends(lists, Device(kernels=2, queues=8))
-        assert run_by_hand(lists, Device(2, 1), draws) and run_by_hand(lists, Device(2, 8), draws)
-    # One place: hosts that agree on the order get through with one queue; crossed, each fills its device and waits for the other.
-    assert ends(same, Device(1, 1)) and run_by_hand(same, Device(1, 1), draws)
-    with pytest.raises(ScheduleError, match="keep them from starting"):
-        check_residency(crossed, Device(1, 1))
-    assert not run_by_hand(crossed, Device(1, 1), draws)
-    # With more queues timing decides, even where the hosts agree.
-    with pytest.raises(ScheduleError, match="timing decides"):
-        check_residency(same, Device(1, 2))
-    assert {run_by_hand(same, Device(1, 2), draws) for _ in range(50)} == {True, False}
+    for lists in (two_transfers(False), two_transfers(True)):
+        assert ends(lists) and Twin(lists, shared_out(lists, 1, draws)).run(draws)
+    crossed = two_transfers(True)
+    assert not Twin(crossed, shared_out(crossed, 1, draws), at_once=True).run(draws)
+    assert Twin(crossed, shared_out(crossed, 0, draws), at_once=True).run(draws)
 
 
 def test_a_shared_queue_holds_up_what_another_stream_could_start() -> None:
@@ -148,8 +169,23 @@ def test_a_shared_queue_holds_up_what_another_stream_could_start() -> None:
         first, last = dataclasses.replace(receive, id=0), dataclasses.replace(send, id=2)
         lists[rank] = (first, computes, last)
     draws = random.Random(4)
-    for device, expected in ((Device(2, 8), True), (Device(2, 1), False)):
-        assert ends(lists, device) == run_by_hand(lists, device, draws) == expected
+    assert Twin(lists, shared_out(lists, 0, draws)).run(draws)
+    assert not Twin(lists, shared_out(lists, 1, draws)).run(draws)
+    with pytest.raises(ScheduleError, match="keep each other from starting\n  rank 0 stops at"):
+        check_residency(lists)
+
+
+def test_a_transfer_waits_for_the_one_before_it_on_its_stream() -> None:
+    """Rank 0 sends twice before it receives; rank 1 receives only when what it sends has gone."""
+    (send, receive), (receives, sends) = two_transfers(False).values()
+    numbered = dataclasses.replace
+    lists: Lists = {
+        0: (send, numbered(send, id=1, micro_batch=1), numbered(receive, id=2)),
+        1: (numbered(sends, id=0), numbered(receives, id=1, after=(0,)), numbered(receives, id=2, micro_batch=1)),
+    }
+    draws = random.Random(6)
+    assert Twin(lists, shared_out(lists, 0, draws)).run(draws)
+    assert not Twin(lists, shared_out(lists, 1, draws)).run(draws) and not ends(lists)
 
 
 def golden() -> Lists:
@@ -158,14 +194,16 @@ def golden() -> Lists:
 
 
 def test_golden_pipeline() -> None:
-    lists = golden()
-    most = max(communicators_of(lists).values())
-    for queues in (1, 2, 8):
-        assert ends(lists, Device(most, queues)) == run_by_hand(lists, Device(most, queues), random.Random(3))
+    lists, draws = golden(), random.Random(3)
+    assert ends(lists)
+    for queues in (0, 1, 2, 8):
+        assert Twin(lists, shared_out(lists, queues, draws)).run(draws)
+    # What the executor must not do.
+    assert not Twin(lists, shared_out(lists, 1, draws), at_once=True).run(draws)
 
 
-def test_random_plans_and_the_twin_agree() -> None:
-    draws, verdicts = random.Random(5), set()
+def test_lists_of_random_plans_end_however_streams_are_shared_out() -> None:
+    draws, would_stop, played = random.Random(5), 0, 0
     for _ in range(12):
         plan, model = random_overlap(draws)
         plan = ahead(plan) if draws.random() < 0.7 else plan
@@ -173,13 +211,16 @@ def test_random_plans_and_the_twin_agree() -> None:
         lists = {rank: lower(plan, model, rank) for rank in ranks}
         if sum(map(len, lists.values())) > 160:
             continue
-        most = max(communicators_of(lists).values())
-        for device in (Device(most, 8), Device(most, 1), Device(1, 1), Device(2, 1), Device(most, 2)):
-            verdict = ends(lists, device)
-            # Nothing competes: any timing gives the answer of any other.
-            assert run_by_hand(lists, device, draws) == verdict
-            verdicts.add((device.queues == 1, device.kernels == most, verdict))
-    assert (False, True, True) in verdicts and (True, False, False) in verdicts
+        played += 1
+        assert all(Twin(lists, shared_out(lists, queues, draws)).run(draws) for queues in (1, 2, 2, 4, 4, 8))
+        would_stop += not Twin(lists, shared_out(lists, 2, draws), at_once=True).run(draws)
+    assert played > 3 and would_stop
+
+
+def test_every_communicator_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "COMMUNICATORS_BESIDE", 2)
+    with pytest.raises(ScheduleError, match="rank 0 uses [3-9] communicators; 2 have a place"):
+        check_residency(golden())
 
 
 def test_most_blocks() -> None:
@@ -189,13 +230,11 @@ def test_most_blocks() -> None:
         most_blocks(4, 5)
 
 
-def test_a_plan_for_devices_that_queue_is_checked_for_its_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_plan_is_checked_whatever_it_says_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ahead(load_plan(plan_samples.GOLDEN / "pp2_ep2.json"))
-    asked: list[Device] = []
-    monkeypatch.setattr(lowering, "check_residency", lambda lists, device: asked.append(device))
+    asked: list[object] = []
+    monkeypatch.setattr(lowering, "check_residency", asked.append)
     model = plan_samples.model("m" * sum(len(stage.layers) for stage in plan.stages))
     lower(plan, model, 0)
-    lower(plan, model, 0, 1)
-    assert [device.queues for device in asked] == [8, 1] and asked[0].kernels > 2
     lower(dataclasses.replace(plan, host_runs_ahead=False), model, 0)
     assert len(asked) == 2

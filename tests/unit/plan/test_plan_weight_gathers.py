@@ -92,12 +92,12 @@ def test_a_stage_without_copies_gathers_nothing() -> None:
 
 @pytest.mark.parametrize(("shape", "count"), SHAPES)
 def test_lists_for_a_device_end_and_reuse_no_memory_too_early(shape: tuple[int, int], count: int) -> None:
-    """With reductions at once, too. `lower` itself refuses a list whose kernels would wait for each other, here on one queue."""
+    """With reductions at once, too. `lower` itself refuses a list that would not end on one hardware queue."""
     for rank, plan, model in lists(shape, count):
         overlaps = [dataclasses.replace(stage.overlap, reduce_at_once=True) for stage in gathering(plan).stages]
         stages = (dataclasses.replace(stage, overlap=one) for stage, one in zip(plan.stages, overlaps, strict=True))
         queued = dataclasses.replace(plan, stages=tuple(stages), host_runs_ahead=True)
-        made = lower(queued, model, rank, hardware_queues=1)
+        made = lower(queued, model, rank)
         assert gathers_of(made)
         recorded, draws = uses_to_record(made), random.Random(0)
         assert not any(reused_too_early(made, recorded, draws) for _ in range(3))

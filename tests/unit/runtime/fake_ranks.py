@@ -152,12 +152,19 @@ class _DeviceNorm(torch.autograd.Function):
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[None]:
     """The default group of rank 0 of two, and a peer that answers its all-to-alls."""
+    with first_rank_of(2):
+        yield
+
+
+@contextlib.contextmanager
+def first_rank_of(ranks: int) -> Iterator[None]:
+    """The default group of rank 0, and peers that answer its all-to-alls."""
     if dist.is_initialized():
         dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
         for module in (execute, step):
             patch.setattr(module, "computes_later", lambda device: True)
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         patch.setattr(AllToAll, "_start_on_host", _answered)
         yield
         dist.destroy_process_group()

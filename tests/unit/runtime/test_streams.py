@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.training.cli.config import Config
-from moe_overlap.commands.device_settings import CONNECTIONS, hardware_queues
-from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_list
 from moe_overlap.plan.lowering.lifetimes import stream_of, uses_to_record
 from moe_overlap.plan.operators import COUNT, DISPATCH, EXPERTS, GATE
@@ -93,14 +90,28 @@ def golden() -> tuple[Instruction, ...]:
 
 
 def issue(streams: ChannelStreams, library: Library, instructions: Sequence[Instruction]) -> dict[int, frozenset[int]]:
-    """Run a list of nothing; what has ended when each instruction starts."""
+    """Run a list of nothing, transfers on streams of NCCL's; what has ended when each instruction starts."""
     ended: dict[int, frozenset[int]] = {}
+    under_way: dict[int, Instruction] = {}
+
+    def end(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number in under_way:
+                with streams.ending(under_way.pop(number)):
+                    library.current.known.add(number)
+                    library.current.time += 1
+
     streams.begin(instructions)
     for i in instructions:
+        end(i.after)
         with streams.running(i):
             ended[i.id] = frozenset(library.current.known)
-            library.current.known.add(i.id)
-            library.current.time += 1
+            if i.kind == "point-to-point":
+                under_way[i.id] = i
+            else:
+                library.current.known.add(i.id)
+                library.current.time += 1
+    end(list(under_way))
     streams.finish()
     return ended
 
@@ -242,14 +253,3 @@ def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatc
     assert groups._options("ep", None, 6).config.max_ctas == 6 and not groups._options("tp", None, 6).config.max_ctas
     monkeypatch.setattr(groups.dist, "get_backend", lambda: "gloo")
     assert groups._options("ep", None) is None
-
-
-@pytest.mark.parametrize(("said", "queues"), [("", 8), ("1", 1), ("32", 32)])
-def test_hardware_queues(said: str, queues: int) -> None:
-    assert hardware_queues(Config(), {CONNECTIONS: said}) == queues
-
-
-@pytest.mark.parametrize("said", ["0", "33", "-1", "many"])
-def test_a_wrong_number_of_hardware_queues(said: str) -> None:
-    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS .*from 1 to 32"):
-        hardware_queues(Config(), {CONNECTIONS: said})

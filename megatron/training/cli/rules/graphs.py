@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.training.cli.config import Config
-from megatron.training.cli.rules.moe import overlap_flag
+from megatron.training.cli.rules.moe import may_follow_lists
 from megatron.training.cli.sizes import expert_tensor_size
 from moe_overlap.describe.errors import require
 from moe_overlap.plan.capabilities import GRAPHS_FLAG as FLAG
@@ -19,9 +19,8 @@ from moe_overlap.plan.capabilities import GRAPHS_FLAG as FLAG
 def graphs_capture_what_repeats(config: Config) -> None:
     if not config.overlap.moe_overlap_cuda_graphs:
         return
-    is_listed = overlap_flag(config) is not None or config.overlap.plan is not None
     rule = "captures the operators of instruction lists, and nothing is overlapped"
-    require(is_listed, FLAG, "", rule, "drop it, or add --defer-weight-gradients")
+    require(may_follow_lists(config), FLAG, "", rule, "drop it, or add --defer-weight-gradients")
     for flag, value, stays, rule, fix in _refused(config):
         require(value == stays, flag, "" if value is True else value, rule, f"{fix} or drop {FLAG}")
     cut = (config.overlap.moe_overlap_partitions or 1) > 1 or config.overlap.plan is not None

@@ -43,6 +43,11 @@ def overlap_flag(config: Config) -> str | None:
     return "--defer-weight-gradients" if overlap.defer_weight_gradients else None
 
 
+def may_follow_lists(config: Config) -> bool:
+    """Whether instruction lists may order the run: of a plan whether they do is told by its file."""
+    return overlap_flag(config) is not None or config.overlap.plan is not None
+
+
 def executor_has_what_it_needs(config: Config) -> None:
     flag = overlap_flag(config)
     if flag is not None:
