@@ -256,6 +256,20 @@ def waits_for(made: List, later: Instruction, earlier: Instruction) -> bool:
     return later.id in reached
 
 
+def test_a_gradient_comes_back_when_all_but_the_last_that_left_are_off_the_device() -> None:
+    stage = {"offload": Offload(gradients=1.0)}
+    made = lower(plan_samples.plan(4, stage=stage), plan_samples.model("dddd"), 0)
+    gone: list[Instruction] = []
+    seen = 0
+    for i in made:
+        if i.name.startswith("offload.") and i.name.endswith(".gradients"):
+            gone.append(i)
+        elif i.name.startswith("prefetch.") and i.micro_batch is not None and len(gone) > 1:
+            assert waits_for(made, i, gone[-2]), i
+            seen += 1
+    assert seen > 4
+
+
 def test_what_needs_no_earlier_stage_does_not_wait_for_it() -> None:
     """All updates with their collectives; with ZeRO 3 the first two gathers, with offloaded weights the first two parts."""
     for level, offload, free in ((2, ALL, 2), (3, Offload(), 3), (1, Offload(optimizer=0.5), 3), (2, Offload(), 3)):

@@ -121,6 +121,36 @@ def test_without_bytes_every_gradient_stands_behind_its_operator() -> None:
         assert saved in behind.writes
 
 
+def test_an_early_gradient_overtakes_no_partition_of_its_weight() -> None:
+    """Each gradient reads the operands of its weight that have waited longest, as many as it has."""
+    plan, model = bounded("in partitions", UNBOUNDED)
+    free = lower(plan, model, 0)
+    sizes = saved_bytes(free, plan, model, 0)
+    tight = lower(bounded("in partitions", most_held(free, sizes) // 2)[0], model, 0)
+    waiting: dict[tuple[str, int | None], list[str]] = {}
+
+    def queue_of(operand: str) -> list[str]:
+        buffer = parse_buffer(operand)
+        return waiting.setdefault((buffer.subject, buffer.micro_batch), [])
+
+    for i in tight:
+        if i.kind == "weight-gradient":
+            operands = [name for name in i.reads if name in sizes]
+            queue = queue_of(operands[0])
+            assert {*operands} == {*queue[: len(operands)]}, i
+            del queue[: len(operands)]
+        else:
+            for name in sizes.keys() & {*i.writes}:
+                queue_of(name).append(name)
+    assert early_gradients(tight) and not any(waiting.values())
+
+
+def test_of_one_operators_gradients_those_of_its_last_products_come_first() -> None:
+    names = [i.name for i in lower(*bounded("whole", 1), 0) if i.micro_batch == 0 and i.kind == "weight-gradient"]
+    for last, first in (("moe.experts.fc2", "moe.experts.fc1"), ("attention.proj", "attention.qkv")):
+        assert names.index(f"L1.{last}.dW") < names.index(f"L1.{first}.dW")
+
+
 def test_what_stands_in_bubble_slots_of_two_micro_batches_is_not_early() -> None:
     """There the head's loss of the other micro-batch, a computation, may stand right in front of the slot."""
     words = OverlapWords(gate="topk", micro_batches=2, defer=True, max_deferred_bytes=UNBOUNDED)

@@ -14,7 +14,7 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.dependencies import check_races
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import StageOverlap
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
 from tests.unit.plan import plan_samples
 
@@ -89,6 +89,16 @@ def test_a_piece_never_shares_the_link() -> None:
                 assert piece.id in before(made, later, "dp")
                 seen += 1
     assert seen > 100
+
+
+def test_counts_that_a_recomputation_sends_wait_for_the_piece_before_them() -> None:
+    plan, model = made_plan(micro_batches=2)
+    full = Recompute(layers=1, granularity="full")
+    stages = tuple(dataclasses.replace(stage, recompute=full) for stage in plan.stages)
+    made = lower(dataclasses.replace(plan, stages=stages), model, 0)
+    first = next(i for i in made if is_piece(i))
+    count = next(i for i in made[first.id :] if i.channel == "ep.counts")
+    assert max(i.id for i in made[: count.id] if is_piece(i)) in count.after
 
 
 def test_pieces_are_those_of_complete_parts() -> None:

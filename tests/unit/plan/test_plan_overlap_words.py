@@ -13,6 +13,7 @@ from moe_overlap.plan import operators
 from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.lowering.deferral import default_slots, split_weights
 from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, RangeWord, StageOverlap
+from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words, with_uniform_overlap
 from tests.unit.plan import plan_samples
@@ -380,3 +381,18 @@ def test_slots_of_another_pass_and_of_no_exchange() -> None:
     alone = plan_samples.plan(8, stage={"overlap": given})
     with pytest.raises(ConfigError, match=r"weight_gradient_slots \(1 slots\): nothing to compute under: the stage"):
         validate_plan(alone, plan_samples.model("m" * 8))
+
+
+def test_the_gradient_of_the_head_is_placed_in_the_chunk_that_it_ends() -> None:
+    """Of two chunks on the last stage the second."""
+
+    def with_head(layer: int) -> Plan:
+        slots = {f"L{layer}.moe.combine.backward": ("head.loss.output.dW",)}
+        given = StageOverlap(max_deferred_bytes=1, layers=(LayerOverlap(layer=layer, weight_gradient_slots=slots),))
+        plan = plan_samples.plan(8, 2, 2, stage=EP2)
+        return dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(plan.stages[1], overlap=given)))
+
+    model = plan_samples.model("m" * 8)
+    validate_plan(with_head(6), model)
+    with pytest.raises(ConfigError, match="no head with a weight of its own ends the chunk of the slot"):
+        validate_plan(with_head(2), model)

@@ -182,6 +182,15 @@ def test_tiles_of_other_ranks_samples_are_refused() -> None:
     assert str(caught.value) == f"{message}; name a rank that has the samples"
 
 
+def test_the_last_stage_sends_the_first_its_next_chunk() -> None:
+    """Interleaved stages have a boundary more than others; what crosses it is the first stage's second chunk's."""
+    crossing = (Tile(source=1, target=0, batch=(0, 2), sequence=(0, LENGTH)),)
+    transfers = (Transfer(from_stage=1, to_stage=0, tiles=crossing),)
+    validate_plan(plan_samples.plan(8, 2, 2, transfers=transfers))
+    with pytest.raises(ConfigError, match=r"to_stage 1 -> 0: these stages have no common boundary; join neighbours"):
+        validate_plan(plan_samples.plan(8, 2, transfers=transfers))
+
+
 @pytest.mark.parametrize("samples", [8_000_000, 2])
 def test_pieces_are_counted_before_they_are_made(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one large tile, and in a small one that is repeated."""

@@ -66,6 +66,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "stages[1].tensor 2: the sequence of 255 does not divide into tensor and context pieces (2); "
         "use a divisor of the sequence",
     ),
+    (
+        {"sequence_length": 254, "stages.0.context": 2, "stages.0.data": 1, "stages.0.micro_batch_size": 4},
+        "stages[0].context 2: the sequence of 254 does not divide into tensor and context pieces (4); "
+        "use a divisor of the sequence",
+    ),
     ({"stages.0.zero_level": 4}, "stages[0].zero_level 4: must be 0, 1, 2 or 3; write 1"),
     (
         {"stages.1.offload.optimizer": 1.4},
