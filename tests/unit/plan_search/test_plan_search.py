@@ -86,6 +86,12 @@ def test_the_layout_of_the_flags_binds_nothing() -> None:
     assert "--moe-shared-expert-overlap" in without_layout(words, "megatron-lm")[0]
 
 
+def test_settings_of_the_device_are_no_layout() -> None:
+    kept = ["--global-batch-size", "8", "--moe-overlap-device-connections", "8", "--moe-overlap-nccl-ctas", "2"]
+    bare, dropped = without_layout([*kept, "--moe-overlap-partitions", "2"], "moe-overlap")
+    assert bare == kept and list(dropped) == ["--moe-overlap-partitions"]
+
+
 def test_megatron_lm_is_told_to_group_the_products_of_experts_as_they_are_priced() -> None:
     flag = "--moe-grouped-gemm"
     assert flag not in SMALL

@@ -154,6 +154,11 @@ def test_degenerate(given: AssignmentProblem, expected: Assignment) -> None:
     assert 0 <= found.gap < 1e-9
 
 
+def test_the_bound_hides_nothing_that_is_alone_too_large() -> None:
+    assert flow_bound(problem([5, 5], [(5, 9, 0)], max_bytes=8)) == 0.0
+    assert flow_bound(problem([5, 5], [(5, 8, 0)], max_bytes=8)) == pytest.approx(5 * US)
+
+
 def test_without_time_the_greedy_stands_with_a_bound() -> None:
     given = problem([100, 90], [(60, 1, 0), (90, 1, 0), (40, 1, 0)])
     hurried, whole = solve(given, (), 0.0), solve(given, (), 5.0)

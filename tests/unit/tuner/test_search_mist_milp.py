@@ -214,6 +214,14 @@ def test_a_start_is_never_lost_and_seconds_of_no_interest_are_not_searched() -> 
         assert rough.objective <= solution.objective * 1.12 and rough.gap <= 0.1 + 1e-6
 
 
+def test_a_search_for_less_proves_no_more_than_that_there_is_none() -> None:
+    """The candidates left out may be in a choice between the limit and the bound of the others."""
+    problem = random_problem(np.random.default_rng(52))
+    best = choose_stages(problem).objective
+    cut_off = choose_stages(problem, beat=0.9 * best)
+    assert cut_off.value is None and 0.9 * best * (1 - 1e-6) <= cut_off.bound <= best * (1 + 1e-6)
+
+
 def test_candidates_that_a_pipeline_may_need_hold_a_best_choice() -> None:
     """Few values, so that candidates dominate one another in all columns."""
     draw = np.random.default_rng(58)

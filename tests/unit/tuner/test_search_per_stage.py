@@ -7,6 +7,7 @@ import itertools
 import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages
 from moe_overlap.tuner.search.pipeline.shares import joined_stages
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshSearch
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Run, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
@@ -233,6 +235,45 @@ def test_layouts_of_the_fastest_uniform_plans_are_freed() -> None:
     chunks = dataclasses.replace(alone, layout=dataclasses.replace(LAYOUT, virtual=2))
     found = dataclasses.replace(found, ranked=(alone, chunks))
     assert freed_layouts(found, case.layouts) == [LAYOUT, dataclasses.replace(LAYOUT, micro_batch=2)]
+
+
+def test_sub_meshes_know_the_uniform_plans_contexts_but_no_step_outside_their_space(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Uniform plans are not in the space of equal operators: none of their steps cuts its search off."""
+    asked: list[dict[str, Any]] = []
+
+    def meshes(*arguments: object, **options: Any) -> MeshSearch:
+        asked.append(options)
+        nothing = Solution(value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=0.0)
+        return MeshSearch(solution=nothing, ranked=(), programs=0, priced=0, kept=0)
+
+    monkeypatch.setattr("moe_overlap.plan_search.free.search_meshes", meshes)
+    words = ("--num-layers", "4", "--pipeline-model-parallel-size", "1", "--global-batch-size", "8")
+    case = case_of(*words, gpus=4, space="equal-operator")
+    narrow = dataclasses.replace(case.task, space=narrow_space(case.task.space))
+    layouts = [layout for layout in case.layouts if layout.context <= 2 and layout.micro_batch == 1]
+    uniform = search_uniform(layouts, UniformCosts(narrow), lambda layout: case.bounds)
+    run = Run(gpus=4, domain_gpus=8, sequence_length=4096, global_batch_size=8)
+    search_beyond(uniform, layouts, case.task, lambda layout: case.bounds, 20, run=run)
+    assert math.isfinite(uniform.solution.objective) and 2 in {plan.layout.context for plan in uniform.ranked}
+    assert [(options["contexts"], options["known"]) for options in asked] == [([1, 2], math.inf)]
+
+
+def test_a_space_whose_states_move_adds_no_plan_with_model_chunks() -> None:
+    """Although such a plan fits, and a search that interleaves what moves would find it."""
+    case = case_of("--num-layers", "4", "--pipeline-model-parallel-size", "1", gpus=4, space="offload")
+    case = least_memory(case, 0.05)
+    narrow = dataclasses.replace(case.task, space=narrow_space(case.task.space))
+    whole = dataclasses.replace(LAYOUT, tensor=2, expert=1, expert_tensor=2)
+    layouts = [whole, dataclasses.replace(whole, virtual=2)]
+    assert {*layouts} <= {*case.layouts}
+    uniform, interleaved = (
+        search_uniform(layouts, UniformCosts(task), lambda layout: case.bounds) for task in (narrow, case.task)
+    )
+    chunks = [plan for plan in interleaved.ranked if plan.layout.virtual > 1 and plan not in uniform.ranked]
+    wide = search_beyond(uniform, layouts, case.task, lambda layout: case.bounds, 20).uniform
+    assert chunks and not [plan for plan in chunks if plan in wide.ranked]
 
 
 def test_data_spaces_have_data_ranks_alone() -> None:

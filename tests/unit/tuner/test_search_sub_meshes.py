@@ -23,6 +23,7 @@ from moe_overlap.report.search import PlanSearch, search_json, search_lines, wri
 from moe_overlap.tuner.cost.links import axis_group, pair_group
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.pipeline.placement import SubMesh
+from moe_overlap.tuner.search.pipeline.shares import joined_meshes
 from moe_overlap.tuner.search.pipeline.sub_meshes import (
     FAR,
     UNITS,
@@ -34,7 +35,7 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import (
     coarse,
     search_meshes,
 )
-from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Restriction, Run
 from tests.unit.plan_search.test_plan_search import OPTIONS
 from tests.unit.tuner.test_cost_predict import JOB
@@ -230,6 +231,16 @@ def test_plans_far_slower_than_a_known_one_are_not_looked_for() -> None:
     assert none.solution.value is None and none.solution.status is Status.INFEASIBLE and none.ranked == ()
     assert none.programs < same.programs <= searched().programs
     assert 0.25 * best.objective <= none.solution.bound <= best.objective
+
+
+def test_a_share_that_ran_out_of_time_leaves_the_whole_unproven() -> None:
+    def share(status: Status, bound: float) -> MeshSearch:
+        nothing = Solution(value=None, objective=math.inf, bound=bound, status=status, seconds=1.0)
+        return MeshSearch(solution=nothing, ranked=(), programs=1, priced=1, kept=1)
+
+    whole, late = share(Status.INFEASIBLE, math.inf), share(Status.TIME_LIMIT, 0.0)
+    assert joined_meshes([whole, late]).solution.status is Status.TIME_LIMIT
+    assert joined_meshes([whole, whole]).solution.status is Status.INFEASIBLE
 
 
 @pytest.mark.parametrize("layers", [3, 48, 49, 61, 96, 100])
