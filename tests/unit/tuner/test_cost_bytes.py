@@ -132,6 +132,25 @@ def test_heads_sent_over_context_ranks_keep_attentions_output_twice() -> None:
     assert bytes_of(layer(), context_exchange="a2a").saved == 3 * HIDDEN
 
 
+def scores_of(part: Part) -> float:
+    """Elements of attention's scores in the forward pass."""
+    table = tabulate(part, 1, ROWS)
+    return float(table.scores[~table.backward].sum())
+
+
+def test_scores_are_kept_in_bf16_and_with_dropout_its_mask_and_result_too() -> None:
+    scores = scores_of(layer())
+    fused, plain = bytes_of(layer()), bytes_of(layer(), flash=False)
+    dropped = bytes_of(layer(), flash=False, dropped_scores=True)
+    assert [plain.saved - fused.saved, dropped.saved - fused.saved] == [2 * scores, 5 * scores] and scores > 0
+
+
+def test_scores_of_attention_that_is_computed_again_are_not_kept() -> None:
+    again = dataclasses.replace(layer(), variant="core_attn+layernorm")
+    fused, plain = bytes_of(again), bytes_of(again, flash=False)
+    assert plain.saved == fused.saved and plain.working - fused.working == 6 * scores_of(again) > 0
+
+
 def test_a_fused_loss_keeps_logits_alone() -> None:
     logits = ROWS * WORDS * BF16
     plain, fused = bytes_of(head()), bytes_of(head(), fused_loss=True)

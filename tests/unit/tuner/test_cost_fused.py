@@ -21,7 +21,7 @@ from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.tuner.capture.expression import B, S
 from moe_overlap.tuner.capture.graph import Collective, Layout, Part
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, Blocks, Joined, fused_seconds
+from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, Blocks, Joined, _grid, fused_seconds
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.layer import part_cost
 from moe_overlap.tuner.cost.links import axis_group
@@ -172,6 +172,15 @@ def test_ranks_that_share_an_expert_exchange_inside_the_kernels() -> None:
         assert inside.whole[kernel] == pytest.approx(moved.whole[kernel])
         assert inside.exposed[kernel] == pytest.approx(moved.exposed[kernel])
         assert inside.exposed[kernel] > 0
+
+
+def test_the_busiest_ranks_rows_are_as_many_more_tiles() -> None:
+    run = Pass(Layout(expert=8))
+    run.phase, run.loaded = "forward", True
+    run.grouped(2, B * S * 4, 4096, 2048)
+    table = tabulate(run.part("moe", "none"), 4, 4096)
+    rows, columns = _grid(table, 0, 1.0)
+    assert _grid(table, 0, 1.5) == (1.5 * rows, columns)
 
 
 @pytest.mark.parametrize(("product", "exchange"), [(1e-3, 1e-4), (1e-3, 1e-3), (1e-4, 1e-3)])

@@ -113,6 +113,12 @@ def test_every_group_is_launched_and_quantized_unless_the_experts_are_one_kernel
     assert [*np.flatnonzero(nodes)] == [0, 4, 5, 6, 10, 11] and {*nodes[nodes > 0]} == {10.0}
 
 
+def test_partial_graphs_leave_what_depends_on_the_routing_to_the_host() -> None:
+    for name in ("moe.dispatch", "moe.experts", "moe.combine", "moe.merge"):
+        table = table_of(tuple(dataclasses.replace(op, operator=name) for op in layer_ops()[:4]))
+        assert host_work(table, Features(graphs="partial"), COMMON, 1.0).seconds.sum() > 0, name
+
+
 def test_the_host_waits_for_counts_once_in_every_forward_pass() -> None:
     ops = layer_ops()
     assert list(np.flatnonzero(calls_of(ops).waits)) == [4]

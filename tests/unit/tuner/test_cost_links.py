@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
+from moe_overlap.api import read_job
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.model import expected_places
 from moe_overlap.tuner.cost.links import (
@@ -21,7 +22,9 @@ from moe_overlap.tuner.cost.links import (
     link_use,
     mixed_use,
     point_to_point_seconds,
+    stage_groups,
 )
+from tests.unit.tuner.test_cost_predict import JOB
 
 RATES = LinkRates(domain=0.5, network=0.8, all_to_all_domain=0.4, all_to_all_network=0.6, latency_seconds=0.0)
 H100 = shipped_cluster("H100", 64).groups[0]
@@ -36,6 +39,15 @@ def test_groups_know_how_many_of_them_share_a_domain() -> None:
     # A job of 256 GPUs gets 64 of each domain of 72.
     assert axis_group(128, 1, 256, GB200) == Group(128, 64, 4, GB200)
     assert axis_group(64, 4, 256, GB200) == Group(64, 16, 1, GB200)
+
+
+def test_every_stage_has_the_links_of_its_own_gpus() -> None:
+    fast, slow = (shipped_cluster(gpu, 8) for gpu in ("H100", "A100"))
+    cluster = dataclasses.replace(fast, groups=(*fast.groups, *slow.groups))
+    plan = read_job([*JOB, "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "4"], 16).plan
+    for stage, links in zip(plan.stages, cluster.groups, strict=True):
+        groups = stage_groups(plan, stage, cluster)
+        assert all(group.links == links for axis, group in groups.items() if axis != "pp")
 
 
 @pytest.mark.parametrize("group", [axis_group(8, 1, 64, H100), axis_group(16, 2, 64, H100), axis_group(4, 8, 64, H100)])

@@ -80,7 +80,8 @@ def test_skewed_routing_costs_time() -> None:
 
 
 def test_memory_chooses_from_the_frontier() -> None:
-    rows = [("large", 1.0, 70 * GIB), ("middle", 2.0, 50 * GIB), ("small", 3.0, 41 * GIB)]
+    """A plan fits if a tenth more than it needs does: 39 GiB do not fit into 40."""
+    rows = [("large", 1.0, 70 * GIB), ("middle", 2.0, 50 * GIB), ("small", 3.0, 39 * GIB)]
     shown = memory_sensitivity(rows, 80 * GIB, 1.1, "large")
     assert shown.points == (
         (60.0, 2.0, "middle"),

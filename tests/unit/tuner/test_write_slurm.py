@@ -190,11 +190,11 @@ def test_what_the_script_says_is_not_said_beside_it(tmp_path: Path, word: str) -
 def test_weights_alone_are_taken_once(target: Target) -> None:
     """--finetune beside a run's own checkpoints would begin at step 0 whenever the job starts again."""
     plan, arguments = mixtral()
-    words = [*MIXTRAL, "--data-path", "text", "--load", "base", "--finetune"]
+    words = [*MIXTRAL, "--data-path", "text", "--load", "base", "--finetune", "--no-load-optim"]
     written = argument_file(words, plan, arguments, target)
-    assert written.flags["--pretrained-checkpoint"] == ("base",)
-    assert not {"--load", "--finetune"} & written.flags.keys()
-    assert {name for name, _ in written.left_out} >= {"--load", "--finetune"}
+    assert written.flags["--pretrained-checkpoint"] == ("base",) and written.first == ()
+    assert not {"--load", "--finetune", "--no-load-optim"} & written.flags.keys()
+    assert {name for name, _ in written.left_out} >= {"--load", "--finetune", "--no-load-optim"}
 
 
 def test_upstream_gets_its_flags_inline_in_a_container(tmp_path: Path) -> None:
@@ -227,6 +227,8 @@ def test_the_environment_that_upstream_insists_on() -> None:
     assert run_environment(plan, {}, "Hopper", "moe-overlap") == {}
     alone, _ = mixtral("--tensor-model-parallel-size", "1")
     assert run_environment(alone, {}, "Hopper", "megatron-lm") == {}
+    context, _ = mixtral(*"--tensor-model-parallel-size 1 --context-parallel-size 2".split())
+    assert run_environment(context, {}, "Hopper", "megatron-lm") == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def test_a_job_fills_its_cluster() -> None:
