@@ -1,10 +1,13 @@
-"""Buckets of gradients that are reduced among passes: they cover the whole width, aligned as DDP aligns it."""
+"""Buckets of gradients that are reduced among passes: they cover the width, aligned as DDP aligns it, and go once each."""
 
 from __future__ import annotations
 
 import pytest
 
-from moe_overlap.runtime.state.buckets import CUT_ELEMENTS, _cut
+from moe_overlap.runtime.state.buckets import CUT_ELEMENTS, GradientBuckets, _cut
+from tests.unit.runtime.fake_ranks import executor_of, two_ranks
+
+__all__ = ["two_ranks"]
 
 
 @pytest.mark.parametrize(("width", "buckets"), [(88_080_384, 5), (4096, 3), (33_554_432 + 64, 7), (40, 3), (2, 2)])
@@ -17,3 +20,17 @@ def test_buckets_begin_where_wide_copies_can(width: int, buckets: int) -> None:
     if width >= CUT_ELEMENTS * buckets:
         assert all(cut % CUT_ELEMENTS == 0 for cut in cuts[:-1])
         assert max(sizes) - min(sizes) <= 2 * CUT_ELEMENTS
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_every_bucket_is_reduced_once_in_a_step() -> None:
+    runner, _, _ = executor_of("--defer-weight-gradients --overlap-grad-reduce --ddp-bucket-size 1500")
+    buckets = runner.context.bucket_reduction
+    assert isinstance(buckets, GradientBuckets)
+    with pytest.raises(AssertionError, match="gradients that were not reduced: .*'L0'"):
+        buckets.finish()
+    buckets.start("L0", 1, 2)()
+    with pytest.raises(AssertionError, match="gradients.L0: bucket 1 was reduced before"):
+        buckets.start("L0", 1, 2)
+    with pytest.raises(AssertionError, match="gradients that were not reduced: .*'L0'"):
+        buckets.finish()

@@ -15,7 +15,8 @@ from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model
 from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.plan.plan import Devices, Offload, Recompute, StagePlan
-from moe_overlap.runtime.groups import build_groups, stage_rank_sets
+from moe_overlap.runtime.groups import build_groups, stage_rank_sets, transfer_pairs
+from tests.unit.plan import plan_samples
 from tests.unit.runtime.one_process import MOE, VOCABULARY, small
 
 SIZES = [
@@ -101,6 +102,12 @@ def test_built_groups_are_the_sets() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def test_the_last_stage_sends_to_the_first_where_stages_have_chunks() -> None:
+    whole, chunks = (transfer_pairs(plan_samples.plan(8, 2, count)) for count in (1, 2))
+    assert [pair for _, pair in whole] == [(0, 1)] * 2
+    assert [pair for _, pair in chunks] == [(0, 1)] * 2 + [(1, 0)] * 2
 
 
 def test_stages_of_unequal_size_have_no_pipeline_group_yet() -> None:

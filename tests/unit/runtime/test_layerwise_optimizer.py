@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.training.checkpoint.optimizer_state import step_count
-from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer, part_order
+from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer, PreparedGradients, part_order
+from moe_overlap.runtime.state.update import UpdateState
 from tests.unit.runtime.one_process import MOE, SHARED, loss_of, small
 
 VARIANTS = {
@@ -201,6 +203,13 @@ def test_zero_grad_clears_every_gradient() -> None:
     layerwise.prepare()
     layerwise.zero_grad()
     assert not any(parameter.main_grad.any() for parameter in chunk.parameters())
+
+
+@pytest.mark.parametrize("loss", [1.0, math.nan, math.inf])
+@pytest.mark.parametrize("norm", [1.0, math.nan, math.inf])
+def test_weights_move_where_loss_and_norm_are_finite(loss: float, norm: float) -> None:
+    state = UpdateState(loss=loss, gradients=PreparedGradients(norm, None))
+    assert state.moves_weights == (loss == norm == 1.0)
 
 
 def test_parts_are_sorted_by_depth() -> None:

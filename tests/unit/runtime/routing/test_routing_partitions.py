@@ -94,6 +94,14 @@ def test_a_share_of_the_capacity_per_partition_differs() -> None:
         assert not torch.equal(torch.cat(naive, 1), whole.map)
 
 
+def test_no_more_rows_are_routed_than_tokens_choose_and_experts_take() -> None:
+    made = gate("topk", moe_expert_capacity_factor=1.25)
+    state, chosen = made.begin(SEQUENCE, SAMPLES, 2), SEQUENCE * SAMPLES * made.topk
+    assert made.most_rows(2 * SEQUENCE, state) == 2 * SEQUENCE * made.topk
+    scarce = gate("topk", moe_expert_capacity_factor=0.5)
+    assert scarce.most_rows(SEQUENCE * SAMPLES, scarce.begin(SEQUENCE, SAMPLES, 1)) < chosen
+
+
 def test_position_by_position_order_would_differ() -> None:
     """Why tokens are counted sample by sample: megatron-core's order makes a partition of samples no prefix."""
     made = gate("topk", moe_expert_capacity_factor=0.5)
