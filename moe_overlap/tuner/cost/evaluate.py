@@ -132,16 +132,6 @@ class StageCosts:
         return self.forward_seconds + self.backward_seconds
 
     @property
-    def first_beyond_seconds(self) -> Floats:
-        """Seconds of the first micro-batch beyond a stable one: an answer for callers, since searches play its terms."""
-        return self.first_extra_seconds + self.turn_extra_seconds
-
-    @property
-    def last_beyond_seconds(self) -> Floats:
-        """Seconds of the last micro-batch beyond a stable one; as `first_beyond_seconds`."""
-        return self.drain_extra_seconds + self.tail_seconds
-
-    @property
     def peak_bytes(self) -> Floats:
         """Peak bytes over all categories."""
         first, second, *others = self.peaks.values()

@@ -112,7 +112,7 @@ def test_the_batch_equals_each_predicted_plan(stages: int) -> None:
         waits = found.breakdown["exposed_transfer_seconds"] / plan.stages[0].gradient_accumulation_steps
         for batch, one in zip(batches, found.predicted.stages, strict=True):
             stable = batch.stable_seconds[number, place] + waits
-            first, last = batch.first_beyond_seconds[number, place], batch.last_beyond_seconds[number, place]
+            first, last = (seconds[number, place] for seconds in beyond_stable(batch))
             assert stable == pytest.approx(one.stable_seconds, rel=1e-9)
             assert stable + first == pytest.approx(one.first_seconds, rel=1e-9)
             assert stable + last == pytest.approx(one.last_seconds, rel=1e-9)
@@ -274,7 +274,14 @@ def test_slices_are_the_places_that_they_stand_for(apart: int) -> None:
 
 def step(costs: StageCosts) -> np.ndarray:
     """Seconds of a step of eight micro-batches of a stage by itself."""
-    return 8 * costs.stable_seconds + costs.first_beyond_seconds + costs.last_beyond_seconds + costs.optimizer_seconds
+    first, last = beyond_stable(costs)
+    return 8 * costs.stable_seconds + first + last + costs.optimizer_seconds
+
+
+def beyond_stable(costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of the first and of the last micro-batch beyond a stable one."""
+    first = costs.first_extra_seconds + costs.turn_extra_seconds
+    return first, costs.drain_extra_seconds + costs.tail_seconds
 
 
 def test_more_layers_take_longer_and_hold_more_than_their_weights() -> None:

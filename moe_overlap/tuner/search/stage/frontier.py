@@ -2,16 +2,16 @@
 
 Contract. Every column is to be small: seconds of a stable, the first and the last micro-batch, optimizer seconds, peak bytes. A
 point is dominated when another is not larger in any column, and smaller in one. The frontier holds all points that are not
-dominated; of points that are equal in all columns the one with the smallest label. Hence for every objective that is monotone
-in the columns the best point of the frontier is as good as the best of all points, and the frontier depends neither on the
-order of points nor on how they are split into lots (`merged`).
+dominated; of points that are equal in all columns the first. Hence for every objective that is monotone in the columns the best
+point of the frontier is as good as the best of all points, and the frontier of the frontiers of neighbouring lots is that of all
+points.
 
 Which columns make this exact for the seconds of a pipeline: `objective_columns`. Stable, first and last seconds do where
 candidates share how seconds divide into forward and backward, as those of one layout do that differ in ZeRO and offloading alone.
 
 Steps of `pareto`.
 1. Columns become dense ranks, which compare as the values do; a column of one value alone decides nothing and is left out.
-2. Points are sorted by the sum of their ranks, then by label: a point stands behind all that dominate it or equal it.
+2. Points are sorted by the sum of their ranks, then by row: a point stands behind all that dominate it or equal it.
 3. The first points of the rest are compared with one another, what is left of them belongs to the frontier, and everything they
    dominate goes. The lots double: the few that dominate most come first, and the rest is short when lots are long.
 
@@ -22,49 +22,17 @@ Presorting", ICDE 2003.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.pipeline import StageTimes
 
 Floats = NDArray[np.float64]
-Labels = NDArray[np.int64]
 
 FIRST_LOT = 8
 LAST_LOT = 1024
 CELLS = 1 << 22
 """Comparisons held at a time: a few MiB."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frontier:
-    """Points of which none dominates another.
-
-    Attributes:
-        points: [F, C] in the order of their labels.
-        labels: [F] names that the caller gave to the points, increasing.
-    """
-
-    points: Floats
-    labels: Labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-def frontier_of(points: Floats, labels: Labels | None = None) -> Frontier:
-    """The frontier of points [n, C]; labels [n], all different: their row numbers where none are given."""
-    labels = np.arange(len(points), dtype=np.int64) if labels is None else labels
-    by_label = np.argsort(labels, kind="stable")
-    kept = by_label[pareto(points[by_label])]
-    return Frontier(points=points[kept], labels=labels[kept])
-
-
-def merged(frontier: Frontier, more: Frontier) -> Frontier:
-    """The frontier of all points that two frontiers stand for; no label is in both."""
-    return frontier_of(np.concatenate([frontier.points, more.points]), np.concatenate([frontier.labels, more.labels]))
 
 
 def objective_columns(times: StageTimes, optimizer: Floats, stage: int, stages: int, virtual: int = 1) -> Floats:
