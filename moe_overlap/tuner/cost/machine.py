@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.tuner.cost.expected_error import ExpectedError, shipped_errors
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import (
@@ -60,6 +60,11 @@ class Machine:
     lookup: Lookup | None = None
     exchanges: AllToAllCosts | None = None
     refined: Refined = NOT_REFINED
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of a GPU that a plan may be predicted to need: the capacity over the quantile of `--memory-margin`."""
+        return self.cluster.group_of(0).gpu.memory_gib * GIB / self.memory.high
 
     @property
     def queue_seconds(self) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_overlap.describe.cluster import GIB, NodeGroup
+from moe_overlap.describe.cluster import NodeGroup
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import EXCHANGE_PARTS, EXPERTS
 from moe_overlap.plan.plan import Plan
@@ -245,12 +245,12 @@ class FlooredCosts(CostsOfBoth):
 
     def step_bound(self, layout: UniformLayout) -> float:
         """Seconds that no plan of the layout stays below; asks for no graph of this dispatcher."""
-        machine, exchange = self.task.machine, self._bounds(layout).exchange_seconds(layout)
+        exchange = self._bounds(layout).exchange_seconds(layout)
         of_first = self._first[layout.paired]
         floor = max(floors.step_floor(layout, exchange) for floors in of_first)
         if floor > self._known:
             return floor
-        capacity = machine.cluster.group_of(0).gpu.memory_gib * GIB / machine.memory.high
+        capacity = self.task.machine.usable_bytes
         return max(floor, *(floors.fitting_floor(layout, exchange, capacity) for floors in of_first))
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_overlap.describe.cluster import GIB
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Solution, Status
@@ -128,8 +127,7 @@ def search_uniform(
         shared: the bar of all processes that search shares of the layouts, and the index of this one.
     """
     begun = time.monotonic()
-    machine = costs.task.machine
-    capacity = machine.cluster.group_of(0).gpu.memory_gib * GIB / machine.memory.high
+    capacity = costs.task.machine.usable_bytes
     waiting: Waiting = [
         (bounds(layout).step_seconds(layout), False, layout)
         for layout in layouts

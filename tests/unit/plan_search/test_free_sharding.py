@@ -13,7 +13,7 @@ import pytest
 
 from megatron.training.cli.config import Config
 from moe_overlap.commands import autotune
-from moe_overlap.describe.cluster import Cluster, shipped_cluster
+from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search import free_sharding
@@ -27,7 +27,7 @@ from moe_overlap.tuner.search.layer.intra_only import IntraOnly, intra_only, wor
 from moe_overlap.tuner.search.layer.sharding_ilp import solve_choices
 from moe_overlap.tuner.search.layer.sharding_losses import LostOperator, LostWay
 from moe_overlap.tuner.search.layer.sharding_specs import logical_meshes
-from moe_overlap.tuner.search.layer.sharding_stage import model_graphs, stage_problem
+from moe_overlap.tuner.search.layer.sharding_stage import fixed_bytes, model_graphs, stage_problem
 from moe_overlap.tuner.search.solution import Solution, Status
 from tests.unit.plan_search.test_plan_search import by_hand
 from tests.unit.tuner.sharding_cases import cluster, dense, workload
@@ -92,6 +92,17 @@ def test_the_answer_is_the_free_optimum_of_all_meshes(told: tuple[PlanSearch, st
     assert values["nearest"]["step_seconds"] == pytest.approx(layouts, rel=1e-9)
     assert values["lost_seconds"] == pytest.approx(layouts - free, rel=1e-3) and values["lost_seconds"] > 0
     assert values["solver_seconds"] > 0
+
+
+def test_the_free_sharding_fits_with_the_margin_of_memory(told: tuple[PlanSearch, str]) -> None:
+    """As every plan does: what it needs, times the quantile of --memory-margin, is within the capacity."""
+    problem = told[0].chosen.problem
+    machine = dataclasses.replace(problem.machine, memory=dataclasses.replace(problem.machine.memory, high=1.25))
+    load = workload_of(dataclasses.replace(problem, machine=machine), 1)
+    mesh = logical_meshes(2, 2, PAIR.group_of(0), machine.constants.link_rates)[0]
+    stage = stage_problem(model_graphs(dense(), load), mesh, load)
+    (row,) = stage.problem.rows
+    assert row.limit + fixed_bytes(stage.model, mesh) == pytest.approx(80 * GIB / 1.25)
 
 
 def test_what_is_lost_is_said_in_words(told: tuple[PlanSearch, str]) -> None:

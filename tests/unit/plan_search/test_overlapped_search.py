@@ -142,7 +142,7 @@ def test_what_is_ranked_is_what_an_enumeration_has() -> None:
         costs, least = HiddenCosts(SLOW.task, way), {}
         for layout in sound(SLOW, way):
             evaluated = costs.evaluate(layout)
-            capacity = SLOW.cluster.group_of(0).gpu.memory_gib * 2**30 / SLOW.task.machine.memory.high
+            capacity = SLOW.task.machine.usable_bytes
             fitting = evaluated.seconds[evaluated.needed_bytes <= capacity]
             seconds = float(fitting.min()) if fitting.size else math.inf
             shape = layout.ranks, layout.pipeline

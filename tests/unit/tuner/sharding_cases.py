@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import Cluster, cluster_of, known_gpus, node_group
+from moe_overlap.describe.cluster import GIB, Cluster, cluster_of, known_gpus, node_group
 from moe_overlap.tuner.capture.cache import load_captured, save_captured
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout
@@ -66,7 +66,14 @@ def workload(samples: int = 16, micro_batches: int = 8, memory_gib: float | None
     """Sequences of 4096 tokens on H100s, or on GPUs that have another memory and are like them in all else."""
     gpu = cluster(1, 8).group_of(0).gpu
     gpu = gpu if memory_gib is None else replace(gpu, memory_gib=memory_gib)
-    given = {"samples": samples, "tokens": 4096, "micro_batches": micro_batches, "gpu": gpu, "constants": CONSTANTS}
+    given = {
+        "samples": samples,
+        "tokens": 4096,
+        "micro_batches": micro_batches,
+        "usable_bytes": gpu.memory_gib * GIB,
+        "gpu": gpu,
+        "constants": CONSTANTS,
+    }
     return Workload(**{**given, **changed})
 
 

@@ -153,6 +153,7 @@ def workload_of(problem: Problem, micro_batches: int) -> Workload:
         samples=plan.global_batch_size // micro_batches,
         tokens=plan.sequence_length,
         micro_batches=micro_batches,
+        usable_bytes=machine.usable_bytes,
         gpu=machine.cluster.group_of(0).gpu,
         constants=machine.constants,
         common=machine.common,

@@ -69,12 +69,14 @@ class Workload:
 
     Attributes:
         micro_batches: of a step; `samples` of `tokens` each over the whole mesh.
+        usable_bytes: of a GPU, that a rank may be predicted to need (`Machine.usable_bytes`).
         gpu, constants, common, features, lookup, load: the prices, as in `cost/layer.py`.
     """
 
     samples: int
     tokens: int
     micro_batches: int
+    usable_bytes: float
     gpu: Gpu
     constants: GpuConstants
     common: CommonConstants = CommonConstants()

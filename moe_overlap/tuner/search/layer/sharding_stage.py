@@ -24,7 +24,6 @@ from itertools import chain, pairwise, product
 
 import numpy as np
 
-from moe_overlap.describe.cluster import GIB
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.memory import part_bytes
 from moe_overlap.tuner.cost.operators import tabulate
@@ -175,7 +174,7 @@ def fixed_bytes(model: ModelGraphs, mesh: Mesh) -> float:
 
 
 def stage_problem(model: ModelGraphs, mesh: Mesh, workload: Workload) -> StageProblem:
-    """The problem of choices of a model on a mesh, within the memory of the workload's GPU."""
+    """The problem of choices of a model on a mesh, within the usable bytes of the workload."""
     algorithms = tuple(
         Algorithms(graph, mesh, workload, pricer) for graph, pricer in zip(model.graphs, model.pricers, strict=True)
     )
@@ -195,7 +194,7 @@ def stage_problem(model: ModelGraphs, mesh: Mesh, workload: Workload) -> StagePr
         for choices in prices.of_weight:
             costs.append(np.array([choice.step_seconds for choice in choices]) * counts[place])
             loads.append(np.array([choice.bytes for choice in choices]) * counts[place])
-    limit = workload.gpu.memory_gib * GIB - fixed_bytes(model, mesh)
+    limit = workload.usable_bytes - fixed_bytes(model, mesh)
     tied = tied_weight(model)
     stage = StageProblem(model, mesh, workload, algorithms, ChoiceProblem((), ()), tied, first_node, first_weight)
     if tied is not None:

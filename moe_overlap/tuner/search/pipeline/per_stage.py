@@ -26,7 +26,6 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.evaluate import StageCosts
 from moe_overlap.tuner.cost.pipeline import StageTimes
@@ -256,8 +255,7 @@ class _Freed:
         self._plan = uniform_plan(template, model.num_layers, layout)
         self._kinds = costs.layer_kinds(layout, self._plan)
         self._keeps_layers = costs.task.space.equal_layers
-        machine = costs.task.machine
-        self._capacity = machine.cluster.group_of(0).gpu.memory_gib * GIB / machine.memory.high
+        self._capacity = costs.task.machine.usable_bytes
         self._sent = costs.sent_seconds(layout, self._plan) if layout.pipeline > 1 else 0.0
         self._priced: dict[object, StageCosts] = {}
         self.candidates = 0

@@ -30,7 +30,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.describe.cluster import GIB
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Devices, Plan, StagePlan
 from moe_overlap.plan.tiles import with_transfers
@@ -275,7 +274,7 @@ class _Meshes:
         padded = self.template, self.model
         self.task = replace(task, templates=lambda tensor: padded)
         self.costs = UniformCosts(self.task)
-        self.capacity = group.gpu.memory_gib * GIB / task.machine.memory.high
+        self.capacity = task.machine.usable_bytes
 
     def _ranks_on(self, mesh: SubMesh) -> list[UniformLayout]:
         """Layouts of a sub-mesh with every micro-batch."""
