@@ -315,21 +315,27 @@ class _Kept:
             # Behind a faster one, only what needs less memory matters.
             if needed >= least or not accepts(evaluated.layout, evaluated.choices[row][column]):
                 continue
-            least = needed
             plan = RankedLayout(
                 layout=evaluated.layout,
                 memory=evaluated.choices[row][column],
                 seconds=float(evaluated.seconds[row, column]),
                 needed_bytes=needed,
             )
+            is_worth = self._is_worth(plan)
+            is_first = needed <= self._capacity and not fits
+            # What is refused stands in the way of no other plan.
+            if is_first and is_worth and not self._admits(plan):
+                continue
+            least = needed
             self._points.append(plan)
             if self.smallest is None or needed < self.smallest.needed_bytes:
                 self.smallest = plan
-            if needed <= self._capacity and not fits:
+            if is_first:
                 fits = True
                 self.fitting.add(plan.layout)
+            if is_first and is_worth:
                 self._keep_fastest(plan)
-            is_short |= needed > self._capacity and self._is_worth(plan)
+            is_short |= needed > self._capacity and is_worth
         return is_short
 
     def _is_worth(self, plan: RankedLayout) -> bool:
@@ -341,8 +347,6 @@ class _Kept:
         return len(self._best) < self._keep or plan.order < max(kept.order for kept in self._best.values())
 
     def _keep_fastest(self, plan: RankedLayout) -> None:
-        if not self._is_worth(plan) or not self._admits(plan):
-            return
         self._best[plan.shape] = plan
         if len(self._best) > self._keep:
             slowest = max(self._best, key=lambda shape: self._best[shape].order)

@@ -41,7 +41,7 @@ from moe_overlap.tuner.search.space import (
     uniform_layouts,
     uniform_plan,
 )
-from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from tests.unit.plan import plan_samples
 from tests.unit.tuner.hand_made import captured_by_hand
@@ -465,6 +465,21 @@ def test_what_the_target_refuses_is_no_answer() -> None:
     found = CASE.search(accepts=lambda layout, memory: layout.tensor == 2 and not memory.layers)
     assert {plan.layout.tensor for plan in found.ranked} == {2}
     assert {plan.memory.layers for plan in found.ranked} == {0}
+
+
+def test_what_is_refused_late_hides_no_other_plan_of_its_layout() -> None:
+    """The search keeps what it would keep if the target refused the same plans early: recomputing layers is the next best."""
+    asked = []
+
+    def admits(plan: RankedLayout) -> bool:
+        asked.append(plan)
+        return plan.memory.layers > 1
+
+    late, early = CASE.search(admits=admits), CASE.search(accepts=lambda layout, memory: memory.layers > 1)
+    assert late.ranked == early.ranked and late.ranked
+    assert any(plan.memory.layers <= 1 for plan in asked)
+    refused = {(plan.layout, plan.memory) for plan in asked if plan.memory.layers <= 1}
+    assert not refused & {(plan.layout, plan.memory) for plan in late.frontier}
 
 
 def test_the_frontier_trades_seconds_for_bytes() -> None:
