@@ -232,7 +232,7 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     )
     keys = operator_keys(job.plan, job.model, captured, features, load) if measured is not None else []
     machine, extrapolating = machine_for(job, cluster, options, load, keys)
-    if any(stage.expert * stage.expert_tensor > 1 for stage in job.plan.stages):
+    if job.model.num_experts and any(stage.expert * stage.expert_tensor > 1 for stage in job.plan.stages):
         extrapolating = (*extrapolating, *uncalibrated(features.dispatcher, cluster.group_of(0).gpu.name))
     refined = refined_of(cluster, job_key(job.model, job.plan))
     return Problem(

@@ -36,7 +36,7 @@ from moe_overlap.describe.readers.predicted_flags import (
 )
 from moe_overlap.plan.capabilities import GRAPHS_FLAG, ListedRun, require_listed_recipe
 from moe_overlap.plan.plan import Plan, Precision
-from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.rules.stages import require_stages, validate_plan
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.tuner.capture.cache import PRECISIONS, Flags
 from moe_overlap.tuner.cost.hardware import Dispatcher, Features
@@ -118,8 +118,9 @@ def model_of_plan(words: Sequence[str], plan: Plan, source: str, name: str | Non
         source: of the plan, for errors.
         name: of the model, where no file of flags names it.
     Raises:
-        ConfigError: the flags describe no model, or another one than the plan's.
+        ConfigError: the flags describe no model, or another one than the plan's; the plan has no stage.
     """
+    require_stages(plan, source)
     said = grouped(read(list(expand_files(words))).arguments)
     parsed = parse([word for flag, values in said.items() if flag != "--plan" for word in (flag, *values)])
     model, parallel = parsed.config.model, parsed.config.parallel

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.training.cli.arguments import expand_files, script_gpus
 from moe_overlap.commands.gpus import ListGpus
@@ -43,10 +44,20 @@ def on_standard_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class _Once(argparse.Action):
+    """A file that may be named once: of two the first would be lost."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        said = getattr(namespace, self.dest)
+        if said is not None:
+            raise argparse.ArgumentError(self, f"names {values} behind {said}; put all flags into one file")
+        setattr(namespace, self.dest, values)
+
+
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `words_of` and `cluster_of` read."""
     job = topic(parser, "job", "what is trained")
-    job.add_argument("--megatron-args", metavar="FILE", help="flags of the run, or its shell script")
+    job.add_argument("--megatron-args", metavar="FILE", action=_Once, help="flags of the run, or its shell script")
     job.add_argument(
         "--model",
         metavar="FILE",

@@ -33,7 +33,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import new_file, whole_number
 from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct
-from moe_overlap.tuner.profile.lookup import IN_STEP, link_grid, operator_grid
+from moe_overlap.tuner.profile.lookup import DTYPE_BYTES, IN_STEP, link_grid, operator_grid
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -131,7 +131,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("--output", metavar="C.json", required=True, help="the cluster description")
     parser.add_argument("--device", choices=KINDS, help="default: the GPU if there is one")
-    parser.add_argument("--dtype", help="format of the operators; default float32 on a CPU, bfloat16 on a GPU")
+    formats = "format of the operators; default float32 on a CPU, bfloat16 on a GPU"
+    parser.add_argument("--dtype", choices=tuple(DTYPE_BYTES), help=formats)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, shorter: about a minute on a CPU")
     add = "measure the operators of this configuration, too; may be repeated"
     parser.add_argument("--megatron-args", metavar="FILE", action="append", default=[], help=add)

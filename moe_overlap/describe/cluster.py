@@ -233,19 +233,21 @@ _GPU_FIELDS = {
 }
 
 
-_MOST = {"tflops": (100_000, "TFLOP/s"), "gib": (50_000, "GiB"), "gb_per_s": (100_000, "GB/s")}
-"""Unit at the end of a field's name -> the most that is read, and how the unit is written.
+_RANGES = {"tflops": (1e-6, 100_000, "TFLOP/s"), "gib": (1e-6, 50_000, "GiB"), "gb_per_s": (1e-6, 100_000, "GB/s")}
+"""Unit at the end of a field's name -> the least and the most that is read, and how the unit is written.
 
-Several times what any device has, so that a rate in FLOP/s or in bytes/s, which every prediction would believe, is refused.
+Far from what any device has, so that a rate in FLOP/s or in bytes/s, which every prediction would believe, is refused, and one
+with which seconds are beyond all numbers.
 """
 
 
 def _require_units(row: Mapping[str, Any], subject: str) -> None:
     """Refuse values that no device of today comes near: they are in another unit."""
     for name, value in row.items():
-        for ending, (most, unit) in _MOST.items():
-            if name.endswith(f"_{ending}") and value is not None and value > most:
-                rule = f"is more than {most:,} {unit}, which no device has"
+        for ending, (least, most, unit) in _RANGES.items():
+            if name.endswith(f"_{ending}") and value is not None and (0 < value < least or value > most):
+                is_more = value > most
+                rule = f"is {'more' if is_more else 'less'} than {most if is_more else least:,} {unit}, which no device has"
                 raise ConfigError(f"{subject}.{name}", f"{value:g}", rule, f"write it in {unit}")
 
 
@@ -306,6 +308,7 @@ def _require_fields(row: Any, fields: Mapping[str, Any], subject: str) -> None:
         # Not `value <= 0`: JSON readers take NaN, of which every comparison is false.
         if wrong or (numeric and value is not None and not 0 < value <= sys.float_info.max):
             rule = "must be a positive number" if numeric else "is of the wrong kind"
+            rule = "must be a positive whole number" if kind is int else rule
             raise ConfigError(f"{subject}.{name}", json.dumps(value)[:40], rule, "correct the value")
         if isinstance(value, str) and not value.isprintable():
             raise ConfigError(f"{subject}.{name}", json.dumps(value)[:40], "holds control characters", "remove them")

@@ -70,10 +70,15 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
         )
 
 
-def _check_run(plan: Plan, source: str) -> None:
-    """Check the fields of the whole run."""
+def require_stages(plan: Plan, source: str) -> None:
+    """ConfigError for a plan without a stage."""
     if not plan.stages:
         raise ConfigError(f"{source} stages", "[]", "a plan has at least one stage", "add a stage")
+
+
+def _check_run(plan: Plan, source: str) -> None:
+    """Check the fields of the whole run."""
+    require_stages(plan, source)
     for field in ("sequence_length", "global_batch_size"):
         if getattr(plan, field) < 1:
             raise ConfigError(

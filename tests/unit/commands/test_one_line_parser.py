@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.commands import autotune, predict
+from moe_overlap.commands import autotune, predict, profile_cluster
 
-TOOLS = {"predict": predict.main, "autotune": autotune.main}
+TOOLS = {"predict": predict.main, "autotune": autotune.main, "profile_cluster": profile_cluster.main}
 IN_A_FILE = "no flag of this tool; see --help all; flags of the training go into a file that --megatron-args names"
 
 
@@ -28,6 +28,12 @@ IN_A_FILE = "no flag of this tool; see --help all; flags of the training go into
             "--global-batch-size: invalid int value: 'many'",
         ),
         ("predict", ["--gpu"], "--gpu: expected one argument; see --help"),
+        (
+            "predict",
+            ["--megatron-args", "a.args", "--megatron-args", "b.args"],
+            "--megatron-args: names b.args behind a.args; put all flags into one file",
+        ),
+        ("profile_cluster", ["--output", "c.json", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
     ],
 )
 def test_a_mistake_is_one_line(tool: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,15 @@ def test_the_layout_of_the_flags_is_not_that_of_the_plan(
     assert model_of_plan(odd, job.plan, "plan.json") == job.model != read_job(odd, 64).model
 
 
+def test_a_plan_without_stages_is_one_line(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(replace(plan_samples.plan(), stages=()), path)
+    assert tool.main([str(path), "--megatron-args", str(ROOT / "examples/mixtral-8x7b.args")]) == 2
+    assert capsys.readouterr().err == f"error: {path} stages []: a plan has at least one stage; add a stage\n"
+
+
 def with_stage(**changes: Any) -> Plan:
     plan = plan_samples.plan(stages=1)
     return replace(plan, stages=(replace(plan.stages[0], **changes),))

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.config import Config
-from moe_overlap.api import predict
+from moe_overlap.api import predict, problem_of
 from moe_overlap.commands.job_arguments import DISPATCHER, MOE
 from moe_overlap.describe.cluster import GIB, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
@@ -237,6 +237,14 @@ def test_what_runs_where() -> None:
     alone = dataclasses.replace(alone, expert=1, expert_tensor=1)
     assert runs("allgather", alone) and not runs("deepep", alone)
     assert runs("deepep", dataclasses.replace(alone, expert=2))
+
+
+def test_a_dense_model_has_no_dispatcher_to_be_marked() -> None:
+    words = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 64 --bf16"
+    words += " --max-position-embeddings 64 --vocab-size 512 --micro-batch-size 1 --global-batch-size 8"
+    words += " --tensor-model-parallel-size 2 --lr 1 --train-iters 1"
+    found = problem_of(words.split(), shipped_cluster("H100", 8), {"graphs": by_hand}).extrapolating
+    assert not any("dispatcher" in reason for reason in found)
 
 
 def test_prices_without_measured_steps_are_marked() -> None:
