@@ -191,7 +191,7 @@ def _searched(
     folder = Path(arguments.output)
     files = write_answer(folder, search, train_tokens)
     if arguments.json:
-        print(json.dumps(search_json(search), indent=1))
+        print(json.dumps(search_json(search, train_tokens), indent=1))
         return 0
     print("\n".join(search_lines(search, folder, files, train_tokens)))
     if arguments.verbose:

@@ -36,7 +36,7 @@ from moe_overlap.commands.job_arguments import (
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.job import PRECISIONS, Job, read_job
 from moe_overlap.plan.plan import Plan
-from moe_overlap.report.answer import Answer, answer_lines
+from moe_overlap.report.answer import Answer, answer_lines, training_json
 from moe_overlap.report.prediction import prediction_json, prediction_text
 from moe_overlap.report.trace import write_trace
 
@@ -69,16 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     seconds = None if step is None else step.simulation.step_seconds
+    job = read_job(words, cluster.gpus, arguments.precision, arguments.plan, cluster.queues, given["name"])
+    train_tokens = train_tokens or implied_tokens(job, job.plan)
     if arguments.json:
         played = {} if seconds is None else {"simulated_step_seconds": seconds}
-        print(json.dumps(prediction_json(prediction) | played, indent=1))
+        values = prediction_json(prediction) | training_json(prediction, cluster, train_tokens) | played
+        print(json.dumps(values, indent=1))
         return 0
-    job = read_job(words, cluster.gpus, arguments.precision, arguments.plan, cluster.queues, given["name"])
     # What a measured machine runs is this fork, whose states are always sharded; the problem's plan says so.
     plan = job.plan if cluster.measured is None else problem_of(words, cluster, given).plan
-    answer = Answer(
-        plan=plan, prediction=prediction, cluster=cluster, train_tokens=train_tokens or implied_tokens(job, plan)
-    )
+    answer = Answer(plan=plan, prediction=prediction, cluster=cluster, train_tokens=train_tokens)
     print("\n".join(answer_lines(answer)))
     if arguments.verbose:
         print(f"\n{prediction_text(prediction, cluster)}")

@@ -35,7 +35,7 @@ def tune_both(
     write_answer(folder / UPSTREAM_FOLDER, both.upstream, train_tokens)
     files = write_answer(folder, both.here, train_tokens)
     if arguments.json:
-        print(json.dumps(both_json(both), indent=1))
+        print(json.dumps(both_json(both, train_tokens), indent=1))
         return 0
     print("\n".join(both_lines(both, folder, files, train_tokens)))
     for search in (both.upstream, both.here) if arguments.verbose else ():

@@ -197,13 +197,27 @@ def devices(cluster: Cluster) -> str:
     return " and ".join(f"{count} × {name}" for name, count in counts.items())
 
 
+def training_of(prediction: Prediction, cluster: Cluster, tokens: float) -> tuple[float, float]:
+    """Seconds of a training on so many tokens, and its GPU-hours."""
+    seconds = tokens / (prediction.predicted.tokens_per_second_per_gpu * cluster.gpus)
+    return seconds, seconds / HOUR_SECONDS * cluster.gpus
+
+
+def training_json(prediction: Prediction, cluster: Cluster, tokens: float | None) -> dict[str, float]:
+    """The same for programs; nothing where the tokens are not known."""
+    if tokens is None:
+        return {}
+    seconds, hours = training_of(prediction, cluster, tokens)
+    return {"train_tokens": tokens, "train_seconds": seconds, "train_gpu_hours": hours}
+
+
 def _training(answer: Answer) -> str:
     assert answer.train_tokens is not None
-    tokens, gpus = answer.train_tokens, answer.cluster.gpus
-    seconds = tokens / (answer.prediction.predicted.tokens_per_second_per_gpu * gpus)
+    tokens = answer.train_tokens
+    seconds, hours = training_of(answer.prediction, answer.cluster, tokens)
     units = ((DAY_SECONDS, "days"), (HOUR_SECONDS, "hours"), (MINUTE_SECONDS, "minutes"))
     unit, name = next((each for each in units if seconds >= each[0]), (1.0, "seconds"))
-    return f"{shown_tokens(tokens)} tokens in {seconds / unit:,.1f} {name}, {figure(seconds / HOUR_SECONDS * gpus)} GPU-hours"
+    return f"{shown_tokens(tokens)} tokens in {seconds / unit:,.1f} {name}, {figure(hours)} GPU-hours"
 
 
 def shown_tokens(tokens: float) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.report.answer import DAY_SECONDS, HOUR_SECONDS, beware_lines, plan_sentence, shown_tokens
+from moe_overlap.report.answer import DAY_SECONDS, beware_lines, plan_sentence, shown_tokens, training_of
 from moe_overlap.report.search import EARLY, PlanSearch, search_json
 
 HEADINGS = ("GPUs", "step", "tokens/s per GPU", "efficiency")
@@ -53,17 +53,16 @@ class Figures:
 
 def figures_of(rows: Sequence[ScalingRow], train_tokens: float | None) -> list[Figures | None]:
     """The figures of every row; None where it has no plan."""
-    plans = [row.search.prediction.predicted if row.search is not None else None for row in rows]
-    smallest = next(plan.tokens_per_second_per_gpu for plan in plans if plan is not None)
+    found = [None if row.search is None else row.search.prediction for row in rows]
+    smallest = next(each.predicted.tokens_per_second_per_gpu for each in found if each is not None)
     figures: list[Figures | None] = []
-    for row, plan in zip(rows, plans, strict=True):
-        if plan is None:
+    for row, prediction in zip(rows, found, strict=True):
+        if prediction is None:
             figures.append(None)
             continue
-        rate = plan.tokens_per_second_per_gpu
-        seconds = None if train_tokens is None else train_tokens / (rate * row.cluster.gpus)
-        hours = None if seconds is None else seconds / HOUR_SECONDS * row.cluster.gpus
-        figures.append(Figures(plan.step_seconds, rate, rate / smallest, seconds, hours))
+        rate = prediction.predicted.tokens_per_second_per_gpu
+        training = training_of(prediction, row.cluster, train_tokens) if train_tokens is not None else (None, None)
+        figures.append(Figures(prediction.predicted.step_seconds, rate, rate / smallest, *training))
     return figures
 
 
@@ -74,9 +73,8 @@ def scaling_json(rows: Sequence[ScalingRow], train_tokens: float | None) -> list
         if row.search is None or figures is None:
             values.append({"num_gpus": row.cluster.gpus, "reason": row.reason})
             continue
-        training = {"train_seconds": figures.train_seconds, "train_gpu_hours": figures.gpu_hours}
         own = {"num_gpus": row.cluster.gpus, "scaling_efficiency": figures.efficiency}
-        values.append(search_json(row.search) | own | (training if figures.gpu_hours is not None else {}))
+        values.append(search_json(row.search, train_tokens) | own)
     return values
 
 

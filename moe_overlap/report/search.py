@@ -13,7 +13,15 @@ from moe_overlap.describe.cluster import Cluster, start_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import as_values, save_plan
-from moe_overlap.report.answer import WORTH_A_LOOK, Answer, answer_lines, exposed_seconds, plan_sentence, runner_up
+from moe_overlap.report.answer import (
+    WORTH_A_LOOK,
+    Answer,
+    answer_lines,
+    exposed_seconds,
+    plan_sentence,
+    runner_up,
+    training_json,
+)
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
@@ -245,62 +253,67 @@ class PlanSearch:
 # Data
 
 
-def search_json(search: PlanSearch) -> dict[str, Any]:
+def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[str, Any]:
     """The answer for programs: the chosen plan as tools/predict.py prints it, the plan itself, and the others."""
     counts, solution = search.found.counts, _solution(search)
     executed = search.refusal is None
-    return prediction_json(search.prediction) | {
-        "target": search.target,
-        "search_space": search.space,
-        "chosen": search.chosen.name,
-        **({} if not search.dispatchers else {"dispatchers": _dispatchers_json(search)}),
-        **({} if search.sharding is None else {"sharding": sharding_json(search.sharding)}),
-        "simulated_step_seconds": simulated_json(search.chosen),
-        "plan": as_values(search.plan),
-        "arguments": search.written.arguments if executed else [],
-        "not_executed": search.refusal,
-        "written_for": search.written_for if executed else None,
-        "overlap": None if search.tuned is None else search.tuned.chosen.name,
-        "why_no_overlap": search.why_plain or None,
-        "graphs": graphs_json(search.graphs),
-        "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
-        "changes": [] if search.baseline is None else changes_json(search.changes),
-        "dropped_flags": [name for name, _ in search.written.left_out] if executed else [],
-        "runners_up": [
-            {
-                "name": other.name,
-                "step_seconds": other.seconds,
-                "simulated_step_seconds": simulated_json(other),
-                "needed_bytes": other.prediction.fullest.needed_bytes,
-                "fits": other.prediction.fits,
-                "arguments": list(other.said),
-                "not_executed": other.refusal,
-            }
-            for other in search.others
-        ],
-        "overlap_screened": [dataclasses.asdict(layout) for layout in search.screened],
-        "refused": [{"name": name, "rule": rule} for name, rule in search.refused],
-        "frontier": [
-            {"name": plan.name, "step_seconds": plan.seconds, "needed_bytes": plan.needed_bytes}
-            for plan in search.found.frontier
-        ],
-        "search": {
-            "seconds": search.seconds,
-            "evaluations": counts.evaluated,
-            "stage_evaluations": counts.stages,
-            "pruned": counts.too_large + counts.too_slow,
-            "pruned_by_memory": counts.too_large,
-            "pruned_by_time": counts.too_slow,
-            "not_reached": counts.not_reached,
-            "layouts": counts.layouts,
-            "objective": solution.objective,
-            "bound": solution.bound,
-            "gap": solution.gap,
-            "status": solution.status.value,
-            "ended_early": search.ended_early,
-            **({} if search.staged is None else {"per_stage": _staged_json(search.staged)}),
-        },
-    }
+    training = training_json(search.prediction, search.cluster, train_tokens)
+    return (
+        prediction_json(search.prediction)
+        | training
+        | {
+            "target": search.target,
+            "search_space": search.space,
+            "chosen": search.chosen.name,
+            **({} if not search.dispatchers else {"dispatchers": _dispatchers_json(search)}),
+            **({} if search.sharding is None else {"sharding": sharding_json(search.sharding)}),
+            "simulated_step_seconds": simulated_json(search.chosen),
+            "plan": as_values(search.plan),
+            "arguments": search.written.arguments if executed else [],
+            "not_executed": search.refusal,
+            "written_for": search.written_for if executed else None,
+            "overlap": None if search.tuned is None else search.tuned.chosen.name,
+            "why_no_overlap": search.why_plain or None,
+            "graphs": graphs_json(search.graphs),
+            "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
+            "changes": [] if search.baseline is None else changes_json(search.changes),
+            "dropped_flags": [name for name, _ in search.written.left_out] if executed else [],
+            "runners_up": [
+                {
+                    "name": other.name,
+                    "step_seconds": other.seconds,
+                    "simulated_step_seconds": simulated_json(other),
+                    "needed_bytes": other.prediction.fullest.needed_bytes,
+                    "fits": other.prediction.fits,
+                    "arguments": list(other.said),
+                    "not_executed": other.refusal,
+                }
+                for other in search.others
+            ],
+            "overlap_screened": [dataclasses.asdict(layout) for layout in search.screened],
+            "refused": [{"name": name, "rule": rule} for name, rule in search.refused],
+            "frontier": [
+                {"name": plan.name, "step_seconds": plan.seconds, "needed_bytes": plan.needed_bytes}
+                for plan in search.found.frontier
+            ],
+            "search": {
+                "seconds": search.seconds,
+                "evaluations": counts.evaluated,
+                "stage_evaluations": counts.stages,
+                "pruned": counts.too_large + counts.too_slow,
+                "pruned_by_memory": counts.too_large,
+                "pruned_by_time": counts.too_slow,
+                "not_reached": counts.not_reached,
+                "layouts": counts.layouts,
+                "objective": solution.objective,
+                "bound": solution.bound,
+                "gap": solution.gap,
+                "status": solution.status.value,
+                "ended_early": search.ended_early,
+                **({} if search.staged is None else {"per_stage": _staged_json(search.staged)}),
+            },
+        }
+    )
 
 
 def _dispatchers_json(search: PlanSearch) -> dict[str, Any]:

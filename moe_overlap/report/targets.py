@@ -35,9 +35,10 @@ class BothTargets:
         return upstream / here
 
 
-def both_json(both: BothTargets) -> dict[str, Any]:
+def both_json(both: BothTargets, train_tokens: float | None) -> dict[str, Any]:
     """The plan for this runtime as a single search has it, the other one under `megatron_lm`, and the gain."""
-    return search_json(both.here) | {"megatron_lm": search_json(both.upstream), "gain": both.gain}
+    here, upstream = (search_json(search, train_tokens) for search in (both.here, both.upstream))
+    return here | {"megatron_lm": upstream, "gain": both.gain}
 
 
 def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_tokens: float | None) -> list[str]:

@@ -110,6 +110,13 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
     assert "\ntraining    524 B tokens in " in short
     main([*JOB, *H100, "--verbose", "--train-tokens", "1T"])
     long = capsys.readouterr().out
+    for words, tokens in ((["--train-tokens", "1T"], 1e12), ([], 500_000 * 256 * 4096)):
+        main([*JOB, *H100, *words, "--json"])
+        values = json.loads(capsys.readouterr().out)
+        assert values["train_tokens"] == tokens
+        rate = values["tokens_per_second_per_gpu"]
+        assert values["train_seconds"] == pytest.approx(tokens / rate / 64)
+        assert values["train_gpu_hours"] == pytest.approx(tokens / rate / 3600)
     assert "\ntraining    1 T tokens in " in long and "\n\nstep          " in long and "peak GiB" in long
 
 

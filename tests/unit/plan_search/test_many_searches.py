@@ -66,8 +66,10 @@ def test_both_targets_and_the_gain(
     assert f"; the same for Megatron-LM in {tuned / 'megatron-lm'}" in lines[-2]
     assert {path.name for path in tuned.iterdir()} == {*FILES, "megatron-lm"}
     assert {path.name for path in (tuned / "megatron-lm").iterdir()} == FILES
-    assert autotune.main([*job, "--num-gpus", "8", "--target", "both", "--json"]) == 0
+    assert autotune.main([*job, "--num-gpus", "8", "--target", "both", "--json", "--train-tokens", "1T"]) == 0
     values = json.loads(capsys.readouterr().out)
+    assert values["train_tokens"] == values["megatron_lm"]["train_tokens"] == 1e12
+    assert values["train_seconds"] == pytest.approx(1e12 / values["tokens_per_second_per_gpu"] / 8)
     assert (values["target"], values["megatron_lm"]["target"]) == ("moe-overlap", "megatron-lm")
     assert values["gain"] == values["megatron_lm"]["step_seconds"] / values["step_seconds"]
     assert values["baseline_step_seconds"] is not None
@@ -113,6 +115,7 @@ def test_numbers_of_gpus_make_a_table(
     assert set(refused) == {"num_gpus", "reason"} and (fewest["num_gpus"], most["num_gpus"]) == (4, 8)
     rates = [row["tokens_per_second_per_gpu"] for row in (fewest, most)]
     assert most["scaling_efficiency"] == rates[1] / rates[0] and fewest["scaling_efficiency"] == 1
+    assert most["train_tokens"] == 1e12
     assert most["train_gpu_hours"] == pytest.approx(1e12 / rates[1] / 3600)
     assert most["train_seconds"] == pytest.approx(1e12 / rates[1] / 8)
 
