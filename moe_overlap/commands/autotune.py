@@ -123,7 +123,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
     folder = Path(arguments.output)
     write_run(folder, tuned)
-    write_trace(folder / "trace.json", tuned.step)
+    write_trace(folder / "trace.json", tuned.step, "--output")
     if arguments.json:
         print(json.dumps(tuned_json(tuned), indent=1))
         return 0

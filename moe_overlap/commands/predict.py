@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prediction = dataclasses.replace(prediction, assumed=assumed)
         step = simulated(words, cluster, **given) if arguments.trace is not None else None
         if step is not None:
-            write_trace(arguments.trace, step)
+            write_trace(arguments.trace, step, "--trace")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -186,10 +186,10 @@ def search_plan(
         is_interrupted=is_interrupted or answered.is_interrupted,
         is_late=answered.is_late,
         dispatchers=outcomes,
-        launching=launching_of(
-            plan, chosen.problem, prediction.predicted.step_seconds, search.job.flags, replays_lists=False
-        ),
     )
+    step = prediction.predicted.step_seconds
+    launching = launching_of(plan, answer.problem, step, search.job.flags, replays_lists=False)
+    answer = dataclasses.replace(answer, launching=launching)
     return _with_changes(answer, words, search.given, search.options)
 
 

@@ -176,6 +176,11 @@ class PlanSearch:
         return self.is_interrupted or self.is_late or _solution(self).status is Status.TIME_LIMIT
 
     @property
+    def problem(self) -> Problem:
+        """What prices the chosen plan: with its lists replayed as CUDA graphs where the answer has them so."""
+        return self.chosen.problem.replaying(self.graphs is not None and self.graphs.is_on)
+
+    @property
     def sentence(self) -> str:
         """The chosen plan in words; of unlike meshes no stage stands for the others."""
         words = self.chosen.name if self.plan.transfers else plan_sentence(self.plan)

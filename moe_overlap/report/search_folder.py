@@ -23,6 +23,6 @@ def write_answer(folder: Path, search: PlanSearch, train_tokens: float | None = 
     write_report(folder / "report.html", report)
     files.append("report.html")
     if report.step is not None:
-        write_trace(folder / "trace.json", report.step)
+        write_trace(folder / "trace.json", report.step, "--output")
         files.append("trace.json")
     return files

@@ -19,7 +19,7 @@ COMPETING = 4
 def competitors(search: PlanSearch) -> list[Competitor]:
     """The chosen plan with its overlap, and the fastest others."""
     others = search.others[: COMPETING - 1]
-    chosen = Competitor(search.chosen.name, search.plan, search.chosen.problem)
+    chosen = Competitor(search.chosen.name, search.plan, search.problem)
     return [chosen, *(Competitor(other.name, other.plan, other.problem) for other in others)]
 
 

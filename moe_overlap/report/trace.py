@@ -19,8 +19,14 @@ from moe_overlap.tuner.calibrate.refine import FREE_OF_PLAN, FREE_OF_STAGE
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 
 
-def write_trace(path: str | Path, step: SimulatedStep) -> None:
-    """Spans and kept bytes of a simulated step; ConfigError where the file cannot be written."""
+def write_trace(path: str | Path, step: SimulatedStep, flag: str) -> None:
+    """Spans and kept bytes of a simulated step.
+
+    Args:
+        flag: what asks for the file.
+    Raises:
+        ConfigError: it cannot be written.
+    """
     ranks, first = list(step.prices), next(iter(step.prices.values()))
     try:
         write_ranks(
@@ -30,7 +36,7 @@ def write_trace(path: str | Path, step: SimulatedStep) -> None:
             about_run(first.plan, first.model),
         )
     except OSError as error:
-        raise ConfigError("--trace", str(path), f"cannot be written: {error.strerror}", "give another file") from None
+        raise ConfigError(flag, str(path), f"cannot be written: {error.strerror}", "give another file") from None
 
 
 @dataclass(frozen=True, slots=True)

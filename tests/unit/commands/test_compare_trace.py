@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moe_overlap.commands.compare import compare_traces as main
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.trace import lanes_of, read_traces, write_ranks, write_trace
+from moe_overlap.report import trace as report_trace
 from moe_overlap.report.trace import read_trace, rows_of
 
 
@@ -183,3 +186,18 @@ def test_collectives_inside_operators_count_as_computation_where_one_trace_does_
     assert row["error"] == pytest.approx(0.6 / 0.75 - 1)
     apart = {row["channel"]: row["measured_seconds"] for row in rows_of(measured, measured)}
     assert apart == {"compute": pytest.approx(0.65), "tp": pytest.approx(0.1)}
+
+
+@pytest.mark.parametrize("flag", ["--trace", "--output"])
+def test_a_trace_that_cannot_be_written_names_the_flag_that_asks_for_it(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise IsADirectoryError(21, "Is a directory")
+
+    step: Any = SimpleNamespace(prices={0: SimpleNamespace(plan=None, model=None)})
+    monkeypatch.setattr(report_trace, "about_run", lambda *_: {})
+    monkeypatch.setattr(report_trace, "write_ranks", refuse)
+    step.spans = step.kept_bytes = lambda rank: []
+    with pytest.raises(ConfigError, match=f"{flag} t.json: cannot be written: Is a directory"):
+        report_trace.write_trace("t.json", step, flag)

@@ -13,13 +13,15 @@ from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
 from moe_overlap.api import predict, problem_of, tune
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.launching import launching_of
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.overlapped import OverlapSearch, decide_overlaps
 from moe_overlap.plan_search.search import SearchSettings, search_plan
 from moe_overlap.report.search import Finalist, PlanSearch, closing_lines, detail_lines, search_json, write_search
+from moe_overlap.report.search_page import competitors
 from moe_overlap.report.tuning import Tuned, graphs_lines, tuned_json, tuned_lines, write_run
 from moe_overlap.tuner.cost.hardware import Constants
-from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.prediction import estimate_plan, predict_plan
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, NOT_REPLAYED, PLAIN, WHOLE
 from moe_overlap.tuner.search.layer.overlap import GraphsChoice
 from tests.unit.plan_search.test_overlapped_search import at_speed
@@ -106,6 +108,14 @@ def test_a_search_of_plans_keeps_the_flag_and_its_files_are_predicted_the_same(
     assert with_graphs.tuned is not None and with_graphs.tuned.graphs is not None
     assert GRAPHS in with_graphs.written.flags and GRAPHS not in dict(with_graphs.written.left_out)
     assert search_json(with_graphs)["graphs"]["replayed"]
+    # All that stands beside the answer is priced as the answer is.
+    (chosen, *_) = competitors(with_graphs)
+    for plan, problem in ((with_graphs.plan, with_graphs.problem), (chosen.plan, chosen.problem)):
+        again = estimate_plan(plan, problem).predicted.step_seconds
+        assert again == pytest.approx(with_graphs.prediction.predicted.step_seconds, rel=1e-9)
+    assert with_graphs.launching is not None
+    without = launching_of(with_graphs.plan, with_graphs.chosen.problem, again, {})
+    assert with_graphs.launching.seconds < 0.9 * without.seconds
     assert named_graphs(with_graphs) == (True, False)
     # Without the flag the answer names graphs where they gain something, elsewhere --verbose does.
     predicted = with_graphs.prediction.predicted
