@@ -327,7 +327,7 @@ def test_a_cluster_file_may_say_how_many_multiprocessors_a_gpu_has() -> None:
     assert read(multiprocessors=148) == 148
     del gpu["multiprocessors"]
     assert read() is None
-    with pytest.raises(ConfigError, match="f groups\\[0\\].gpu.multiprocessors 0: must be a positive number"):
+    with pytest.raises(ConfigError, match="f groups\\[0\\].gpu.multiprocessors 0: must be a positive whole number"):
         read(multiprocessors=0)
 
 
