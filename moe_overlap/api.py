@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -81,8 +82,27 @@ class Options(TypedDict, total=False):
     """Constants of the cost model; default those of constants.json."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedJob:
+    """A prediction, with what was read and captured for it.
+
+    Attributes:
+        job: as the flags say it, and as this fork runs it on a measured cluster.
+        problem: of the job; its plan is the one that is predicted.
+    """
+
+    job: Job
+    problem: Problem
+    prediction: Prediction
+
+
 def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> Prediction:
-    """Seconds and bytes of a run.
+    """Seconds and bytes of a run. Arguments and errors as `predict_job` has them."""
+    return predict_job(words, cluster, options).prediction
+
+
+def predict_job(words: Sequence[str], cluster: Cluster, options: Options) -> PredictedJob:
+    """Seconds and bytes of a run, with the job and the problem of which they are.
 
     Args:
         words: Megatron flags, or `@FILE`.
@@ -95,10 +115,10 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     prediction = predict_plan(problem.plan, problem)
     launching = launching_of(problem.plan, problem, prediction.predicted.step_seconds, job.flags)
     prediction = dataclasses.replace(prediction, assumed=job.assumed, launching=launching)
-    if prediction.fits:
-        return prediction
-    remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))
-    return dataclasses.replace(prediction, remedy=remedy, tried=tried)
+    if not prediction.fits:
+        remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))
+        prediction = dataclasses.replace(prediction, remedy=remedy, tried=tried)
+    return PredictedJob(job=job, problem=problem, prediction=prediction)
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:

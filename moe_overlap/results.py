@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import moe_overlap.api as api
-from moe_overlap.api import Options, problem_of
+from moe_overlap.api import Options
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.job import read_job
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import save_plan
@@ -179,13 +178,9 @@ def predict(
         ConfigError: the flags, the machines or the options are wrong.
     """
     words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
-    prediction = api.predict(words, machines, **options)
-    if machines.measured is None:
-        plan = read_job(words, machines.gpus, options.get("precision"), options.get("plan"), machines.queues).plan
-    else:
-        plan = problem_of(words, machines, options).plan
-    fields = {field.name: getattr(prediction, field.name) for field in dataclasses.fields(Prediction)}
-    return PredictedRun(**fields, plan=plan, cluster=machines)
+    predicted = api.predict_job(words, machines, options)
+    fields = {field.name: getattr(predicted.prediction, field.name) for field in dataclasses.fields(Prediction)}
+    return PredictedRun(**fields, plan=predicted.problem.plan, cluster=machines)
 
 
 @overload

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from megatron.training.plan_argument import plan_of_flag
 from moe_overlap import VERSION_LINE
-from moe_overlap.api import Options, predict, problem_of, simulated
+from moe_overlap.api import Options, predict_job
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
@@ -34,11 +34,12 @@ from moe_overlap.commands.job_arguments import (
     words_of,
 )
 from moe_overlap.describe.errors import ConfigError, require
-from moe_overlap.job import PRECISIONS, Job, read_job
+from moe_overlap.job import PRECISIONS, Job
 from moe_overlap.plan.plan import Plan
 from moe_overlap.report.answer import Answer, answer_lines, training_json
 from moe_overlap.report.prediction import prediction_json, prediction_text
 from moe_overlap.report.trace import write_trace
+from moe_overlap.tuner.cost.simulate.step import simulate_step
 
 
 @interruptible
@@ -59,25 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell=on_standard_error,
         )
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
-        prediction = predict(words, cluster, **given)
+        predicted = predict_job(words, cluster, given)
+        plan, problem, prediction = predicted.problem.plan, predicted.problem, predicted.prediction
         assumed = (*assumed_of(arguments, is_predicted=True), *prediction.assumed, *notes)
         prediction = dataclasses.replace(prediction, assumed=assumed)
-        step = simulated(words, cluster, **given) if arguments.trace is not None else None
+        step = simulate_step(plan, problem) if arguments.trace is not None else None
         if step is not None:
             write_trace(arguments.trace, step, "--trace")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     seconds = None if step is None else step.simulation.step_seconds
-    job = read_job(words, cluster.gpus, arguments.precision, arguments.plan, cluster.queues, given["name"])
-    train_tokens = train_tokens or implied_tokens(job, job.plan)
+    train_tokens = train_tokens or implied_tokens(predicted.job, plan)
     if arguments.json:
         played = {} if seconds is None else {"simulated_step_seconds": seconds}
         values = prediction_json(prediction) | training_json(prediction, cluster, train_tokens) | played
         print(json.dumps(values, indent=1))
         return 0
-    # What a measured machine runs is this fork, whose states are always sharded; the problem's plan says so.
-    plan = job.plan if cluster.measured is None else problem_of(words, cluster, given).plan
     answer = Answer(plan=plan, prediction=prediction, cluster=cluster, train_tokens=train_tokens)
     print("\n".join(answer_lines(answer)))
     if arguments.verbose:

@@ -13,6 +13,7 @@ import moe_overlap.results as results
 from moe_overlap import Cluster, predict, tune
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.job import read_job
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan_search.search import SearchSettings
@@ -55,6 +56,15 @@ def test_the_shorthand_says_what_flags_and_cluster_say() -> None:
     assert again.tokens_per_second_per_gpu == before.predicted.tokens_per_second_per_gpu
     assert predict(str(MIXTRAL), gpu="H100", num_gpus=64, memory_margin=0.99).memory.margin == 0.99
     assert moe_overlap.Cluster is Cluster
+
+
+def test_the_plan_is_the_one_that_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name that the options give, and read once."""
+    words = [word for line in MIXTRAL.read_text().splitlines() for word in line.partition("#")[0].split()]
+    read: list[object] = []
+    monkeypatch.setattr(api, "read_job", lambda *given, **more: read.append(given) or read_job(*given, **more))
+    assert predict(words, gpu="H100", num_gpus=64, name="my-model").plan.model.name == "my-model"
+    assert len(read) == 1
 
 
 def test_a_prediction_is_read_shown_and_written(tmp_path: Path) -> None:
