@@ -1,7 +1,7 @@
 """Settings of a GPU that CUDA, cuBLAS and NCCL read from the environment when they start: from flags, with stated defaults.
 
     setting                         flag                               default
-    hardware queues of streams      --moe-overlap-device-connections   CUDA_DEVICE_MAX_CONNECTIONS, else 32 where lists overlap
+    hardware queues of streams      --moe-overlap-device-connections   CUDA_DEVICE_MAX_CONNECTIONS, else 32 for lists
     thread blocks beside others     --moe-overlap-nccl-ctas            NCCL_MAX_CTAS, else a ninth of the multiprocessors
     sums in a fixed order           --deterministic-mode               off
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
-from megatron.training.cli.rules.moe import may_follow_lists
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import whole_number
 from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, most_blocks
@@ -42,6 +41,9 @@ def settle_environment(config: Config, environment: MutableMapping[str, str]) ->
     Raises:
         ConfigError: a variable is set to another value than its flag says, or to one that --deterministic-mode does not go with.
     """
+    # Not above: train.py first looks whose `megatron.training` it is.
+    from megatron.training.cli.rules.moe import may_follow_lists
+
     connections = config.overlap.moe_overlap_device_connections
     if connections is not None:
         said = _number(environment, CONNECTIONS, MOST_CONNECTIONS, f"set {connections} or unset it")

@@ -50,7 +50,7 @@ class _Once(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         said = getattr(namespace, self.dest)
         if said is not None:
-            raise argparse.ArgumentError(self, f"names {values} behind {said}; put all flags into one file")
+            raise argparse.ArgumentError(self, f"was given before as {said}; put the flags of both into one file")
         setattr(namespace, self.dest, values)
 
 

@@ -307,8 +307,8 @@ def _require_fields(row: Any, fields: Mapping[str, Any], subject: str) -> None:
         wrong = not isinstance(value, kind) or isinstance(value, bool)
         # Not `value <= 0`: JSON readers take NaN, of which every comparison is false.
         if wrong or (numeric and value is not None and not 0 < value <= sys.float_info.max):
-            rule = "must be a positive number" if numeric else "is of the wrong kind"
-            rule = "must be a positive whole number" if kind is int else rule
+            number = "whole number" if kind is int else "number"
+            rule = f"must be a positive {number}" if numeric else "is of the wrong kind"
             raise ConfigError(f"{subject}.{name}", json.dumps(value)[:40], rule, "correct the value")
         if isinstance(value, str) and not value.isprintable():
             raise ConfigError(f"{subject}.{name}", json.dumps(value)[:40], "holds control characters", "remove them")

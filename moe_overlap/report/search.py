@@ -177,7 +177,7 @@ class PlanSearch:
 
     @property
     def problem(self) -> Problem:
-        """What prices the chosen plan: with its lists replayed as CUDA graphs where the answer has them so."""
+        """The problem that prices the chosen plan: with lists replayed as CUDA graphs where those of the answer are."""
         return self.chosen.problem.replaying(self.graphs is not None and self.graphs.is_on)
 
     @property

@@ -553,8 +553,8 @@ class OverlapConfig:
     max_deferred_bytes: int = 1 << 30
     """Most bytes that deferred weight gradients may hold; the instruction list computes early what does not fit."""
     moe_overlap_device_connections: int | None = None
-    """Hardware queues that the streams of a GPU share; default CUDA_DEVICE_MAX_CONNECTIONS where that is set, else 32 where a
-    plan or flags overlap something, and CUDA's 8 where nothing does."""
+    """Hardware queues that the streams of a GPU share; default CUDA_DEVICE_MAX_CONNECTIONS where that is set, else 32 with
+    --plan or flags that overlap something, and CUDA's 8 without."""
     moe_overlap_nccl_ctas: int | None = None
     """Thread blocks of an NCCL kernel that runs beside others; default NCCL_MAX_CTAS where that is set, else a ninth of the GPU's
     multiprocessors, at most 32."""

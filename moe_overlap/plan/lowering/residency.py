@@ -68,7 +68,7 @@ def check_residency(lists: Lists) -> None:
 
 
 class _OneQueue:
-    """One run of all lists in which every rank starts its instructions in order; nothing that starts later could end earlier."""
+    """One run of all lists in which every rank starts its instructions in their order."""
 
     def __init__(self, lists: Lists, meeting: Mapping[Node, Node]) -> None:
         self._lists, self._meeting = lists, meeting

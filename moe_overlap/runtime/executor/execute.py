@@ -118,7 +118,7 @@ class PlanExecutor:
         # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert
         # group, not to a chunk.
         # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
-        self._lists: dict[int, _Told] = {}
+        self._lists: dict[int, _ListFacts] = {}
         self._streams = streams or (ChannelStreams() if context.device.type == "cuda" else HostOrder())
         self.dispatcher = IrregularDispatcher(
             Wires(context.groups.collection, on_current_stream=True),
@@ -171,7 +171,7 @@ class PlanExecutor:
         self._begin(trains=False)
         state = self._state(instructions, batches, step)
         with self._collectives.recorded():
-            self._follow(self._told(instructions).forward, state)
+            self._follow(self._facts_of(instructions).forward, state)
         loss, tokens, _ = self._update.mean_losses(state.update.reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
@@ -183,28 +183,28 @@ class PlanExecutor:
             chunk.set_is_first_microbatch()
 
     def _state(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepState:
-        told = self._told(instructions)
+        facts = self._facts_of(instructions)
         # All at once: chunks of an interleaved pipeline read the same micro-batch at different times.
-        arrived = [next(batches) for _ in range(told.micro_batches)]
+        arrived = [next(batches) for _ in range(facts.micro_batches)]
         return StepState(
-            Buffers(lambda i: told.partitions.get(i.name, 1)),
+            Buffers(lambda i: facts.partitions.get(i.name, 1)),
             arrived,
-            self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / told.micro_batches),
+            self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / facts.micro_batches),
             self._clock.seed,
             first_micro_batch(step),
-            told.recomputed,
+            facts.recomputed,
         )
 
-    def _told(self, instructions: Sequence[Instruction]) -> _Told:
-        """What a list tells: worked out once, as a device would be idle meanwhile in every step."""
+    def _facts_of(self, instructions: Sequence[Instruction]) -> _ListFacts:
+        """Read a list once: a device would be idle meanwhile in every step."""
         known = self._lists.get(id(instructions))
         if known is None:
-            known = self._lists[id(instructions)] = _Told.of(instructions)
+            known = self._lists[id(instructions)] = _ListFacts.of(instructions)
         return known
 
     def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
         started: dict[int, _Started] = {}
-        told = self._told(instructions)
+        facts = self._facts_of(instructions)
         self._streams.begin(instructions)
         for i in instructions:
             for number in i.after:
@@ -225,8 +225,8 @@ class PlanExecutor:
                     started[i.id] = _Started(i, self._start(i, state))
                 elif i.kind == "weight-gradient":
                     self._recorder.place_at(i)
-                    is_last = told.announcing[i.name, i.micro_batch] == i.id
-                    self._queue.run(i.name, len(i.partition) or 1, announce=is_last, is_early=i.id in told.early)
+                    is_last = facts.announcing[i.name, i.micro_batch] == i.id
+                    self._queue.run(i.name, len(i.partition) or 1, announce=is_last, is_early=i.id in facts.early)
                 else:
                     raise ValueError(f"no binding for {i}")
                 if self._recorder.clock.queues and i.kind not in COMMUNICATION:
@@ -235,7 +235,7 @@ class PlanExecutor:
             if self._waits and i.kind == "collective":
                 self._wait(i.id, started)
             # What a communication under way reads, it holds itself.
-            for buffer in told.ends[i.id]:
+            for buffer in facts.ends[i.id]:
                 state.buffers.drop(buffer)
         # The forward part of a list, which an evaluation runs, ends with sends that nothing in it waits for.
         for number in list(started):
@@ -293,8 +293,8 @@ def is_update(i: Instruction) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What a list tells beside its instructions.
+class _ListFacts:
+    """Facts that the instructions of a list imply.
 
     Attributes:
         instructions: the list, which is kept: it is known by its identity.
@@ -317,14 +317,14 @@ class _Told:
     forward: Sequence[Instruction]
 
     @staticmethod
-    def of(instructions: Sequence[Instruction]) -> _Told:
+    def of(instructions: Sequence[Instruction]) -> _ListFacts:
         """Read a list."""
         partitions: dict[str, int] = {}
         for i in instructions:
             for partition in i.partition:
                 partitions[i.name] = max(partitions.get(i.name, 0), partition + 1)
         again = (str(replace(i.operator, phase=FORWARD)) for i in instructions if i.operator.phase is RECOMPUTE)
-        return _Told(
+        return _ListFacts(
             instructions=instructions,
             ends=last_uses(instructions),
             announcing={(i.name, i.micro_batch): i.id for i in instructions if i.kind == "weight-gradient"},

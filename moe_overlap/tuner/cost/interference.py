@@ -231,7 +231,7 @@ def group_name(nodes: int, per_node: int) -> str:
 
 
 def place_of(group: str) -> str:
-    """Whether the devices of a group share a node."""
+    """`inside_node` or `across_nodes`: where the devices of a group of this name stand."""
     return "inside_node" if group.startswith("1x") else "across_nodes"
 
 

@@ -31,7 +31,7 @@ IN_A_FILE = "no flag of this tool; see --help all; flags of the training go into
         (
             "predict",
             ["--megatron-args", "a.args", "--megatron-args", "b.args"],
-            "--megatron-args: names b.args behind a.args; put all flags into one file",
+            "--megatron-args: was given before as a.args; put the flags of both into one file",
         ),
         ("profile_cluster", ["--output", "c.json", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
     ],

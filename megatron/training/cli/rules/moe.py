@@ -44,7 +44,7 @@ def overlap_flag(config: Config) -> str | None:
 
 
 def may_follow_lists(config: Config) -> bool:
-    """Whether instruction lists may order the run: of a plan whether they do is told by its file."""
+    """Whether instruction lists may order the run: with --plan its file decides."""
     return overlap_flag(config) is not None or config.overlap.plan is not None
 
 
