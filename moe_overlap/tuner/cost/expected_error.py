@@ -11,8 +11,8 @@ The interval. Measured over predicted seconds of a run of a new family lie withi
    kind's to that of all runs, as if `PRIOR_FAMILIES` families of the wider group were among its own.
 3. The spread is Student's 95 % quantile, of as many degrees of freedom as families count, times the root of that mean square.
 4. A prediction has the largest spread of all groups around it: a wide group averages away what a narrow one shows.
-5. A prediction beyond what was calibrated has the spread times `beyond`: by how much left-out runs erred more whose release,
-   precision or features none of the remaining runs had.
+5. A prediction beyond what was calibrated has the spread, and the mean error, times `beyond`: by how much left-out runs erred
+   more whose release, precision or features none of the remaining runs had.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class ExpectedError:
         return abs(math.log1p(relative)) <= self.spread
 
     def widened(self, factor: float) -> ExpectedError:
-        """The error of a prediction beyond what was calibrated: only its interval is wider."""
-        return dataclasses.replace(self, spread=self.spread * factor)
+        """The error of a prediction beyond what was calibrated: both what it misses in the mean and its interval grow."""
+        return dataclasses.replace(self, relative=self.relative * factor, spread=self.spread * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Errors:
     """Expected errors by group, as errors.json has them.
 
     Attributes:
-        beyond: factor of the spread of a prediction beyond what was calibrated; at least 1.
+        beyond: factor of the errors of a prediction beyond what was calibrated; at least 1.
     """
 
     groups: Mapping[str, ExpectedError]
