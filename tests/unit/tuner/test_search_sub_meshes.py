@@ -254,3 +254,21 @@ def test_units_are_all_layers_and_no_more_than_there_may_be(layers: int) -> None
     )
     sizes = [end - first for first, end in search.units]
     assert len(sizes) == min(layers, UNITS) and sum(sizes) == layers and max(sizes) - min(sizes) <= 1
+
+
+def test_units_are_alike_in_their_work_not_in_the_number_of_operators() -> None:
+    case, run = small()
+    search = _Meshes(case.task, run, (1,))
+    part = search.graph.part("moe")
+    products = tuple(op for op in part.ops if op.cost_class in ("gemm", "grouped_gemm"))
+    rest = tuple(op for op in part.ops if op not in products)
+    assert len(rest) > len(products)
+    heavy, light = (
+        dataclasses.replace(part, kind=kind, ops=ops) for kind, ops in (("heavy", products), ("light", rest))
+    )
+    search.model = dataclasses.replace(search.model, num_layers=64)
+    search.graph = dataclasses.replace(
+        search.graph, parts=(*search.graph.parts, heavy, light), layer_kinds=("heavy",) * 40 + ("light",) * 24
+    )
+    # 16 layers fewer than units: the light ones stand together.
+    assert search.units[:40] == tuple((layer, layer + 1) for layer in range(40))

@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Devices, Plan, StagePlan
 from moe_overlap.plan.tiles import with_transfers
-from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.capture.expression import evaluate
+from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.analytic import Prediction, prepare, price
 from moe_overlap.tuner.cost.evaluate import StageCosts
 from moe_overlap.tuner.cost.links import axis_group, point_to_point_seconds
@@ -308,13 +309,17 @@ class _Meshes:
         if layers <= UNITS:
             return tuple((layer, layer + 1) for layer in range(layers))
         graph = self.graph
-        flops = {kind: float(len(graph.part(kind).ops)) for kind in graph.layer_kinds}
+        flops = {kind: self._flops(graph.part(kind)) for kind in graph.layer_kinds}
         # Hidden states of one size cross every cut: what is left to decide is how equal the units are. A unit of two layers may
         # be far above the mean.
         sizes = np.array([flops[kind] for kind in graph.layer_kinds])
         firsts = cluster(np.zeros((layers, layers)), sizes, UNITS, delta=float(UNITS)).value
         assert firsts is not None
         return tuple(zip(firsts, (*firsts[1:], layers), strict=True))
+
+    def _flops(self, part: Part) -> float:
+        """Multiplications and additions of both passes over one sample."""
+        return float(evaluate([op.flops for op in part.ops], 1, self.template.sequence_length).sum())
 
     @cached_property
     def graph(self) -> CapturedModel:
