@@ -18,7 +18,7 @@ from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Part, Storage
 from moe_overlap.tuner.capture.request import layer_kinds, prediction_kinds
-from moe_overlap.tuner.cost.analytic import WORDS, stage_variants
+from moe_overlap.tuner.cost.stage_parts import WORDS, stage_variants
 from tests.unit.tuner.hand_made import E, Maker, Pass
 
 

@@ -29,7 +29,7 @@ from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Implementation, Layout, Op, Part, Storage
 from moe_overlap.tuner.capture.processes import CaptureError, CaptureProcesses
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds
-from moe_overlap.tuner.cost.analytic import stage_variants
+from moe_overlap.tuner.cost.stage_parts import stage_variants
 
 Flags = Mapping[str, tuple[str, ...]]
 """Flag -> its values, as the command line has them."""

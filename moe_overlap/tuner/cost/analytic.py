@@ -21,7 +21,7 @@ from moe_overlap.plan.lowering.pipeline_order import held_in_pairs, most_in_flig
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
-from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
 from moe_overlap.tuner.cost.expected_error import ExpectedError
@@ -55,13 +55,13 @@ from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import OpTable, peak_tflops, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, lone_share, pipeline_seconds, spent_on
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
+from moe_overlap.tuner.cost.stage_parts import ordered_parts, part_counts
 from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
 from moe_overlap.tuner.cost.use_slowdowns import Part as StagePart
 
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
 """Precision -> bytes of a captured parameter; 2 in every other one."""
-WORDS = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,40 +135,13 @@ def _family(
         counts=counts,
         in_flight=np.array(flying),
         parts=tuple(
-            _parts(plan, index, graphs[index], {(part.kind, part.variant): rows[id(part)] for part, _ in of_stage})
+            ordered_parts(
+                plan, index, graphs[index], {(part.kind, part.variant): rows[id(part)] for part, _ in of_stage}
+            )
             for index, of_stage in zip(indices, counted, strict=True)
         ),
         boundary_bytes=float(boundary_bytes(plan, stage, model)),
     )
-
-
-def _parts(
-    plan: Plan, index: int, graph: CapturedModel, of_kind: Mapping[tuple[str, str], int]
-) -> tuple[StagePart, ...]:
-    """A stage's parts in the order of its forward pass.
-
-    Args:
-        of_kind: kind and variant of the stage's parts -> their rows.
-    """
-    stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
-    last = len(stage.chunks) - 1
-    found = []
-    if index == plan.embedding_stage:
-        row = of_kind["embedding", graph.part("embedding", samples=samples).variant]
-        found.append(StagePart(row, is_layer=False, is_embedding=True))
-    for chunk, (first, end) in enumerate(stage.chunks):
-        found += [
-            StagePart(of_kind[graph.layer_kinds[layer], layer_variant(stage, layer - first)], chunk)
-            for layer in range(first, end)
-        ]
-    # The last chunk runs a backward pass right behind its forward pass, so no second micro-batch waits in what follows.
-    if index == plan.mtp_stage:
-        kinds = [(kind, prediction_variant(stage)) for kind in graph.mtp_kinds]
-        found += [StagePart(of_kind[kind], last, held_once=True) for kind in kinds]
-    if index == plan.loss_stage:
-        row = of_kind["head", graph.part("head", samples=samples).variant]
-        found.append(StagePart(row, last, is_layer=False, held_once=True))
-    return tuple(found)
 
 
 def _flying(plan: Plan, index: int) -> float:
@@ -181,58 +154,6 @@ def _flying(plan: Plan, index: int) -> float:
         # The closed form holds for the orders of megatron-core only; these are counted in the order that will run.
         return most_in_flight(pipeline_blocks(plan, index), layers)
     return in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, layers)
-
-
-def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part, float]]:
-    """The parts of a stage and how often each is there."""
-    stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
-    variants: dict[tuple[str, str], int] = {}
-    for first, last in stage.chunks:
-        for place, layer in enumerate(range(first, last)):
-            key = (graph.layer_kinds[layer], layer_variant(stage, place))
-            variants[key] = variants.get(key, 0) + 1
-    counted = [(graph.part(kind, variant, samples), float(count)) for (kind, variant), count in variants.items()]
-    if index == plan.embedding_stage:
-        counted.append((graph.part("embedding", samples=samples), 1.0))
-    if index == plan.mtp_stage:
-        predictions = [graph.part(kind, prediction_variant(stage), samples) for kind in graph.mtp_kinds]
-        if index != plan.embedding_stage and graph.part("head", samples=samples).holds(WORDS) is None:
-            predictions[0] = holding_words(predictions[0])
-        counted += [(part, 1.0) for part in predictions]
-    if index == plan.loss_stage:
-        counted.append((graph.part("head", samples=samples), 1.0))
-    return counted
-
-
-def holding_words(part: Part) -> Part:
-    """A prediction layer on another stage than the embedding, whose copy of the words is counted here."""
-    words = part.holds(WORDS, "constant")
-    assert words is not None, f"{part.kind} reads no word embedding"
-    storages = list(part.storages)
-    storages[words] = replace(storages[words], role="parameter")
-    return replace(part, storages=tuple(storages))
-
-
-def layer_variant(stage: StagePlan, place: int) -> str:
-    """The variant of recomputation of the layer at a place of its chunk, as the capture names it."""
-    recompute = stage.recompute
-    if recompute.granularity == "none" or (recompute.granularity != "uniform" and place >= recompute.layers):
-        return "none"
-    return "+".join(sorted(recompute.modules)) if recompute.granularity == "selective" else "full"
-
-
-def prediction_variant(stage: StagePlan) -> str:
-    """The variant of prediction layers: megatron-core leaves them out where it recomputes the first layers of a chunk."""
-    recompute = stage.recompute
-    if recompute.granularity == "selective":
-        return "+".join(sorted(recompute.modules))
-    return "full" if recompute.granularity == "uniform" else "none"
-
-
-def stage_variants(stage: StagePlan) -> set[str]:
-    """The variants of recomputation of a stage's layers, and of prediction layers if it has any."""
-    layers = {layer_variant(stage, place) for first, last in stage.chunks for place in range(last - first)}
-    return {*layers, prediction_variant(stage), "none"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,6 +229,13 @@ class Priced:
         forward, backward = np.array([(cost.forward.seconds, cost.backward.seconds) for cost in self.parts]).T
         parts, virtual = self.family.parts[column], len(self.family.stage.chunks)
         return chunk_seconds(parts, np.ones((len(parts), 1)), (forward, backward), virtual)
+
+    @property
+    def gathered(self) -> Floats:
+        """[M] seconds of an update in which weights are gathered behind the optimizer."""
+        if self.family.stage.is_decoupled:
+            return np.zeros(len(self.family.stages))
+        return self.terms.gathered_seconds[:, 0] @ self.family.counts
 
     @property
     def compute(self) -> Floats:
@@ -500,16 +428,14 @@ def _whole(
     counts = [stage.gradient_accumulation_steps for stage in plan.stages]
     uneven = float(unevenness([family.chunk_seconds(m) for family, m in order], counts[0])[0])
     rules = PipelineRules(virtual=virtual, beside=beside, fixed=constants.step_seconds, uneven=uneven)
-    whole = pipeline_seconds(
-        [_times(family.costs, m) for family, m in order],
-        [float(family.costs.optimizer_seconds[0, m]) for family, m in order],
-        one_way,
-        counts,
-        rules,
-    )
+    updates = [float(family.costs.optimizer_seconds[0, m]) for family, m in order]
+    whole = pipeline_seconds([_times(family.costs, m) for family, m in order], updates, one_way, counts, rules)
     times, step = whole.stages, spent_on(whole.stages, counts, virtual, uneven)
     transfers, filling = [float(transfer) for transfer in whole.transfers], float(whole.filling)
     steady, update, seconds = float(step.steady), float(whole.update), float(whole.total)
+    # Weights that the slowest update gathers are communication of the data ranks.
+    last, m = order[int(np.argmax(updates))]
+    gathered = min(float(last.gathered[m]), update)
     slowest_stage = int(step.slowest)
     slowest, column = order[slowest_stage]
     transfer, count = transfers[slowest_stage], counts[slowest_stage]
@@ -533,9 +459,9 @@ def _whole(
             "compute_seconds": compute,
             "bubble_seconds": float(step.bubble),
             **{f"exposed_{kind}_seconds": value for kind, value in inside.items()},
-            "exposed_data_seconds": float(step.edges) + states,
+            "exposed_data_seconds": float(step.edges) + states + gathered,
             "exposed_transfer_seconds": count * transfer + filling,
-            "optimizer_seconds": update,
+            "optimizer_seconds": update - gathered,
         },
         mfu=tflops / peak_tflops(gpu, plan.precision),
         capacity_bytes=int(gpu.memory_gib * GIB),

@@ -109,8 +109,8 @@ class StageCosts:
     copies_extra_seconds: Floats
     tail_seconds: Floats
     optimizer_seconds: Floats
-    """Seconds of the update behind the last micro-batch; where parameter groups step by themselves it is 0 and the first
-    micro-batch has them."""
+    """Seconds of the update behind the last micro-batch, with weights that are gathered behind it; where parameter groups step by
+    themselves it is 0 and the first micro-batch has them."""
     peaks: dict[str, Floats]
     """Bytes by CATEGORIES."""
 
@@ -243,7 +243,7 @@ class StageEvaluator:
             "backward_seconds": terms.backward_seconds,
             "first_extra_seconds": terms.first_extra_seconds,
             "tail_seconds": terms.last_extra_seconds,
-            "optimizer_seconds": terms.optimizer_seconds,
+            "optimizer_seconds": terms.optimizer_seconds + terms.gathered_seconds,
         }
         return {SECONDS.index(name): of_kinds[:, ~self._decoupled].T for name, of_kinds in named.items()}
 

@@ -50,14 +50,7 @@ from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes, sent_rows, tokens_of_rank
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import (
-    Priced,
-    cost_of,
-    layer_variant,
-    one_way_seconds,
-    pair_seconds,
-    prediction_variant,
-)
+from moe_overlap.tuner.cost.analytic import Priced, cost_of, one_way_seconds, pair_seconds
 from moe_overlap.tuner.cost.captured_launches import Replayed, beside_replays, replayed_in
 from moe_overlap.tuner.cost.copied_bytes import HIDDEN, Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
@@ -77,6 +70,7 @@ from moe_overlap.tuner.cost.listed_operators import as_listed, quantizing_second
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.stage import state_seconds
+from moe_overlap.tuner.cost.stage_parts import layer_variant, prediction_variant
 
 KEPT = (
     *(BufferRole.PARAMETERS, BufferRole.WEIGHTS, BufferRole.GRADIENT, BufferRole.D_WEIGHTS),
@@ -371,8 +365,10 @@ class StagePrices:
             return 0.0
         costs, terms, rates = self.priced.costs, self.priced.terms, self.priced.rates
         if not part:
-            whole = costs.tail_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds
-            return float(whole[0, self.column])
+            # Of a gather what passes do not hide, be it in front of them or behind the update: this instruction has all of it.
+            gathered = costs.first_extra_seconds[0] + self.priced.gathered
+            whole = costs.tail_seconds[0] if what is OperatorKind.GRADIENTS else gathered
+            return float(whole[self.column])
         if self._is_copy(part):
             return 0.0
         row = self.row(part)

@@ -101,10 +101,12 @@ class LayerTerms:
     forward_seconds: Floats
     backward_seconds: Floats
     first_extra_seconds: Floats
-    """Seconds that the first micro-batch of a step adds: updated parameters are gathered."""
+    """Seconds that the first micro-batch of a step adds: updated parameters are gathered beside it."""
     last_extra_seconds: Floats
     """Seconds that the last micro-batch adds: gradients are reduced."""
     optimizer_seconds: Floats
+    gathered_seconds: Floats
+    """Seconds in which updated parameters are gathered behind the optimizer, where no pass hides that."""
     weights: Floats
     """Bytes, as everything below; of states what stays on the device."""
     gradients: Floats
@@ -158,7 +160,9 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     gather = np.where(level > 0, state_seconds(dense, experts, rates.gathered_bytes, rates), 0.0)
     reduced = np.where(level == 0, 2.0, rates.reduce_scatter)
     scatter = state_seconds(dense, experts, rates.gradient_bytes, rates) * reduced
-    first = concurrent(forward, gather, zeros, zeros) - forward if rates.overlap_param_gather else gather
+    # Where no pass hides that, weights are gathered behind the update, as Megatron-LM does.
+    first = concurrent(forward, gather, zeros, zeros) - forward if rates.overlap_param_gather else zeros
+    gathered = zeros if rates.overlap_param_gather else gather
     last = concurrent(backward, scatter, zeros, zeros) - backward if rates.overlap_grad_reduce else scatter
     moves = kinds.is_layer[:, None] * strategy.offload_activations
     return LayerTerms(
@@ -167,6 +171,7 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
         first_extra_seconds=first,
         last_extra_seconds=last,
         optimizer_seconds=rates.optimizer_sweep * sizes.swept,
+        gathered_seconds=gathered,
         weights=sizes.weights * (1.0 - strategy.offload_weights),
         gradients=sizes.gradients * (1.0 - strategy.offload_gradients),
         optimizer=sizes.optimizer * (1.0 - strategy.offload_optimizer),

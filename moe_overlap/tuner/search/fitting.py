@@ -16,10 +16,11 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan, Recompute, StagePlan
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Prediction, stage_variants
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.cost.stage_parts import stage_variants
 from moe_overlap.tuner.problem import Problem
 
 Capture = Callable[[Plan], Mapping[int, CapturedModel]]

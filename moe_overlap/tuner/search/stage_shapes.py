@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
-from moe_overlap.tuner.cost.analytic import WORDS, holding_words
 from moe_overlap.tuner.cost.evaluate import StageEvaluator, StageShapes
+from moe_overlap.tuner.cost.stage_parts import WORDS, holding_words
 from moe_overlap.tuner.cost.use_slowdowns import Part as StagePart
 from moe_overlap.tuner.search.space import MemoryChoice
 

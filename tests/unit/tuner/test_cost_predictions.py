@@ -14,7 +14,7 @@ from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Storage
 from moe_overlap.tuner.capture.request import layer_kinds, prediction_kinds
-from moe_overlap.tuner.cost.analytic import WORDS, part_counts, stage_variants
+from moe_overlap.tuner.cost.stage_parts import WORDS, part_counts, stage_variants
 from tests.unit.tuner.capture_cases import MOE
 from tests.unit.tuner.hand_made import captured_by_hand
 

@@ -25,7 +25,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import ATTENTION, GATE, MERGE, layer_operator
 from moe_overlap.plan.overlap import LayerOverlap, order_of, part_order, range_ends
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.tuner.cost.analytic import layer_variant
+from moe_overlap.tuner.cost.stage_parts import layer_variant
 
 Kind = tuple[str, ...]
 Entries = Mapping[int, LayerOverlap]

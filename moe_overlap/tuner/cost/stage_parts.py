@@ -1,0 +1,97 @@
+"""The parts of a stage: which there are, in which order, and under which recomputation.
+
+A part is a kind of layer, the embedding, a prediction layer or the head, as the capture has it; its *variant* is what of it is
+recomputed. A stage's parts are counted (`part_counts`) and put in the order of its forward pass (`ordered_parts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.cost.use_slowdowns import Part as StagePart
+
+WORDS = "embedding.word_embeddings.weight"
+
+
+def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part, float]]:
+    """The parts of a stage and how often each is there."""
+    stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
+    variants: dict[tuple[str, str], int] = {}
+    for first, last in stage.chunks:
+        for place, layer in enumerate(range(first, last)):
+            key = (graph.layer_kinds[layer], layer_variant(stage, place))
+            variants[key] = variants.get(key, 0) + 1
+    counted = [(graph.part(kind, variant, samples), float(count)) for (kind, variant), count in variants.items()]
+    if index == plan.embedding_stage:
+        counted.append((graph.part("embedding", samples=samples), 1.0))
+    if index == plan.mtp_stage:
+        predictions = [graph.part(kind, prediction_variant(stage), samples) for kind in graph.mtp_kinds]
+        if index != plan.embedding_stage and graph.part("head", samples=samples).holds(WORDS) is None:
+            predictions[0] = holding_words(predictions[0])
+        counted += [(part, 1.0) for part in predictions]
+    if index == plan.loss_stage:
+        counted.append((graph.part("head", samples=samples), 1.0))
+    return counted
+
+
+def holding_words(part: Part) -> Part:
+    """A prediction layer on another stage than the embedding, whose copy of the words is counted here."""
+    words = part.holds(WORDS, "constant")
+    assert words is not None, f"{part.kind} reads no word embedding"
+    storages = list(part.storages)
+    storages[words] = replace(storages[words], role="parameter")
+    return replace(part, storages=tuple(storages))
+
+
+def layer_variant(stage: StagePlan, place: int) -> str:
+    """The variant of recomputation of the layer at a place of its chunk, as the capture names it."""
+    recompute = stage.recompute
+    if recompute.granularity == "none" or (recompute.granularity != "uniform" and place >= recompute.layers):
+        return "none"
+    return "+".join(sorted(recompute.modules)) if recompute.granularity == "selective" else "full"
+
+
+def prediction_variant(stage: StagePlan) -> str:
+    """The variant of prediction layers: megatron-core leaves them out where it recomputes the first layers of a chunk."""
+    recompute = stage.recompute
+    if recompute.granularity == "selective":
+        return "+".join(sorted(recompute.modules))
+    return "full" if recompute.granularity == "uniform" else "none"
+
+
+def stage_variants(stage: StagePlan) -> set[str]:
+    """The variants of recomputation of a stage's layers, and of prediction layers if it has any."""
+    layers = {layer_variant(stage, place) for first, last in stage.chunks for place in range(last - first)}
+    return {*layers, prediction_variant(stage), "none"}
+
+
+def ordered_parts(
+    plan: Plan, index: int, graph: CapturedModel, of_kind: Mapping[tuple[str, str], int]
+) -> tuple[StagePart, ...]:
+    """A stage's parts in the order of its forward pass.
+
+    Args:
+        of_kind: kind and variant of the stage's parts -> their rows.
+    """
+    stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
+    last = len(stage.chunks) - 1
+    found = []
+    if index == plan.embedding_stage:
+        row = of_kind["embedding", graph.part("embedding", samples=samples).variant]
+        found.append(StagePart(row, is_layer=False, is_embedding=True))
+    for chunk, (first, end) in enumerate(stage.chunks):
+        found += [
+            StagePart(of_kind[graph.layer_kinds[layer], layer_variant(stage, layer - first)], chunk)
+            for layer in range(first, end)
+        ]
+    # The last chunk runs a backward pass right behind its forward pass, so no second micro-batch waits in what follows.
+    if index == plan.mtp_stage:
+        kinds = [(kind, prediction_variant(stage)) for kind in graph.mtp_kinds]
+        found += [StagePart(of_kind[kind], last, held_once=True) for kind in kinds]
+    if index == plan.loss_stage:
+        row = of_kind["head", graph.part("head", samples=samples).variant]
+        found.append(StagePart(row, last, is_layer=False, held_once=True))
+    return tuple(found)
