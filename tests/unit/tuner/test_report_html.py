@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 from moe_overlap.api import predict, read_job, simulated
 from moe_overlap.describe.cluster import GIB, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.plan import Plan
 from moe_overlap.report.answer import Answer, answer_lines
+from moe_overlap.report.drawings import stages_and_devices
 from moe_overlap.report.html import CandidateRow, Report, Sensitivity, report_html, write_report
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import needed_bytes
@@ -189,3 +192,15 @@ def test_a_browser_renders_it(played: tuple[Prediction, SimulatedStep], tmp_path
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={tmp_path / 'page.png'}"]
     subprocess.run([str(CHROMIUM), *options, str(tmp_path / "report.html")], check=True, timeout=60)
     assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def test_an_interleaved_stage_is_not_drawn_as_if_it_had_all_layers_between() -> None:
+    plan = read_job(list(WORDS), 64).plan
+    first, last = stages_of(plan, ((0, 1), (4, 5))), stages_of(plan, ((0, 4),))
+    assert "stage 0: L0, …" in stages_and_devices(first) and "L4" not in stages_and_devices(first)
+    assert "stage 0: L0–L3<" in stages_and_devices(last)
+
+
+def stages_of(plan: Plan, chunks: tuple[tuple[int, int], ...]) -> Plan:
+    """The plan with a first stage of these chunks alone."""
+    return dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], chunks=chunks),))
