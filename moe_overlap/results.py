@@ -22,7 +22,9 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.plan_search.search import SearchSettings, Target, search_plan
+from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.flags import Target
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.answer import Answer, answer_lines, plan_sentence
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.search import PlanSearch, answer_of

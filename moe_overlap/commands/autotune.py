@@ -53,8 +53,9 @@ from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError, system_refusal
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan_search.asked import BEYOND, SPACES, SearchSettings
 from moe_overlap.plan_search.processes import Processes
-from moe_overlap.plan_search.search import BEYOND, SPACES, SearchSettings, search_plan
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.shards import Shard, ShardsMissingError
 from moe_overlap.plan_search.upstream_states import UPSTREAM
 from moe_overlap.report.prediction import prediction_text

@@ -10,7 +10,7 @@ from pathlib import Path
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.search import SearchSettings
+from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.several import search_both, search_numbers
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.scaling import scaling_json, scaling_lines

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, cast
 
+from megatron.training.cli.arguments import expand_files
 from megatron.training.plan_flags import arguments_of, layout_values
 from moe_overlap.api import Options, problem_of
 from moe_overlap.describe.cluster import Cluster
@@ -43,9 +44,19 @@ OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags of the precision; prefixes."""
 
 
+def flags_of(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The flags of a command line with their values, those of its files among them."""
+    return grouped(tuple(expand_files(words)))
+
+
+def flags_of_layout(plan: Plan, predictions: int) -> dict[str, tuple[str, ...]]:
+    """The flags that say the layout of a plan, whose model has so many prediction layers."""
+    return grouped(arguments_of(layout_values(plan, predictions)))
+
+
 def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:
     """The user's flags without those that a plan decides, and those that the target does otherwise with the reason."""
-    flags = grouped(words)
+    flags = flags_of(words)
     dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target != "megatron-lm"}
     dropped |= {
         name: DECIDED for name in flags if name == "--plan" or (name.startswith(BY_HAND) and name not in OF_DEVICE)

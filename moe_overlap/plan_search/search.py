@@ -1,6 +1,6 @@
 """Search the plan of a run: from its Megatron flags without a layout, or in spite of theirs, to the flags of the fastest plan.
 
-1. `without_layout` takes from the user's flags what a plan decides. What is left describes model, batch, precision and features.
+1. `asked_of` takes from the user's flags what a plan decides. What is left describes model, batch, precision and features.
 2. Uniform plans are searched with that (tuner/search/uniform.py), under the rules of the target: what this runtime executes, or
    what unmodified Megatron-LM accepts.
 3. The fastest are written as flags and read again as any command line is: what rules across flags refuse is no answer, and each
@@ -22,16 +22,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Unpack
 
-from megatron.training.cli.arguments import expand_files
-from megatron.training.plan_flags import arguments_of, layout_values
 from moe_overlap.api import Options, machine_for, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.job import Job, named_by, read_job, without_graphs
+from moe_overlap.job import Job, without_graphs
 from moe_overlap.launching import launching_of
-from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan_search.asked import SPACES, Asked, SearchSettings, asked_of
 from moe_overlap.plan_search.changes import changes_of
 from moe_overlap.plan_search.finalists import (
     does_not_fit,
@@ -40,33 +37,27 @@ from moe_overlap.plan_search.finalists import (
     simulated_finalists,
     simulated_until_ahead,
 )
-from moe_overlap.plan_search.flags import PlansAsFlags, Target, as_priced, with_precision, without_layout
+from moe_overlap.plan_search.flags import PlansAsFlags, as_priced, flags_of, flags_of_layout
 from moe_overlap.plan_search.free import FreeSearch, free_finalists, narrow_space, search_beyond
 from moe_overlap.plan_search.free_sharding import search_sharding
 from moe_overlap.plan_search.overlapped import SCREENED, Overlapped, OverlapSearch, decide_overlaps
-from moe_overlap.plan_search.processes import Processes, job_sha256, search_shards
+from moe_overlap.plan_search.processes import job_sha256, search_shards
 from moe_overlap.plan_search.shards import Refused, Shard, share_of
 from moe_overlap.plan_search.task import (
     accepted,
     captured_ahead,
     commonest_refusal,
-    layouts_of,
     paired_task,
     refusals,
-    run_of,
-    task_of,
     with_dispatcher_of,
 )
-from moe_overlap.plan_search.upstream_states import UPSTREAM, search_states
+from moe_overlap.plan_search.upstream_states import search_states
 from moe_overlap.report.search import Finalist, PlanSearch, is_paired
-from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.prediction import predict_plan
-from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import (
-    FIRST,
     LIBRARIES,
     DispatcherOutcome,
     Side,
@@ -76,56 +67,18 @@ from moe_overlap.tuner.search.dispatchers import (
 )
 from moe_overlap.tuner.search.hidden import search_hidden
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
-from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
-from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
+from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
 from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Status
-from moe_overlap.tuner.search.space import (
-    SEARCH_SPACES,
-    SearchSpace,
-    UniformLayout,
-)
+from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
-from moe_overlap.tuner.write.argument_file import layout_flags
-from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
-SPACES = ("megatron", "recompute")
-"""Search spaces of plans that are executed."""
-BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
-"""Search spaces with plans that no runtime executes today."""
 REFUSALS = 1000
 """Layouts among which the commonest refusal is looked for, where the target runs none."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SearchSettings:
-    """Settings of a plan search.
-
-    Attributes:
-        space: a name of `SEARCH_SPACES`, or a space of its own.
-        seconds: after which the best so far is the answer.
-        overlap_limits, solver_seconds: of the overlap search for the first few.
-        has_baseline: whether the user's own layout is predicted as well.
-        averages: whether the objective takes all micro-batches of a stage for their mean.
-        frees_dispatcher: whether the dispatcher is searched although the flags name one; where they name none it is.
-        processes: that search uniform plans.
-        progress: called with layouts done, layouts in all, and the best so far.
-    """
-
-    target: Target = "moe-overlap"
-    space: str | SearchSpace = "recompute"
-    seconds: float = math.inf
-    overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
-    solver_seconds: float = 2.0
-    has_baseline: bool = True
-    averages: bool = False
-    frees_dispatcher: bool = False
-    processes: Processes = Processes()
-    progress: Callable[[int, int, RankedLayout | StagedPlan | MeshPlan | None], None] = lambda done, total, best: None
 
 
 def search_plan(
@@ -145,7 +98,8 @@ def search_plan(
         ShardsMissingError: with a shard, where answers of the others are not there yet.
     """
     begun = time.monotonic()
-    search = _Search(words, cluster, settings, libraries, options, deadline=begun + settings.seconds)
+    asked = asked_of(words, cluster, settings, begun + settings.seconds, libraries, **options)
+    search = _Search(asked)
     found, outcomes = search.uniform()
     wider = search.beyond(found)
     found, staged = wider.uniform, wider.staged
@@ -153,22 +107,22 @@ def search_plan(
     if found.solution.value is None and (staged is None or staged.solution.value is None):
         if is_interrupted:
             raise KeyboardInterrupt
-        commonest = commonest_refusal(search.refusal, search.layouts[:REFUSALS])
+        commonest = commonest_refusal(search.refusal, asked.layouts[:REFUSALS])
         raise does_not_fit(found, cluster, search.said.refused, search.task.machine.memory.certainty, commonest)
     finalists = search.finalists(wider)
-    deadline = -math.inf if found.solution.status is Status.TIME_LIMIT or is_interrupted else search.deadline
+    deadline = -math.inf if found.solution.status is Status.TIME_LIMIT or is_interrupted else asked.deadline
     finalists, answered = search.decided(found, finalists, deadline)
-    chosen, tuned, shards = answered.chosen, answered.tuned, search.space.shards_operators
+    chosen, tuned, shards = answered.chosen, answered.tuned, asked.space.shards_operators
     plan, prediction = (
         (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
     )
     assert prediction is not None
-    own = _baseline(words, cluster, search.given) if settings.has_baseline else None
+    own = _baseline(asked) if settings.has_baseline else None
     answer = PlanSearch(
         target=settings.target,
-        space=search.space.name,
+        space=asked.space.name,
         cluster=cluster,
-        words=tuple(as_priced(search.bare, "megatron-lm") if is_paired(chosen) else search.bare),
+        words=tuple(as_priced(asked.bare, "megatron-lm") if is_paired(chosen) else asked.bare),
         chosen=chosen,
         tuned=tuned,
         why_plain=answered.why_plain,
@@ -179,7 +133,7 @@ def search_plan(
         refused=tuple(search.said.refused),
         baseline=None if own is None else own[0],
         wider_space="" if own is None else _wider_space(own[1], settings),
-        dropped=search.dropped,
+        dropped=asked.dropped,
         sharding=search_sharding(chosen.problem, wider.task, deadline, answered.is_interrupted) if shards else None,
         seconds=time.monotonic() - begun,
         staged=staged,
@@ -188,9 +142,9 @@ def search_plan(
         dispatchers=outcomes,
     )
     step = prediction.predicted.step_seconds
-    launching = launching_of(plan, answer.problem, step, search.job.flags, replays_lists=False)
+    launching = launching_of(plan, answer.problem, step, asked.job.flags, replays_lists=False)
     answer = dataclasses.replace(answer, launching=launching)
-    return _with_changes(answer, words, search.given, search.options)
+    return _with_changes(answer, asked)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,58 +164,32 @@ class _Wider:
 
 
 class _Search:
-    """The job, and what its plans are priced, accepted and read with.
+    """What is asked for, and what its plans are priced, accepted and read with.
 
     Attributes:
-        bare: the user's flags without their layout.
-        dropped: flags that the run goes without, with the reason.
-        given: the options of the user; `options` are those of plans that are read from flags of their own.
         task, bounds: of the narrow space; `listed` is the task for plans with instruction lists.
         paired: the task with Megatron-LM's overlap of all-to-alls, where that is searched, too.
-        replays: whether the flags ask for lists that are replayed as CUDA graphs.
         said: reads plans as flags; `upstream` those of Megatron-LM's overlap, which another target may look at, too.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        cluster: Cluster,
-        settings: SearchSettings,
-        libraries: Libraries | None,
-        options: Options,
-        deadline: float,
-    ) -> None:
-        self.cluster, self.settings, self.deadline = cluster, settings, deadline
-        self.bare, self.dropped, self.further, self.job = _asked(words, cluster, settings, options)
-        libraries = libraries or Libraries(CaptureFiles(cache_folder(), options.get("tell")))
-        on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
-        captured = partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs
-        self.graphs: Graphs = options.get("graphs") or captured
-        # Plans are read from flags of their own, which stand in no file that names the model.
-        self.given = Options(**{**options, "graphs": self.graphs, "name": self.job.model.name})
-        # Those flags say the precision, and a plan file is of the user's own layout.
-        self.options = Options(**{**self.given, "precision": None, "plan": None})
-        self.space = _space(settings)
-        self.run = run_of(self.job, cluster)
-        self.layouts = layouts_of(self.job, self.run, self.space)
-        task, self.bounds = self._task_of(self.job, narrow_space(self.space))
-        if self.graphs == libraries.graphs:
-            task = captured_ahead(task, self.job, self.layouts, libraries, settings.processes.shares)
+    def __init__(self, asked: Asked) -> None:
+        self.asked, target, bare = asked, asked.settings.target, asked.bare
+        task, self.bounds = asked.task(asked.job, narrow_space(asked.space))
+        if asked.graphs == asked.libraries.graphs:
+            task = captured_ahead(task, asked.job, asked.layouts, asked.libraries, asked.settings.processes.shares)
         self.task = task
-        pairs = settings.target == "megatron-lm" or (settings.target == "any" and self.space.overlaps)
-        self.paired = paired_task(task, self.bare) if pairs else None
-        self.replays = without_graphs(words)[1]
-        self.listed = dataclasses.replace(task, features=dataclasses.replace(task.features, listed_graphs=self.replays))
-        self.refusal = refusals(task, settings.target, self.bare)
+        pairs = target == "megatron-lm" or (target == "any" and asked.space.overlaps)
+        self.paired = paired_task(task, bare) if pairs else None
+        self.listed = dataclasses.replace(
+            task, features=dataclasses.replace(task.features, listed_graphs=asked.replays)
+        )
+        self.refusal = refusals(task, target, bare)
         self.accepts = accepted(self.refusal)
-        self.said = PlansAsFlags(task, self.bare, settings.target, cluster.gpus)
-        self.upstream = PlansAsFlags(task, as_priced(self.bare, "megatron-lm"), "megatron-lm", cluster.gpus)
+        self.said = PlansAsFlags(task, bare, target, asked.cluster.gpus)
+        self.upstream = PlansAsFlags(task, as_priced(bare, "megatron-lm"), "megatron-lm", asked.cluster.gpus)
         self.admits: Callable[[RankedLayout], bool] = self.said.is_read
-        if settings.target == "any":
+        if target == "any":
             self.admits = lambda plan: not plan.layout.paired or self.upstream.is_read(plan)
-
-    def _task_of(self, job: Job, space: SearchSpace) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
-        return task_of(job, self.cluster, space, self.graphs, self.given, self.settings.averages)
 
     def uniform(self) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
         """Uniform plans of the narrow space, under all dispatchers that are searched.
@@ -269,11 +197,11 @@ class _Search:
         Raises:
             ShardsMissingError: answers of other shards are not there yet.
         """
-        settings = self.settings
+        asked, settings = self.asked, self.asked.settings
 
         def search(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
             is_said = shard.index == 1 or settings.processes.shard is not None
-            layouts, costs, bounds = share_of(self.layouts, shard), UniformCosts(self.task), self.bounds
+            layouts, costs, bounds = share_of(asked.layouts, shard), UniformCosts(self.task), self.bounds
             if self.paired is not None:
                 layouts, costs = [*with_paired(layouts)], CostsOfBoth(self.task, self.paired)
                 bounds = costs.bounds(self.bounds)
@@ -284,55 +212,55 @@ class _Search:
                 self.accepts,
                 self.admits,
                 KEPT,
-                self.deadline,
+                asked.deadline,
                 progress=settings.progress if is_said else lambda done, total, best: None,
                 shared=None if bar is None else (bar, shard.index - 1),
             )
             return found, self.said.refused
 
         def side(dispatcher: Dispatcher) -> Side:
-            task, bounds = self._task_of(with_dispatcher_of(self.job, dispatcher), narrow_space(self.space))
+            task, bounds = asked.task(with_dispatcher_of(asked.job, dispatcher), narrow_space(asked.space))
             task = dataclasses.replace(task, modules=self.task.modules)
             # Megatron-LM runs its overlap with all-to-alls and with libraries of their own.
             pairs = self.paired is not None and dispatcher in LIBRARIES
-            return Side(task=task, bounds=bounds, paired=paired_task(task, self.bare) if pairs else None)
+            return Side(task=task, bounds=bounds, paired=paired_task(task, asked.bare) if pairs else None)
 
-        asked = (self.bare, settings.target, str(settings.space), settings.averages, str(settings.seconds))
+        same = (asked.bare, settings.target, str(settings.space), settings.averages, str(settings.seconds))
         found, self.said.refused = search_shards(
-            search, settings.processes, partial(job_sha256, asked, self.cluster, self.given), KEPT
+            search, settings.processes, partial(job_sha256, same, asked.cluster, asked.given), KEPT
         )
         rules = self.accepts, self.admits
         return search_dispatchers(
             found,
-            self.layouts,
+            asked.layouts,
             self.task,
-            self.further,
+            asked.further,
             side,
             KEPT,
             *rules,
-            self.deadline,
+            asked.deadline,
             settings.progress,
             paired=self.paired,
         )
 
     def beyond(self, found: UniformSearch) -> _Wider:
         """The plans of the whole space, where it is wider than the narrow one."""
-        settings = self.settings
-        if self.space == narrow_space(self.space) and settings.target != "any":
-            return _Wider(uniform=found, staged=None, job=self.job, layouts=self.layouts, task=self.task)
-        job, layouts, found = _of_one_dispatcher(self.job, self.layouts, found)
-        task, bounds = self._task_of(job, self.space)
+        asked, settings = self.asked, self.asked.settings
+        if asked.space == narrow_space(asked.space) and settings.target != "any":
+            return _Wider(uniform=found, staged=None, job=asked.job, layouts=asked.layouts, task=self.task)
+        job, layouts, found = _of_one_dispatcher(asked.job, asked.layouts, found)
+        task, bounds = asked.task(job, asked.space)
         staged: StageSearch | None = None
         jobs, progress = settings.processes.jobs, settings.progress
         if settings.target == "any":
             # Beyond what runs whole layers are recomputed.
             operators = (task if layouts[0].dispatcher else self.task).operators
             task = dataclasses.replace(task, modules=(), operators=operators)
-            free = search_beyond(found, layouts, task, bounds, KEPT, self.deadline, progress, self.run, jobs)
+            free = search_beyond(found, layouts, task, bounds, KEPT, asked.deadline, progress, asked.run, jobs)
             found, staged = free.uniform, free.staged
         elif found.solution.status is not Status.TIME_LIMIT:
             rules = self.accepts, self.admits
-            found = search_states(found, layouts, task, bounds, rules, KEPT, self.deadline, jobs, progress)
+            found = search_states(found, layouts, task, bounds, rules, KEPT, asked.deadline, jobs, progress)
         return _Wider(uniform=found, staged=staged, job=job, layouts=layouts, task=task)
 
     def finalists(self, wider: _Wider) -> list[Finalist]:
@@ -341,14 +269,15 @@ class _Search:
         Raises:
             ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
         """
-        if self.settings.target != "any":
-            return _finalists(wider.uniform, self.said, self.cluster, self.options)
+        asked = self.asked
+        if asked.settings.target != "any":
+            return _finalists(wider.uniform, self.said, asked.cluster, asked.options)
         dispatcher = wider.layouts[0].dispatcher
-        extrapolating = machine_for(wider.job, self.cluster, self.options)[1]
+        extrapolating = machine_for(wider.job, asked.cluster, asked.options)[1]
         name = dispatcher or wider.task.features.dispatcher
-        extrapolating = (*extrapolating, *uncalibrated(name, self.cluster.group_of(0).gpu.name))
+        extrapolating = (*extrapolating, *uncalibrated(name, asked.cluster.group_of(0).gpu.name))
         read = partial(self.said.read, dispatcher)
-        paired = partial(self.upstream.finalist, cluster=self.cluster, options=self.options)
+        paired = partial(self.upstream.finalist, cluster=asked.cluster, options=asked.options)
         free = FreeSearch(uniform=wider.uniform, staged=wider.staged)
         return free_finalists(free, wider.task, KEPT, read, paired, extrapolating)
 
@@ -356,7 +285,7 @@ class _Search:
         self, found: UniformSearch, finalists: list[Finalist], deadline: float
     ) -> tuple[list[Finalist], Overlapped]:
         """The finalists in the order of their simulated steps, and the fastest with its overlap."""
-        settings, options = self.settings, self.options
+        asked, settings, options = self.asked, self.asked.settings, self.asked.options
         try:
             if settings.target == "any":
                 finalists = simulated_until_ahead(finalists, deadline)
@@ -368,64 +297,42 @@ class _Search:
             finalists = listed_alone(finalists)
             return finalists, Overlapped(chosen=finalists[0], tuned=None, is_interrupted=True)
         overlaps = OverlapSearch(
-            read=partial(self.said.finalist, cluster=self.cluster, options=options),
-            cluster=self.cluster,
+            read=partial(self.said.finalist, cluster=asked.cluster, options=options),
+            cluster=asked.cluster,
             limits=settings.overlap_limits,
             solver_seconds=settings.solver_seconds,
             deadline=deadline,
-            replays=self.replays,
+            replays=asked.replays,
         )
-        if overlaps.is_late or settings.target == "megatron-lm" or not self.space.overlaps:
+        if overlaps.is_late or settings.target == "megatron-lm" or not asked.space.overlaps:
             return finalists, Overlapped(chosen=finalists[0], tuned=None, is_late=overlaps.is_late)
         hidden = partial(
             search_hidden,
             found,
-            self.layouts,
+            asked.layouts,
             self.listed,
             self.bounds,
             SCREENED,
-            accepts=accepted(refusals(self.task, "moe-overlap", self.bare)),
+            accepts=accepted(refusals(self.task, "moe-overlap", asked.bare)),
             admits=self.said.is_read,
         )
         hidden = partial(hidden, deadline=deadline, progress=settings.progress)
         return finalists, decide_overlaps(finalists, hidden, overlaps, **options)
 
 
-def _asked(
-    words: Sequence[str], cluster: Cluster, settings: SearchSettings, options: Options
-) -> tuple[list[str], dict[str, str], tuple[Dispatcher, ...], Job]:
-    """The user's flags without their layout, those that are dropped, the dispatchers that are searched, and the job.
-
-    Raises:
-        ConfigError: the flags are wrong whatever the layout, or nodes differ.
-    """
-    require_equal_groups(cluster)
-    bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
-    bare = as_priced(with_precision(bare, options.get("precision")), settings.target)
-    bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
-    job = with_dispatcher_of(_described(words, bare, cluster, options), FIRST if further else "")
-    flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
-    return bare, dropped, further, dataclasses.replace(job, flags=flags)
-
-
-def _with_changes(answer: PlanSearch, words: Sequence[str], given: Options, options: Options) -> PlanSearch:
-    """The answer with what it changes in the user's own layout.
-
-    Args:
-        words, given: of the user.
-        options: of the answer's plan.
-    """
+def _with_changes(answer: PlanSearch, asked: Asked) -> PlanSearch:
+    """The answer with what it changes in the user's own layout."""
     if answer.baseline is None or answer.refusal is not None:
         return answer
-    precise = Options(**{**options, "precision": given.get("precision")})
-    own = grouped(tuple(expand_files(words)))
+    precise = Options(**{**asked.options, "precision": asked.given.get("precision")})
+    own = flags_of(asked.words)
     # For this fork flags of Megatron-LM's overlap make way, as `dropped` says.
     decided = PAIRED if answer.is_upstream else ()
     planned = answer.written.flags
     if "--plan" in planned:
         # The file beside the flags says the layout; a comparison needs the flags that would say it.
         predictions = int(own.get("--mtp-num-layers", ("0",))[0])
-        planned = {**grouped(arguments_of(layout_values(answer.plan, predictions))), **planned}
+        planned = {**flags_of_layout(answer.plan, predictions), **planned}
     changes = changes_of(own, planned, answer.baseline, answer.cluster, decided, **precise)
     return dataclasses.replace(answer, changes=changes)
 
@@ -440,62 +347,6 @@ def _of_one_dispatcher(
     under = [dataclasses.replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
     ranked = tuple(plan for plan in found.ranked if plan.layout.dispatcher == name)
     return with_dispatcher_of(job, name), under, dataclasses.replace(found, ranked=ranked)
-
-
-def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:
-    """The job of the flags, whose layout is not looked at.
-
-    Raises:
-        ConfigError: the flags are wrong whatever the layout.
-    """
-    name = named_by(words) or options.get("name")
-    smallest = [*bare, "--micro-batch-size", "1"]
-    try:
-        job = read_job(smallest, 1)
-    except ConfigError:
-        try:
-            # A dispatch library, which is of several expert ranks alone.
-            job = read_job([*smallest, "--expert-model-parallel-size", "2"], 2)
-        except ConfigError:
-            # Whatever else needs several ranks is read with the user's own layout.
-            job = read_job(words, cluster.gpus, options.get("precision"))
-    # All plans of the search are made from this one, whose own may be a file's for other devices.
-    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, host_runs_ahead=cluster.queues))
-    return job if name is None else dataclasses.replace(job, model=dataclasses.replace(job.model, name=name))
-
-
-def require_equal_groups(cluster: Cluster) -> None:
-    """Refuse nodes of unlike kinds: one layout is priced on all of them.
-
-    Raises:
-        ConfigError: two groups of nodes differ.
-    """
-    if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
-        rule = "its groups of nodes differ, and plans whose stages differ are not searched yet"
-        raise ConfigError("--cluster", cluster.name, rule, "search for each group alone")
-
-
-def _space(settings: SearchSettings) -> SearchSpace:
-    """The search space, as far as the target executes it.
-
-    Raises:
-        ConfigError: the space is not searched.
-    """
-    if isinstance(settings.space, SearchSpace):
-        return settings.space
-    if settings.space in UPSTREAM and settings.target == "megatron-lm":
-        return UPSTREAM[settings.space]
-    if settings.space in UPSTREAM and settings.target == "moe-overlap":
-        rule = "has plans that this fork does not execute (ZeRO 0, 2 and 3, offloading)"
-        raise ConfigError("--search-space", settings.space, rule, "add --target megatron-lm or --target any")
-    if settings.space in BEYOND and settings.target != "any":
-        rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
-        raise ConfigError("--search-space", settings.space, rule, "add --target any")
-    if settings.space not in (*SPACES, *BEYOND):
-        raise ConfigError(
-            "--search-space", settings.space, "is no search space", f"use {', '.join((*SPACES, *BEYOND))}"
-        )
-    return SEARCH_SPACES[settings.space]
 
 
 def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, options: Options) -> list[Finalist]:
@@ -516,12 +367,12 @@ def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, optio
     return finalists
 
 
-def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> tuple[Prediction, Plan] | None:
+def _baseline(asked: Asked) -> tuple[Prediction, Plan] | None:
     """The user's own layout, where the flags have one that runs on these GPUs, with its prediction."""
     # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
-    for said in (words, without_graphs(words)[0]):
+    for said in (asked.words, without_graphs(asked.words)[0]):
         try:
-            problem = problem_of(said, cluster, options)
+            problem = problem_of(said, asked.cluster, asked.given)
             return predict_plan(problem.plan, problem), problem.plan
         except ConfigError:
             continue

@@ -112,9 +112,7 @@ def test_what_the_rule_allows(folder: str, line: str) -> None:
     assert forbidden(folder, line) == []
 
 
-BRIDGES = {
-    f"moe_overlap/{name}.py" for name in ("api", "job", "plan_search/search", "plan_search/flags", "plan_search/task")
-}
+BRIDGES = {f"moe_overlap/{name}.py" for name in ("api", "job", "plan_search/flags", "plan_search/task")}
 """The files outside of commands and `tuner/capture` that import both `megatron.training` and the tuner."""
 
 

@@ -16,7 +16,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import read_job
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import load_plan
-from moe_overlap.plan_search.search import SearchSettings
+from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.results import TunedPlan

@@ -27,8 +27,9 @@ import numpy as np
 import pandas as pd
 
 from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import TIE
-from moe_overlap.plan_search.search import SearchSettings, search_plan
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import PlanSearch
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.analytic import Prediction

@@ -20,8 +20,10 @@ from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.job import read_job
+from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.overlapped import Overlapped
-from moe_overlap.plan_search.search import SearchSettings, Target, search_plan
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import PlanSearch, closing_lines
 from moe_overlap.tuner.search.space import Run, UniformLayout, uniform_layouts
 from moe_overlap.tuner.write.argument_file import layout_flags

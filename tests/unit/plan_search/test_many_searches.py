@@ -14,7 +14,9 @@ from megatron.training.cli.arguments import expand_files
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.search import SearchSettings, Target, search_plan
+from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.flags import Target
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.several import NOT_SEARCHED, search_numbers
 from moe_overlap.report.scaling import scaling_json, scaling_lines
 from moe_overlap.report.search import PlanSearch

@@ -27,9 +27,10 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan_search import task as search_task
+from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import in_order
-from moe_overlap.plan_search.flags import as_priced
-from moe_overlap.plan_search.search import SearchSettings, Target, search_plan, without_layout
+from moe_overlap.plan_search.flags import Target, as_priced, without_layout
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import Finalist, PlanSearch, detail_lines, search_json, search_lines, write_search
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout

@@ -13,9 +13,11 @@ from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import overlapped as overlapped_search
 from moe_overlap.plan_search import search as plan_search
+from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import TIE
+from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.free import FREED, freed_layouts
-from moe_overlap.plan_search.search import SearchSettings, Target, search_plan
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import PlanSearch, closing_lines, search_json, write_search
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.space import SEARCH_SPACES

@@ -6,7 +6,8 @@ import pytest
 
 from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.plan_search.search import SearchSettings, search_plan
+from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.answer import Answer, answer_lines, suggestions
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.search import answer_of, search_json

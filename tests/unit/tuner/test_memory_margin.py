@@ -14,7 +14,8 @@ import moe_overlap.api as api
 from moe_overlap.commands import autotune, predict
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.search import SearchSettings, search_plan
+from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from moe_overlap.tuner.cost.memory_errors import MemoryErrors, student_quantile

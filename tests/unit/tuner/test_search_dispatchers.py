@@ -23,7 +23,8 @@ from moe_overlap.describe.model import ModelDescription, expected_places
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search import search as plan_search
-from moe_overlap.plan_search.search import SearchSettings, search_plan
+from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import search_json, write_search
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Op, Part
@@ -349,9 +350,8 @@ def test_a_search_for_anyone_says_that_a_library_is_beyond_calibration(
     monkeypatch.setattr(plan_search, "FreeSearch", lambda **_: None)
     monkeypatch.setattr(plan_search, "free_finalists", lambda *given: handed.append(given[-1]) or [])
     nothing = SimpleNamespace(read=str, finalist=str)
-    search: Any = SimpleNamespace(
-        settings=SearchSettings(target="any"), cluster=H100, options={}, said=nothing, upstream=nothing
-    )
+    asked = SimpleNamespace(settings=SearchSettings(target="any"), cluster=H100, options={})
+    search: Any = SimpleNamespace(asked=asked, said=nothing, upstream=nothing)
     layout, features = SimpleNamespace(dispatcher=searched), SimpleNamespace(dispatcher=of_flags)
     wider: Any = SimpleNamespace(
         job=None, layouts=[layout], uniform=None, staged=None, task=SimpleNamespace(features=features)

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from moe_overlap.api import predict
-from moe_overlap.plan_search.search import SearchSettings, search_plan
+from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.task import paired_task
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout

@@ -17,8 +17,9 @@ from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.free import refusal_of
-from moe_overlap.plan_search.search import SearchSettings, search_plan
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import PlanSearch, search_json, search_lines, write_search
 from moe_overlap.tuner.cost.links import axis_group, pair_group
 from moe_overlap.tuner.cost.prediction import predict_plan

@@ -1,0 +1,212 @@
+"""What a plan search is asked for: its settings, and a user's flags understood apart from the layout that they say.
+
+`asked_of` reads the flags once. All that follows, every plan that is priced, accepted, written or compared, is of this job on
+this cluster. The user's own layout is no part of it: their flags stay as they are, for the baseline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Unpack
+
+from moe_overlap.api import Options
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.job import Job, named_by, read_job, without_graphs
+from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan_search.flags import Target, as_priced, with_precision, without_layout
+from moe_overlap.plan_search.processes import Processes
+from moe_overlap.plan_search.task import layouts_of, run_of, task_of, with_dispatcher_of
+from moe_overlap.plan_search.upstream_states import UPSTREAM
+from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
+from moe_overlap.tuner.capture.library import Libraries
+from moe_overlap.tuner.cost.hardware import Dispatcher
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.dispatchers import FIRST
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
+from moe_overlap.tuner.search.space import SEARCH_SPACES, Run, SearchSpace, UniformLayout
+from moe_overlap.tuner.search.uniform import RankedLayout
+from moe_overlap.tuner.search.uniform_cost import UniformTask
+from moe_overlap.tuner.write.argument_file import layout_flags
+from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
+
+SPACES = ("megatron", "recompute")
+"""Search spaces of plans that are executed."""
+BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
+"""Search spaces with plans that no runtime executes today."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSettings:
+    """Settings of a plan search.
+
+    Attributes:
+        space: a name of `SEARCH_SPACES`, or a space of its own.
+        seconds: after which the best so far is the answer.
+        overlap_limits, solver_seconds: of the overlap search for the first few.
+        has_baseline: whether the user's own layout is predicted as well.
+        averages: whether the objective takes all micro-batches of a stage for their mean.
+        frees_dispatcher: whether the dispatcher is searched although the flags name one; where they name none it is.
+        processes: that search uniform plans.
+        progress: called with layouts done, layouts in all, and the best so far.
+    """
+
+    target: Target = "moe-overlap"
+    space: str | SearchSpace = "recompute"
+    seconds: float = math.inf
+    overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
+    solver_seconds: float = 2.0
+    has_baseline: bool = True
+    averages: bool = False
+    frees_dispatcher: bool = False
+    processes: Processes = Processes()
+    progress: Callable[[int, int, RankedLayout | StagedPlan | MeshPlan | None], None] = lambda done, total, best: None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A job without a layout on a cluster, and how a plan for it is searched.
+
+    Attributes:
+        deadline: of `time.monotonic`, when the best so far is the answer.
+        words: the user's flags as they are; `bare` are those without their layout.
+        dropped: flags that the run goes without, with the reason.
+        further: dispatchers that are searched beside the first.
+        job: of the bare flags, with the first dispatcher.
+        given: the options of the user; `options` are those of plans that are read from flags of their own.
+        graphs: captures the model under a layout, as `libraries` do, which several searches share, or as the options say.
+        layouts: of the whole space, for the GPUs and the batch of `run`.
+        replays: whether the flags ask for lists that are replayed as CUDA graphs.
+    """
+
+    cluster: Cluster
+    settings: SearchSettings
+    deadline: float
+    words: Sequence[str]
+    bare: Sequence[str]
+    dropped: Mapping[str, str]
+    further: tuple[Dispatcher, ...]
+    job: Job
+    given: Options
+    options: Options
+    graphs: Graphs
+    libraries: Libraries
+    space: SearchSpace
+    run: Run
+    layouts: list[UniformLayout]
+    replays: bool
+
+    def task(self, job: Job, space: SearchSpace) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
+        """What prices the plans of a space, and bounds them; of this job, or of it with another dispatcher."""
+        return task_of(job, self.cluster, space, self.graphs, self.given, self.settings.averages)
+
+
+def asked_of(
+    words: Sequence[str],
+    cluster: Cluster,
+    settings: SearchSettings,
+    deadline: float,
+    libraries: Libraries | None = None,
+    **options: Unpack[Options],
+) -> Asked:
+    """Understand what is asked for.
+
+    Args:
+        words: Megatron flags, or `@FILE`.
+        libraries: default those of the cache.
+    Raises:
+        ConfigError: the flags are wrong whatever the layout, nodes differ, or nothing divides the model, the batch and the GPUs.
+    """
+    require_equal_groups(cluster)
+    bare, dropped = without_layout(words, settings.target)
+    bare = as_priced(with_precision(bare, options.get("precision")), settings.target)
+    bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
+    job = with_dispatcher_of(_described(words, bare, cluster, options), FIRST if further else "")
+    flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
+    job = dataclasses.replace(job, flags=flags)
+    libraries = libraries or Libraries(CaptureFiles(cache_folder(), options.get("tell")))
+    on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
+    captured = partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs
+    graphs = options.get("graphs") or captured
+    # Plans are read from flags of their own, which stand in no file that names the model.
+    given = Options(**{**options, "graphs": graphs, "name": job.model.name})
+    space, run = _space(settings), run_of(job, cluster)
+    return Asked(
+        cluster=cluster,
+        settings=settings,
+        deadline=deadline,
+        words=words,
+        bare=bare,
+        dropped=dropped,
+        further=further,
+        job=job,
+        given=given,
+        # Those flags say the precision, and a plan file is of the user's own layout.
+        options=Options(**{**given, "precision": None, "plan": None}),
+        graphs=graphs,
+        libraries=libraries,
+        space=space,
+        run=run,
+        layouts=layouts_of(job, run, space),
+        replays=without_graphs(words)[1],
+    )
+
+
+def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:
+    """The job of the flags, whose layout is not looked at.
+
+    Raises:
+        ConfigError: the flags are wrong whatever the layout.
+    """
+    name = named_by(words) or options.get("name")
+    smallest = [*bare, "--micro-batch-size", "1"]
+    try:
+        job = read_job(smallest, 1)
+    except ConfigError:
+        try:
+            # A dispatch library, which is of several expert ranks alone.
+            job = read_job([*smallest, "--expert-model-parallel-size", "2"], 2)
+        except ConfigError:
+            # Whatever else needs several ranks is read with the user's own layout.
+            job = read_job(words, cluster.gpus, options.get("precision"))
+    # All plans of the search are made from this one, whose own may be a file's for other devices.
+    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, host_runs_ahead=cluster.queues))
+    return job if name is None else dataclasses.replace(job, model=dataclasses.replace(job.model, name=name))
+
+
+def require_equal_groups(cluster: Cluster) -> None:
+    """Refuse nodes of unlike kinds: one layout is priced on all of them.
+
+    Raises:
+        ConfigError: two groups of nodes differ.
+    """
+    if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
+        rule = "its groups of nodes differ, and plans whose stages differ are not searched yet"
+        raise ConfigError("--cluster", cluster.name, rule, "search for each group alone")
+
+
+def _space(settings: SearchSettings) -> SearchSpace:
+    """The search space, as far as the target executes it.
+
+    Raises:
+        ConfigError: the space is not searched.
+    """
+    if isinstance(settings.space, SearchSpace):
+        return settings.space
+    if settings.space in UPSTREAM and settings.target == "megatron-lm":
+        return UPSTREAM[settings.space]
+    if settings.space in UPSTREAM and settings.target == "moe-overlap":
+        rule = "has plans that this fork does not execute (ZeRO 0, 2 and 3, offloading)"
+        raise ConfigError("--search-space", settings.space, rule, "add --target megatron-lm or --target any")
+    if settings.space in BEYOND and settings.target != "any":
+        rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
+        raise ConfigError("--search-space", settings.space, rule, "add --target any")
+    if settings.space not in (*SPACES, *BEYOND):
+        raise ConfigError(
+            "--search-space", settings.space, "is no search space", f"use {', '.join((*SPACES, *BEYOND))}"
+        )
+    return SEARCH_SPACES[settings.space]
