@@ -165,8 +165,13 @@ def change_name(change: Change) -> str:
 
 def change_advice(change: Change) -> str:
     """The flags of a change, and that training refuses them where it does."""
-    refused = " (Megatron-LM runs it, this fork does not)" if change.kind is ChangeKind.SHARD_ALL else ""
-    return f"{change_flags(change)}{refused}"
+    theirs = "Megatron-LM runs it, this fork does not"
+    notes = {
+        ChangeKind.SHARD_ALL: theirs,
+        ChangeKind.HOST_OPTIMIZER: f"{theirs}; its step on the host's cores takes longer than is counted",
+    }
+    note = notes.get(change.kind)
+    return change_flags(change) + (f" ({note})" if note else "")
 
 
 def change_flags(change: Change) -> str:

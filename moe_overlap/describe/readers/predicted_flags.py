@@ -113,6 +113,10 @@ EFFECTS = (
     _effect("bytes of the gradients that FSDP reduces", "megatron-fsdp-grad-comm-dtype"),
     _effect("context ranks by the length of each sequence", "*hybrid-context-parallel *dynamic-context-parallel"),
     _effect("no weight gradients and no update of the layers", "freeze-all-layers"),
+    _effect(
+        "the optimizer's step on the host's cores, which takes longer; counted is a GPU's, with copies of its states",
+        "optimizer-cpu-offload",
+    ),
     _effect("distillation: a second loss, and logits in files", "logits-*"),
     _effect("positions in several dimensions", "mrope-section"),
     _effect("uneven loads of the experts: see --expert-load", "moe-router-force-biased"),
@@ -130,7 +134,7 @@ MODELLED = (
     "--optimizer-cpu-offload",
     "--optimizer-offload-fraction",
 )
-"""Flags that training refuses and a prediction prices."""
+"""Flags that training refuses and a prediction prices, the optimizer's on the host in part: see `EFFECTS`."""
 AFTER_THE_TABLE = ("--chunked-optimizer-state-offload", "--optimizer-state-offload-chunk-size-mb")
 """Flags of published recipes whose release of Megatron-LM is newer than the table of upstream's flags."""
 NO_COST = (
