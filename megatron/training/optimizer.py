@@ -127,7 +127,7 @@ def make_optimizer(
             # The norm counts what every rank of this group holds once; megatron-core gives experts the dense layers' group.
             sharded.tp_group = groups.expt_tp
     if flags.optimizer == "sgd":
-        _step_by_sgd(optimizer, flags)
+        _step_by_sgd(optimizer, flags, next(chunks[0].parameters()).device)
     return optimizer
 
 
@@ -159,15 +159,19 @@ def _gpu_fields(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _step_by_sgd(optimizer: Any, flags: OptimizerFlags) -> None:
+def _step_by_sgd(optimizer: Any, flags: OptimizerFlags, device: torch.device) -> None:
     """Replace the inner optimizers: megatron-core 0.16.1 constructs its distributed optimizer around an Adam only.
 
     It asks the inner optimizer for parameter groups and steps, which every optimizer of torch has.
+
+    Args:
+        device: of the parameters. A fused SGD keeps a flag that its kernel reads where the parameters lie that its constructor
+            sees: on the host, the first step would be an illegal memory access.
     """
     for sharded in optimizer.chained_optimizers:
         if sharded.is_stub_optimizer:
             continue
-        sgd = sgd_class()([torch.empty(0)], lr=flags.lr or 0.0, momentum=flags.sgd_momentum)
+        sgd = sgd_class()([torch.empty(0, device=device)], lr=flags.lr or 0.0, momentum=flags.sgd_momentum)
         # Set from outside, as megatron-core does it: torch's constructors refuse shards, which are views.
         sgd.param_groups = sharded.optimizer.param_groups
         for group in sgd.param_groups:
