@@ -45,8 +45,12 @@ from moe_overlap.plan.plan import Plan
 AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
 
 
-def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
-    """The spec of one decoder layer: Transformer Engine's modules on a GPU that has them, else torch's."""
+def layer_spec(tc: TransformerConfig, is_moe: bool, has_masks: bool = False) -> ModuleSpec:
+    """The spec of one decoder layer: Transformer Engine's modules on a GPU that has them, else torch's.
+
+    Args:
+        has_masks: micro-batches bring an attention mask, as documents are kept apart (--reset-attention-mask).
+    """
     arguments: dict[str, Any] = {
         "num_experts": tc.num_moe_experts if is_moe else None,
         "moe_grouped_gemm": is_moe and tc.moe_grouped_gemm,
@@ -55,8 +59,10 @@ def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
     }
     if uses_transformer_engine():
         spec = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**arguments))
-        if tc.context_parallel_size > 1 and (tc.window_size is not None or tc.softmax_type != "vanilla"):
-            # Transformer Engine sends keys and values around the context ranks only for attention without windows and sinks.
+        # Transformer Engine sends keys and values around the context ranks only for attention without windows and sinks.
+        # Its causal attention reads no mask (`attention_mask` of its DotProductAttention): documents would see each other.
+        is_special = tc.window_size is not None or tc.softmax_type != "vanilla"
+        if has_masks or (tc.context_parallel_size > 1 and is_special):
             spec.submodules.self_attention.submodules.core_attention = SdpaAttention
     else:
         spec = copy.deepcopy(get_gpt_layer_local_spec(**arguments))
@@ -80,9 +86,9 @@ def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
     return spec
 
 
-def decoder_layer(tc: TransformerConfig, model: ModelDescription, layer: int) -> ModuleSpec:
-    """The spec of the decoder's layer of that number, counted from 0."""
-    spec = layer_spec(tc, model.moe_layers[layer])
+def decoder_layer(tc: TransformerConfig, model: ModelDescription, layer: int, has_masks: bool = False) -> ModuleSpec:
+    """The spec of the decoder's layer of that number, counted from 0; `has_masks` as in `layer_spec`."""
+    spec = layer_spec(tc, model.moe_layers[layer], has_masks)
     return (
         spec if model.parallel_block is None else parallel_spec(spec, model.parallel_block, uses_transformer_engine())
     )
@@ -123,10 +129,10 @@ def build_model(
         tc.disable_parameter_transpose_cache = overlap.cuts_layers
     chunks = plan.stages[stage].chunks
     last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
-    adapt = adapt_layer or (lambda spec: spec)
+    adapt, has_masks = adapt_layer or (lambda spec: spec), config.data.reset_attention_mask
     modules: list[torch.nn.Module] = []
     for index, (first, last) in enumerate(chunks):
-        specs = [adapt(decoder_layer(tc, model, layer)) for layer in range(first, last)]
+        specs = [adapt(decoder_layer(tc, model, layer, has_masks)) for layer in range(first, last)]
         arguments: dict[str, Any] = {
             "config": tc,
             "transformer_layer_spec": TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm()),
@@ -146,7 +152,7 @@ def build_model(
             "vp_stage": index if last_chunk > 0 else None,
         }
         if model.mtp_layers and arguments["post_process"]:
-            inside = adapt(decoder_layer(tc, model, model.num_layers - 1))
+            inside = adapt(decoder_layer(tc, model, model.num_layers - 1, has_masks))
             predictions = prediction_spec(inside, _block_norm(), _column_linear(), model.mtp_layers)
             module: torch.nn.Module = PredictingModel(predictions=predictions, **arguments)
         else:

@@ -66,8 +66,8 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts as one grouped product, as on a GPU."""
     plain = build.layer_spec
 
-    def layer_spec(tc: Any, is_moe: bool) -> Any:
-        spec = plain(tc, is_moe)
+    def layer_spec(tc: Any, is_moe: bool, *rest: Any) -> Any:
+        spec = plain(tc, is_moe, *rest)
         if is_moe:
             spec.submodules.mlp.submodules.experts.module = GroupedExperts
         return spec
