@@ -14,7 +14,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.training.model.layers.attention import SdpaAttention
+from megatron.training.model.layers import attention as layers
+from megatron.training.model.layers.attention import SdpaAttention, masks_groups
 from tests.unit.runtime.one_process import MOE, batch, loss_of, small
 
 S, B = 7, 2
@@ -120,6 +121,26 @@ def test_windows_and_sinks_equal_the_slow_ones(
     module = attention(scale, window=window, sinks=sinks)
     assert isinstance(module.softmax_offset, torch.nn.Parameter) == (sinks == "learnable")
     assert_equal_to_the_slow_one(module, groups, value_width, scale, documents)
+
+
+@pytest.mark.parametrize("window, sinks", [(None, "vanilla"), (2, "vanilla"), (2, "learnable")])
+@pytest.mark.parametrize("documents", [False, True])
+def test_on_a_gpu_grouped_queries_meet_no_mask(
+    window: int | None, sinks: str, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would keep the scores of all heads there: its fused kernels take one of the two."""
+    seen, fused = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        seen.append((arguments["attn_mask"] is not None, arguments["enable_gqa"]))
+        return fused(query, key, value, **arguments)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(layers, "masks_groups", lambda device: False)
+    assert not masks_groups(torch.device("cuda", 0)) and masks_groups(torch.device("cpu"))
+    assert_equal_to_the_slow_one(attention(window=window, sinks=sinks), 2, 4, None, documents)
+    is_masked = documents or window is not None
+    assert seen == [(is_masked, not is_masked)]
 
 
 @pytest.mark.parametrize("sinks", SINKS)

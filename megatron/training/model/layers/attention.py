@@ -178,6 +178,8 @@ class SdpaAttention(torch.nn.Module):
             scale = query.shape[3] ** -0.5 if scale is None else scale
             allowed = self._causal(key.shape[2], key.device) if allowed is None else allowed
             query, key, value, allowed = with_sinks(query, key, value, allowed, self.softmax_offset / scale)
+        if allowed is not None and not masks_groups(key.device):
+            key, value = (with_every_head(x, query.shape[1]) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
         arguments = {
             "attn_mask": allowed,
@@ -228,6 +230,22 @@ def with_sinks(
     key, value = (F.pad(x, (0, SINK_WIDTH, 0, 1)) for x in (key_BGKD, value_BGKD))
     key[:, :, -1, key_BGKD.shape[3]] = 1
     return query, key, value, F.pad(allowed, (0, 1), value=True)
+
+
+def masks_groups(device: torch.device) -> bool:
+    """Whether torch's fused attention takes a mask together with grouped queries.
+
+    On a GPU grouped queries have flash attention, which takes no mask, and attention composed of single operators, which
+    keeps the scores of all heads [B, H, S, K] in fp32 (torch's documentation of `enable_gqa`). Copies of keys and values
+    cost less by far.
+    """
+    return device.type != "cuda"
+
+
+def with_every_head(x_BGKD: Tensor, heads: int) -> Tensor:
+    """[B, H, K, D] keys or values, those of a group once for each of its query heads."""
+    groups = x_BGKD.shape[1]
+    return x_BGKD if groups == heads else x_BGKD.unsqueeze(2).expand(-1, -1, heads // groups, -1, -1).flatten(1, 2)
 
 
 # Few query groups
