@@ -126,7 +126,10 @@ class MegatronLayerwiseOptimizer:
         inner_optimizers = self.megatron.chained_optimizers
         gradients = [gradient for inner in inner_optimizers for gradient in inner.get_main_grads_for_grad_norm()]
         device = next(self._chunks[0].parameters()).device
-        zeros = torch.tensor([sum(g.numel() - int(g.count_nonzero()) for g in gradients)], device=device)
+        # Summed where they lie: the host would wait for the device once for every shard.
+        zeros = torch.zeros(1, dtype=torch.int64, device=device)
+        for gradient in gradients:
+            zeros += gradient.numel() - gradient.count_nonzero()
         dist.all_reduce(zeros)
         return int(zeros)
 

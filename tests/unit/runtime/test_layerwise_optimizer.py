@@ -11,6 +11,7 @@ import torch
 from megatron.training.checkpoint.optimizer_state import step_count
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer, PreparedGradients, part_order
 from moe_overlap.runtime.state.update import UpdateState
+from tests.unit.runtime.fake_ranks import DeviceMode
 from tests.unit.runtime.one_process import MOE, SHARED, loss_of, small
 
 VARIANTS = {
@@ -193,6 +194,18 @@ def test_zero_gradients_are_counted() -> None:
     chunk.zero_grad_buffer()
     counted = layerwise.prepare()
     assert counted.norm == 0.0 and counted.zeros == sum(parameter.numel() for parameter in chunk.parameters())
+
+
+def test_the_host_waits_once_for_the_number_of_zeros() -> None:
+    chunk, optimizer = small(MOE).wrapped()
+    run_backward(chunk, 0)
+    waits = []
+    for counts in (False, True):
+        layerwise, device = MegatronLayerwiseOptimizer(optimizer, [chunk], 1.0, counts), DeviceMode()
+        with device:
+            layerwise.prepare()
+        waits.append(len(device.waits))
+    assert waits[1] == waits[0] + 1
 
 
 def test_zero_grad_clears_every_gradient() -> None:
