@@ -3,11 +3,16 @@
     setting                         flag                               default
     hardware queues of streams      --moe-overlap-device-connections   CUDA_DEVICE_MAX_CONNECTIONS, else 32 for lists
     thread blocks beside others     --moe-overlap-nccl-ctas            NCCL_MAX_CTAS, else a ninth of the multiprocessors
+    kernels loaded at the start     none                               CUDA_MODULE_LOADING, else EAGER for lists of a pipeline
     sums in a fixed order           --deterministic-mode               off
 
 A variable that is set and says something else than its flag is one line, never overwritten: the libraries would follow it.
-Lists end with any number of queues (plan/lowering/residency.py); with few of them streams hold each other up. Not run on
-hardware.
+Lists end with any number of queues (plan/lowering/residency.py); with few of them streams hold each other up.
+
+CUDA loads a kernel at its first launch unless told otherwise, and may wait for all that the device has been given before it does
+(CUDA Programming Guide, 4.7, Lazy Loading: Potential Hazards). Among that may be a transfer that waits for what this rank
+launches later: stages of a pipeline would stop for good, in whichever step a number of rows first asks for another product. The
+ranks of one stage follow one list, and one that is behind waits for none of those ahead of it. Not run on hardware.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 CONNECTIONS, CONNECTIONS_FLAG = "CUDA_DEVICE_MAX_CONNECTIONS", "--moe-overlap-device-connections"
 MOST_CONNECTIONS = 32
 """Hardware queues that CUDA gives at most: one for each stream of a list, as far as it goes. CUDA's own default is 8."""
+LOADING, AT_START = "CUDA_MODULE_LOADING", "EAGER"
 CTAS, CTAS_FLAG = "NCCL_MAX_CTAS", "--moe-overlap-nccl-ctas"
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
@@ -51,6 +57,8 @@ def settle_environment(config: Config, environment: MutableMapping[str, str]) ->
         environment[CONNECTIONS] = str(connections)
     elif may_follow_lists(config):
         environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
+    if may_follow_lists(config) and config.parallel.pipeline_model_parallel_size > 1:
+        environment.setdefault(LOADING, AT_START)
     if not config.training.deterministic_mode:
         return
     for name, values in IN_ORDER.items():

@@ -9,7 +9,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules.moe import device_limits_are_in_range
-from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, nccl_ctas, settle_environment
+from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, LOADING, nccl_ctas, settle_environment
 from moe_overlap.describe.errors import ConfigError
 
 H100 = 132
@@ -33,6 +33,22 @@ def test_streams_of_lists_share_no_queue_unless_the_user_says_so(flags: str) -> 
     for said, told in (({}, "32"), ({CONNECTIONS: "1"}, "1")):
         settle_environment(config(flags), said)
         assert said == {CONNECTIONS: told}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "told"),
+    [
+        ("--defer-weight-gradients --pipeline-model-parallel-size 2", None, "EAGER"),
+        ("--plan plan.json --pipeline-model-parallel-size 2", None, "EAGER"),
+        ("--plan plan.json --pipeline-model-parallel-size 2", "LAZY", "LAZY"),
+        ("--pipeline-model-parallel-size 2", None, None),
+        ("--defer-weight-gradients", None, None),
+    ],
+)
+def test_stages_that_follow_lists_load_no_kernel_in_a_step(flags: str, said: str | None, told: str | None) -> None:
+    environment = {} if said is None else {LOADING: said}
+    settle_environment(config(flags), environment)
+    assert environment.get(LOADING) == told
 
 
 def test_a_flag_is_what_cuda_is_told() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -14,7 +14,9 @@ from moe_overlap.plan.lowering import lower as lowering
 from moe_overlap.plan.lowering import residency
 from moe_overlap.plan.lowering.lifetimes import stream_of
 from moe_overlap.plan.lowering.lower import lower
-from moe_overlap.plan.lowering.residency import check_residency, most_blocks
+from moe_overlap.plan.lowering.rendezvous import Node, meetings
+from moe_overlap.plan.lowering.residency import _waits_of, check_residency, most_blocks
+from moe_overlap.plan.operators import EXPERTS
 from moe_overlap.plan.serialize import load_plan
 from tests.unit.plan import plan_samples
 from tests.unit.plan.test_plan_host_ahead import ahead
@@ -215,6 +217,44 @@ def test_lists_of_random_plans_end_however_streams_are_shared_out() -> None:
         assert all(Twin(lists, shared_out(lists, queues, draws)).run(draws) for queues in (1, 2, 2, 4, 4, 8))
         would_stop += not Twin(lists, shared_out(lists, 2, draws), at_once=True).run(draws)
     assert played > 3 and would_stop
+
+
+def ends_where_loads_wait(lists: Lists, loads: Callable[[Instruction], bool]) -> bool:
+    """Whether all ends where every queue is a stream's own, and some launches wait for all that the device was given before."""
+    meeting, waits = meetings(lists), {rank: _waits_of(made) for rank, made in lists.items()}
+    members: dict[Node, list[Node]] = defaultdict(list)
+    for node, first in meeting.items():
+        members[first].append(node)
+    issued: dict[int, int] = dict.fromkeys(lists, 0)
+    ended: set[Node] = set()
+
+    def may_end(node: Node) -> bool:
+        rank, place = node
+        return place < issued[rank] and all((rank, other) in ended for other in waits[rank][place])
+
+    before = -1
+    while before != sum(issued.values()) + len(ended):
+        before = sum(issued.values()) + len(ended)
+        for rank, made in lists.items():
+            while (place := issued[rank]) < len(made) and (
+                not loads(made[place]) or all((rank, n) in ended for n in range(place))
+            ):
+                issued[rank] += 1
+            for node in ((rank, n) for n in range(issued[rank])):
+                sides = members[meeting[node]] if node in meeting else [node]
+                ended.update(sides if all(map(may_end, sides)) else ())
+    return len(ended) == sum(map(len, lists.values()))
+
+
+def test_a_kernel_that_is_loaded_in_a_step_may_stop_a_pipeline() -> None:
+    """Hence CUDA_MODULE_LOADING=EAGER (commands/device_settings.py): numbers of rows ask for other products in any step."""
+    draws, would_stop = random.Random(3), 0
+    for _ in range(12):
+        plan, model = random_overlap(draws)
+        lists = {stage.devices.ranks[0]: lower(plan, model, stage.devices.ranks[0]) for stage in plan.stages}
+        assert ends_where_loads_wait(lists, lambda i: False)
+        would_stop += not ends_where_loads_wait(lists, lambda i: i.operator.kind is EXPERTS)
+    assert would_stop
 
 
 def test_every_communicator_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
