@@ -52,6 +52,10 @@ CASES = (
     Case("fp16", 1, "--moe-token-dispatcher-type alltoall --fp16", HALF),
     Case("experts as grouped products", 1, "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --bf16", HALF),
     Case("all layers recomputed", 1, f"--moe-token-dispatcher-type alltoall {FULL}"),
+    Case("SGD", 1, "--moe-token-dispatcher-type alltoall --optimizer sgd --lr 1e-1"),
+    Case(
+        "a mask beside grouped queries", 1, "--moe-token-dispatcher-type alltoall --reset-attention-mask --bf16", HALF
+    ),
     Case("data ranks", 2, "--moe-token-dispatcher-type alltoall --overlap-grad-reduce --overlap-param-gather"),
     Case("expert ranks under megatron-core", 2, f"{EP} --moe-token-dispatcher-type alltoall"),
     Case("irregular all-to-all under megatron-core", 2, f"{EP} {IRREGULAR}"),
@@ -73,6 +77,7 @@ CASES = (
     Case("tensor ranks", 2, f"{TENSOR} --moe-token-dispatcher-type alltoall", tensor=2),
     Case("context ranks", 2, "--context-parallel-size 2 --moe-token-dispatcher-type alltoall"),
     Case("pipeline of partitions", 4, f"{PP} {EP} {IRREGULAR} {TWO} {DEFER}"),
+    Case("virtual stages", 4, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {EP} {IRREGULAR} {DEFER}"),
     Case("tensor and expert ranks", 4, f"{TENSOR} {EP} --expert-tensor-parallel-size 1 {IRREGULAR}", tensor=2),
 )
 BY_NAME = {case.name: case for case in CASES}

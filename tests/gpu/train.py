@@ -25,18 +25,21 @@ def log_of(folder: Path, device: str, case: Case) -> Path:
 def main(argv: Sequence[str]) -> int:
     """Train the cases one after the other in this rank."""
     from megatron.training import cpu_backend
+    from megatron.training.cli.arguments import parse
     from megatron.training.cli.start import quiet_libraries
+    from moe_overlap.commands.device_settings import settle_environment
 
+    for name in argv[2:]:
+        # Of all cases, before anything asks CUDA: it reads its settings once.
+        settle_environment(parse(BY_NAME[name].words()).config, os.environ)
     quiet_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
     import torch
     import torch.distributed as dist
 
-    from megatron.training.cli.arguments import parse
     from megatron.training.cli.validation import validate
     from megatron.training.initialize import device_of_this_process, start_process
-    from moe_overlap.commands.device_settings import settle_environment
     from moe_overlap.commands.train import assemble
 
     folder, steps = Path(argv[0]), int(argv[1])
@@ -50,7 +53,6 @@ def main(argv: Sequence[str]) -> int:
         log = ["--log-json", str(folder / "log.jsonl")]
         parsed = parse([*words, *log])
         validate(parsed.config, case.ranks)
-        settle_environment(parsed.config, os.environ)
         torch.use_deterministic_algorithms(parsed.config.training.deterministic_mode)
         process = process or start_process(parsed.config)
         log[1] = str(log_of(folder, device, case))
