@@ -114,7 +114,7 @@ def predict_job(words: Sequence[str], cluster: Cluster, options: Options) -> Pre
     problem = _problem(job, cluster, options)
     prediction = predict_plan(problem.plan, problem)
     launching = launching_of(problem.plan, problem, prediction.predicted.step_seconds, job.flags)
-    prediction = dataclasses.replace(prediction, assumed=job.assumed, launching=launching)
+    prediction = dataclasses.replace(prediction, assumed=job.assumed, not_run=job.not_run, launching=launching)
     if not prediction.fits:
         remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))
         prediction = dataclasses.replace(prediction, remedy=remedy, tried=tried)

@@ -43,6 +43,8 @@ from moe_overlap.tuner.cost.hardware import Dispatcher, Features
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
 from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
 from moe_overlap.tuner.cost.router import RouterGroups
+from moe_overlap.tuner.write.upstream_rules import errors_of_upstreams_own
+from moe_overlap.tuner.write.upstream_values import values_of
 
 ALWAYS_SHARDED = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
 OWN_MODULES = "megatron-core's own modules: among captured graphs Transformer Engine's may not defer weight gradients"
@@ -59,6 +61,8 @@ class Job:
     flags: Flags
     assumed: tuple[str, ...] = ()
     """Sentences on what was taken for what the flags do not say."""
+    not_run: tuple[str, ...] = ()
+    """Rules by which Megatron-LM does not run what the flags ask of it, and this fork has not."""
 
 
 def read_job(
@@ -108,7 +112,10 @@ def read_job(
         assumed = (*assumed, OWN_MODULES)
     if model.num_experts and SINKHORN in config.moe.moe_router_load_balancing_type:
         assumed = (*assumed, "a router without the iterations of sinkhorn, whose number depends on the data")
-    return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
+    is_of_flags = plan is None and config.overlap.plan is None and not decided.is_listed
+    broken = errors_of_upstreams_own(values_of(reading.flags), num_gpus) if is_of_flags else []
+    not_run = tuple(str(error) for error in broken)
+    return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed), not_run)
 
 
 def model_of_plan(words: Sequence[str], plan: Plan, source: str, name: str | None = None) -> ModelDescription:

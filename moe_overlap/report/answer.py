@@ -282,18 +282,26 @@ def _term(name: str) -> str:
 
 
 def _beware(prediction: Prediction) -> list[str]:
+    texts = []
+    if prediction.not_run:
+        more = _more(prediction.not_run)
+        texts.append(f"Megatron-LM of megatron-core 0.16.1 does not run this: {prediction.not_run[0]}{more}")
     # Beside the first, the release that takes the place of one that the user wrote.
     reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
-    texts = [f"extrapolating: {reason}" for reason in reasons]
-    if prediction.expected_error is None and not texts:
+    texts += [f"extrapolating: {reason}" for reason in reasons]
+    if prediction.expected_error is None and not reasons:
         texts.append("error not known: no prediction for this machine has been compared with a step measured on it")
     if prediction.not_modelled:
         texts.append(f"not modelled: {', '.join(prediction.not_modelled)} (--verbose says what each changes)")
     if prediction.assumed:
-        more = len(prediction.assumed) - 1
-        texts.append(f"assumed: {prediction.assumed[0]}{f' (and {more} more: --verbose)' if more else ''}")
+        texts.append(f"assumed: {prediction.assumed[0]}{_more(prediction.assumed)}")
     texts += [f"computed early: {text}" for text in prediction.computed_early[:1]]
     return texts
+
+
+def _more(sentences: Sequence[str]) -> str:
+    """How many sentences stand behind the first, which alone is shown."""
+    return f" (and {len(sentences) - 1} more: --verbose)" if len(sentences) > 1 else ""
 
 
 # Other plans

@@ -43,6 +43,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "interval": interval_json(prediction),
         "not_modelled_effects": {flag: effect_of(flag) for flag in prediction.not_modelled},
         "assumed": list(prediction.assumed),
+        "not_run": list(prediction.not_run),
         "computed_early": list(prediction.computed_early),
         "breakdown": prediction.breakdown,
         "launching": None if prediction.launching is None else dataclasses.asdict(prediction.launching),
@@ -125,6 +126,7 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     lines += _remedy_lines(prediction)
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
     lines += [f"assumed: {text}" for text in prediction.assumed]
+    lines += [f"not run: {text}" for text in prediction.not_run]
     lines += [f"not modelled: {flag}: {effect_of(flag)}" for flag in prediction.not_modelled]
     lines += [f"computed early: {text}" for text in prediction.computed_early]
     return "\n".join(lines).rstrip()

@@ -177,6 +177,8 @@ class Prediction:
     """By stage, deferred weight gradients whose operands exceed the bound; they are counted where they are computed."""
     assumed: tuple[str, ...] = ()
     """Sentences on what was taken for what the flags do not say, or say of another release."""
+    not_run: tuple[str, ...] = ()
+    """Rules by which nobody runs the flags that were predicted."""
     memory: MemoryQuantiles = MemoryQuantiles()
     """How far measured peaks lie from predicted ones."""
     remedy: Remedy | None = None

@@ -1,8 +1,9 @@
 """The rules across flags of unmodified Megatron-LM, for `--target megatron-lm`: what its parser and megatron-core 0.16.1 refuse.
 
-    upstream_errors       every rule that the values of flags break
-    upstream_plan_errors  the same of a plan, behind what flags cannot say
-  is_upstream_plan      whether there are none; in well under a millisecond, for a search
+    upstream_errors          every rule that the values of flags break
+    errors_of_upstreams_own  those on what Megatron-LM alone executes, for predictions
+    upstream_plan_errors     the same of a plan, behind what flags cannot say
+    is_upstream_plan         whether there are none; in well under a millisecond, for a search
 
 Every rule is a function that yields errors, each with flag, value, rule and fix. Sources: the checks of `validate_args`
 (megatron/training/arguments.py of Megatron-LM), and those of megatron-core's constructors: TransformerConfig,
@@ -101,6 +102,12 @@ def upstream_errors(values: Values, world_size: int) -> list[ConfigError]:
         return [_E(flag, "", "Megatron-LM needs it", "add it") for flag in missing]
     run = _Run(values, world_size)
     return [error for rule in RULES for error in rule(run)]
+
+
+def errors_of_upstreams_own(values: Values, world_size: int) -> list[ConfigError]:
+    """The rules that values break on what Megatron-LM alone executes: a run that breaks one has nobody to run it."""
+    run = _Run(values, world_size)
+    return [error for rule in UPSTREAMS_OWN for error in rule(run)]
 
 
 def upstream_plan_errors(plan: Plan, settings: Values) -> list[ConfigError]:
@@ -447,10 +454,11 @@ def _optimizer_fits(run: _Run) -> Errors:
 
 
 def _fsdp_fits(run: _Run) -> Errors:
-    if run[_FSDP] and run["--ckpt-format"] != "fsdp_dtensor":
-        yield _E("--ckpt-format", run["--ckpt-format"], f"{_FSDP} writes fsdp_dtensor", "use fsdp_dtensor")
+    # No line refuses it: Megatron-FSDP is documented beside tensor, context and expert ranks, and its gathers know one chunk.
     if run[_FSDP] and run.number(_STAGES) > 1:
         yield _E(_STAGES, run.number(_STAGES), f"{_FSDP} runs no pipelines", "use 1, or drop it")
+    if run[_FSDP] and run["--ckpt-format"] != "fsdp_dtensor":
+        yield _E("--ckpt-format", run["--ckpt-format"], f"{_FSDP} writes fsdp_dtensor", "use fsdp_dtensor")
     if run[_FSDP] and run["--use-tp-pp-dp-mapping"]:
         yield _E("--use-tp-pp-dp-mapping", "", f"does not go with {_FSDP}", "drop one of the two")
     if run["--ckpt-format"] == "fsdp_dtensor" and not run[_FSDP]:
@@ -573,6 +581,7 @@ def _recomputes(run: _Run, module: str) -> bool:
     return run[_AGAIN] == "selective" and module in run.texts(_MODULES)
 
 
+UPSTREAMS_OWN = (_offloading_fits, _fsdp_fits, _expert_overlap_fits, _graphs_fit)
 RULES: tuple[Callable[[_Run], Errors], ...] = (
     _world_divides,
     _widths_divide,
@@ -583,11 +592,8 @@ RULES: tuple[Callable[[_Run], Errors], ...] = (
     _experts_divide,
     _dispatcher_fits,
     _recomputation_fits,
-    _offloading_fits,
     _optimizer_fits,
-    _fsdp_fits,
     _precision_fits,
-    _expert_overlap_fits,
     _other_overlap_fits,
-    _graphs_fit,
+    *UPSTREAMS_OWN,
 )

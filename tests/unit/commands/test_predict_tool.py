@@ -66,6 +66,46 @@ def test_what_is_not_modelled_and_what_is_assumed_is_said(tmp_path: Path, capsys
 
 
 @pytest.mark.usefixtures("hand_made")
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (
+            "--overlap-moe-expert-parallel-comm",
+            "--overlap-moe-expert-parallel-comm: a pipeline of 4 stages overlaps the micro-batches of interleaved chunks; "
+            "add --num-virtual-stages-per-pipeline-rank 2 or drop it",
+        ),
+        (
+            "--cpu-offloading-num-layers 4",
+            "--cpu-offloading-num-layers 4: activations are offloaded in pipelines of one stage; "
+            "use --fine-grained-activation-offloading or drop it",
+        ),
+        (
+            "--use-megatron-fsdp",
+            "--pipeline-model-parallel-size 4: --use-megatron-fsdp runs no pipelines; use 1, or drop it "
+            "(and 1 more: --verbose)",
+        ),
+    ],
+)
+def test_what_nobody_runs_is_answered_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, rule: str
+) -> None:
+    (tmp_path / "none.args").write_text(f"@{ROOT / 'examples' / 'mixtral-8x7b.args'} {flags}")
+    job = ["--megatron-args", str(tmp_path / "none.args"), *H100]
+    assert main(job) == 0
+    said = capsys.readouterr().out
+    assert f"\nbeware      Megatron-LM of megatron-core 0.16.1 does not run this: {rule}\n" in said
+    assert main([*job, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_run"][0] == rule.removesuffix(" (and 1 more: --verbose)")
+    assert main([*job, "--verbose"]) == 0
+    assert f"\nnot run: {rule.removesuffix(' (and 1 more: --verbose)')}\n" in f"{capsys.readouterr().out}"
+    # Virtual stages are what the overlap needs, and this fork's own is not Megatron-LM's to refuse.
+    runs = "--overlap-moe-expert-parallel-comm --num-virtual-stages-per-pipeline-rank 2"
+    (tmp_path / "none.args").write_text(f"@{ROOT / 'examples' / 'mixtral-8x7b.args'} {runs}")
+    assert main([*job, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_run"] == []
+
+
+@pytest.mark.usefixtures("hand_made")
 def test_a_layer_of_a_config_that_nothing_computes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4}
     config |= {"model_type": "olmoe", "num_key_value_heads": 4, "max_position_embeddings": 256, "vocab_size": 512}
