@@ -46,7 +46,7 @@ from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.interference import all_to_all_costs
-from moe_overlap.tuner.cost.machine import Machine, machine_of
+from moe_overlap.tuner.cost.machine import Machine, machine_of, require_units
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
@@ -161,6 +161,7 @@ def tune(
     named = named_by(words)
     words, replays = without_graphs(words)
     job = executed_here(_read_on(words, cluster, options if named is None else {**options, "name": named}))
+    require_executable(job, cluster, options)
     problem = _problem(job, cluster, options)
     _require_open(problem.plan)
     if replays and problem.listed.graphs_refusal is not None:
@@ -188,6 +189,19 @@ def tune(
         refinement=refinement,
         assumed=job.assumed,
     )
+
+
+def require_executable(job: Job, cluster: Cluster, options: Options) -> None:
+    """Refuse a job whose products the machines cannot compute, before anything is searched for it.
+
+    Raises:
+        ConfigError: they have no units for its precision.
+    """
+    precision = job.plan.precision
+    flag = "--fp4-format" if precision == "nvfp4" else "--fp8-format"
+    said = options.get("precision")
+    named = (flag, " ".join(job.flags.get(flag, ()))) if said is None else ("--precision", said)
+    require_units(cluster, precision, *named)
 
 
 def _require_open(plan: Plan) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Unpack
 
-from moe_overlap.api import Options
+from moe_overlap.api import Options, require_executable
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import Job, named_by, read_job, without_graphs
@@ -119,7 +119,8 @@ def asked_of(
         words: Megatron flags, or `@FILE`.
         libraries: default those of the cache.
     Raises:
-        ConfigError: the flags are wrong whatever the layout, nodes differ, or nothing divides the model, the batch and the GPUs.
+        ConfigError: the flags are wrong whatever the layout, nodes differ or lack units for the precision, or nothing divides
+            the model, the batch and the GPUs.
     """
     require_equal_groups(cluster)
     bare, dropped = without_layout(words, settings.target)
@@ -128,6 +129,7 @@ def asked_of(
     job = with_dispatcher_of(_described(words, bare, cluster, options), FIRST if further else "")
     flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
     job = dataclasses.replace(job, flags=flags)
+    require_executable(job, cluster, options)
     libraries = libraries or Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     captured = partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs

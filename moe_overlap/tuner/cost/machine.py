@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.describe.cluster import GIB, Cluster, Gpu
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.cost.expected_error import ExpectedError, shipped_errors
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import (
@@ -99,8 +100,7 @@ def machine_of(
     reasons += [*constants.uncalibrated(gpu, precision, is_moe), *software.extrapolating]
     if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
         reasons.append(f"groups of unlike GPUs or links: all are priced as {gpu.name}, and fit or not as {gpu.name}")
-    units = gpu.fp4_tflops if precision == "nvfp4" else gpu.fp8_tflops
-    if precision in LOW_PRECISIONS and not units:
+    if _lacks_units(gpu, precision):
         # The first, which is the one that a short answer tells.
         reasons.insert(0, f"no {precision} rate of {gpu.name} is known: products are priced in the next wider format")
     errors = shipped_errors()
@@ -118,6 +118,30 @@ def machine_of(
         lookup=lookup,
     )
     return machine, tuple(reasons)
+
+
+def _lacks_units(gpu: Gpu, precision: str) -> bool:
+    return precision in LOW_PRECISIONS and not (gpu.fp4_tflops if precision == "nvfp4" else gpu.fp8_tflops)
+
+
+def require_units(cluster: Cluster, precision: str, flag: str, value: str) -> None:
+    """Refuse a format of products that a described GPU has no units for: a run would stop in its first product.
+
+    A prediction answers what if, with a warning; who is handed a script to start is told before. A machine that was measured
+    has all its rates in its database.
+
+    Args:
+        flag, value: by which the user says the precision.
+    Raises:
+        ConfigError: the description gives no such rate.
+    """
+    gpu = cluster.group_of(0).gpu
+    if cluster.measured is not None or not _lacks_units(gpu, precision):
+        return
+    field, narrower = ("fp4_tflops", "fp8 or ") if precision == "nvfp4" else ("fp8_tflops", "")
+    rule = f"{gpu.name} is described without such units ({field} is null)"
+    fix = f"use {narrower if gpu.fp8_tflops else ''}bf16, or give its rate in a file for --cluster"
+    raise ConfigError(flag, value, rule, fix)
 
 
 def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.config import Config
-from moe_overlap.api import predict
+from moe_overlap.api import predict, tune
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import GIB, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
@@ -24,7 +25,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.job import read_job
 from moe_overlap.plan.capabilities import refuse_unsupported
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan_search import task as search_task
 from moe_overlap.plan_search.asked import SearchSettings
@@ -337,6 +338,38 @@ def test_a_precision_is_written_as_it_was_said() -> None:
     options = {**OPTIONS, "precision": "mxfp8"}
     flags = grouped(search_plan(words, H100, SearchSettings(target="megatron-lm"), **options).chosen.arguments)
     assert flags["--fp8-recipe"] == ("mxfp8",) and flags["--bf16"] == ()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "precision", "message"),
+    [
+        (
+            "A100",
+            "--fp8-format e4m3",
+            None,
+            "--fp8-format e4m3: A100 is described without such units (fp8_tflops is null)",
+        ),
+        ("A100", "", "fp8", "--precision fp8: A100 is described without such units (fp8_tflops is null); use bf16, or"),
+        (
+            "H100",
+            "",
+            "nvfp4",
+            "--precision nvfp4: H100 is described without such units (fp4_tflops is null); use fp8 or",
+        ),
+    ],
+)
+def test_no_run_is_written_for_units_that_the_gpu_has_not(
+    gpu: str, words: str, precision: Precision | None, message: str
+) -> None:
+    """A prediction answers what if, and warns."""
+    flags, cluster = [*SMALL, "--moe-ffn-hidden-size", "4096", *words.split()], shipped_cluster(gpu, 8)
+    options: Any = {**OPTIONS, "precision": precision}
+    for target in get_args(Target):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            search_plan(flags, cluster, SearchSettings(target=target), **options)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tune(flags, cluster, SearchSettings().overlap_limits, **options)
+    assert "rate of" in predict([*JOB, *words.split()], shipped_cluster(gpu, 32), **options).extrapolating[0]
 
 
 def test_written_flags_bear_the_name_of_the_model(tmp_path: Path) -> None:

@@ -37,10 +37,11 @@ LIMITS = SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=12)
 
 
 def slow_links(slower: float) -> Cluster:
-    """So much slower than an H100's."""
+    """So much slower than an H100's, of GPUs that compute in 4 bits, too."""
     cluster = shipped_cluster("H100", 16)
     group = cluster.groups[0]
-    slow = dataclasses.replace(group, domain_gb_per_s=group.domain_gb_per_s / slower)
+    gpu = dataclasses.replace(group.gpu, fp4_tflops=4000.0)
+    slow = dataclasses.replace(group, gpu=gpu, domain_gb_per_s=group.domain_gb_per_s / slower)
     return dataclasses.replace(cluster, groups=(slow,))
 
 
