@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import isfinite, lcm
 
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.model import MOST_LAYERS, ModelDescription
 from moe_overlap.plan.lowering.deferral import sends_of
 from moe_overlap.plan.lowering.pipeline_order import check_interleaving
-from moe_overlap.plan.plan import Plan, Recompute, StagePlan
+from moe_overlap.plan.plan import Plan, Predicted, Recompute, StagePlan
 from moe_overlap.plan.rules.overlap import validate_overlap
 from moe_overlap.plan.rules.resharding import validate_transfers
 
@@ -63,11 +64,26 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
         )
     _check_ranks(plan, source)
     validate_transfers(plan, source)
-    if plan.predicted is not None and len(plan.predicted.stages) != len(plan.stages):
-        count = len(plan.predicted.stages)
-        raise ConfigError(
-            f"{source} predicted.stages", count, f"the plan has {len(plan.stages)} stages", "predict again"
-        )
+    if plan.predicted is not None:
+        _check_predicted(plan.predicted, len(plan.stages), f"{source} predicted")
+
+
+def _check_predicted(predicted: Predicted, stages: int, subject: str) -> None:
+    """Predicted figures are shown as they stand in the file; its form has made sure that they are finite."""
+    if len(predicted.stages) != stages:
+        rule = f"the plan has {stages} stages"
+        raise ConfigError(f"{subject}.stages", len(predicted.stages), rule, "predict again")
+    for name in ("step_seconds", "tokens_per_second_per_gpu", "model_tflops_per_gpu"):
+        value = getattr(predicted, name)
+        require(value > 0, f"{subject}.{name}", value, "must be greater than 0", "predict again")
+    for index, stage in enumerate(predicted.stages):
+        # What nothing hides is a difference, of which a simulation leaves some below 0.
+        sizes = {
+            name: getattr(stage, name) for name in ("stable_seconds", "first_seconds", "last_seconds", "peak_bytes")
+        }
+        sizes |= {f"peak_bytes_by_category.{name}": size for name, size in asdict(stage.peak_bytes_by_category).items()}
+        for name, value in sizes.items():
+            require(value >= 0, f"{subject}.stages[{index}].{name}", value, "must not be negative", "predict again")
 
 
 def require_stages(plan: Plan, source: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.plan import Predicted, Provenance, Recompute
+from moe_overlap.plan.plan import PeakBytes, Predicted, PredictedStage, Provenance, Recompute
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.plan.serialize import from_json
+from moe_overlap.plan.serialize import as_values, from_json
 from tests.unit.plan import plan_samples
 
 EXAMPLE = (plan_samples.GOLDEN / "example_plan.json").read_text()
@@ -429,3 +429,39 @@ def test_prediction_of_another_plan() -> None:
     )
     with pytest.raises(ConfigError, match=r"predicted\.stages 0: the plan has 1 stages; predict again"):
         validate_plan(plan_samples.plan(predicted=predicted))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"step_seconds": -1.0}, "step_seconds -1.0: must be greater than 0; predict again"),
+        ({"tokens_per_second_per_gpu": 0.0}, "tokens_per_second_per_gpu 0.0: must be greater than 0; predict again"),
+        ({"stages.0.last_seconds": -1e-7}, "stages[0].last_seconds -1e-07: must not be negative; predict again"),
+        ({"stages.1.peak_bytes": -1}, "stages[1].peak_bytes -1: must not be negative; predict again"),
+        (
+            {"stages.0.peak_bytes_by_category.optimizer": -3},
+            "stages[0].peak_bytes_by_category.optimizer -3: must not be negative; predict again",
+        ),
+        ({"step_seconds": float("nan")}, "step_seconds NaN: must be a finite number; write a finite number"),
+    ],
+)
+def test_predicted_figures_of_a_file_are_no_less_than_nothing(changed: dict[str, Any], said: str) -> None:
+    peaks = PeakBytes(
+        parameters=1, gradients=2, optimizer=3, activations=4, temporaries=5, communication=6, fragmentation=7
+    )
+    provenance = Provenance(measured=0.5, interpolated=0.25, roofline=0.25)
+    seconds = {"stable_seconds": 0.1, "first_seconds": 0.2, "last_seconds": 0.0, "exposed_communication_seconds": -1e-9}
+    stage = PredictedStage(**seconds, peak_bytes=28, peak_bytes_by_category=peaks, provenance=provenance)
+    rates = {"step_seconds": 1.0, "tokens_per_second_per_gpu": 1.0, "model_tflops_per_gpu": 1.0}
+    plan = plan_samples.plan(stages=2, predicted=Predicted(**rates, stages=(stage, stage), provenance=provenance))
+    validate_plan(plan)
+    values = as_values(plan)
+    for path, value in changed.items():
+        *parents, last = path.split(".")
+        place = values["predicted"]
+        for parent in parents:
+            place = place[int(parent) if parent.isdigit() else parent]
+        place[last] = value
+    with pytest.raises(ConfigError) as caught:
+        validate_plan(from_json(json.dumps(values)))
+    assert str(caught.value) == f"plan.json predicted.{said}"
