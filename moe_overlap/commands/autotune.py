@@ -58,11 +58,14 @@ from moe_overlap.plan_search.processes import Processes
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.shards import Shard, ShardsMissingError
 from moe_overlap.plan_search.upstream_states import UPSTREAM
+from moe_overlap.report.answer_files import replacing_answer, require_no_other_files
 from moe_overlap.report.prediction import prediction_text
+from moe_overlap.report.scaling import folder_of
 from moe_overlap.report.search import detail_lines, search_json, search_lines
 from moe_overlap.report.search_folder import write_answer
+from moe_overlap.report.targets import UPSTREAM_FOLDER
 from moe_overlap.report.trace import write_trace
-from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run
+from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
 from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
@@ -119,12 +122,15 @@ def _overlap(arguments: argparse.Namespace) -> int:
         raise ConfigError("--num-gpus", arguments.num_gpus, rule, "drop --overlap-only, or give one number")
     cluster = cluster_of(arguments)
     _require_writable(Path(arguments.output))
+    require_no_other_files(Path(arguments.output), has_script=False)
     given = _options(arguments, on_standard_error)
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
     folder = Path(arguments.output)
-    write_run(folder, tuned)
-    write_trace(folder / "trace.json", tuned.step, "--output")
+    with replacing_answer(folder) as files:
+        write_run(folder, tuned)
+        write_trace(folder / "trace.json", tuned.step, "--output")
+        files += written_files(tuned)
     if arguments.json:
         print(json.dumps(tuned_json(tuned), indent=1))
         return 0
@@ -177,6 +183,11 @@ def _searched(
     """Search, write and print the answer, for one number of GPUs and one target or several."""
     given, ended = _options(arguments, progress.tell), progress.end
     clusters = clusters_of(arguments)
+    folder = Path(arguments.output)
+    for each in [folder] if len(clusters) == 1 else [folder / folder_of(cluster) for cluster in clusters]:
+        require_no_other_files(each)
+    if arguments.target == "both":
+        require_no_other_files(folder / UPSTREAM_FOLDER)
     words = words_of(arguments, chooses_dispatcher=clusters[0].measured is None)
     if len(clusters) > 1:
         return tune_numbers(arguments, words, clusters, settings, given, train_tokens, ended)
@@ -189,7 +200,6 @@ def _searched(
         print(missing, file=sys.stderr)
         return 0
     ended()
-    folder = Path(arguments.output)
     files = write_answer(folder, search, train_tokens)
     if arguments.json:
         print(json.dumps(search_json(search, train_tokens), indent=1))

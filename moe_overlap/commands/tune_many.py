@@ -12,6 +12,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.several import search_both, search_numbers
+from moe_overlap.report.answer_files import withdraw_answer
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.scaling import scaling_json, scaling_lines
 from moe_overlap.report.search import detail_lines
@@ -63,6 +64,9 @@ def tune_numbers(
     for row in rows:
         if row.search is not None:
             write_answer(folder / row.folder, row.search, train_tokens)
+        else:
+            # Its folder may hold the answer of other flags, and the table says that there is none.
+            withdraw_answer(folder / row.folder)
     if arguments.json:
         print(json.dumps(scaling_json(rows, train_tokens), indent=1))
         return 0

@@ -32,7 +32,12 @@ class ScalingRow:
     @property
     def folder(self) -> str:
         """The folder of the plan, inside the folder of the answer."""
-        return f"{self.cluster.gpus}-gpus"
+        return folder_of(self.cluster)
+
+
+def folder_of(cluster: Cluster) -> str:
+    """The name of the folder of the plan for a number of GPUs."""
+    return f"{cluster.gpus}-gpus"
 
 
 @dataclass(frozen=True, slots=True)

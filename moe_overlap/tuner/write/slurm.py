@@ -22,6 +22,8 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, flag_lines
 
 SCRIPT, ARGUMENTS = "launch.sbatch", "megatron_args.txt"
+WRITTEN_BY = "# Written by tools/autotune.py."
+"""The words by which a script is known as one of an answer."""
 """Names of the files, which lie in one folder."""
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DATA = ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path", "--mock-data")
@@ -126,7 +128,7 @@ def _options(job: SlurmJob, added: str) -> list[str]:
         asked.reverse()
     return [
         "#!/usr/bin/env bash",
-        "# Written by tools/autotune.py. Submit it from the folder where the program lies and the flags' relative paths hold:",
+        f"{WRITTEN_BY} Submit it from the folder where the program lies and the flags' relative paths hold:",
         f"#   sbatch FOLDER/{SCRIPT} {f'{added} ' if added else ''}[further flags]",
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={job.nodes}",

@@ -20,6 +20,7 @@ from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.several import NOT_SEARCHED, search_numbers
 from moe_overlap.report.scaling import scaling_json, scaling_lines
 from moe_overlap.report.search import PlanSearch
+from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.targets import BothTargets, gain_sentence
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.search.solution import Status
@@ -102,6 +103,7 @@ def test_numbers_of_gpus_make_a_table(
     """7 GPUs divide neither model nor batch: a row with the reason."""
     monkeypatch.setattr(scaling, "search_plan", searched_once)
     words = [*job, "--num-gpus", "8,7,4", "--target", "megatron-lm", "--train-tokens", "1T"]
+    write_answer(tmp_path / "tuned" / "7-gpus", search_of(4, "megatron-lm"))
     assert autotune.main(words) == 0
     head, four, seven, eight, *rest = capsys.readouterr().out.splitlines()
     assert head.split() == "GPUs step tokens/s per GPU efficiency days GPU-hours plan".split()
@@ -110,7 +112,9 @@ def test_numbers_of_gpus_make_a_table(
     assert eight.split()[0] == "8" and eight.index("DP") > 0
     assert rest[0].startswith("efficiency  tokens/s per GPU relative to 4 × H100; ")
     tuned = tmp_path / "tuned"
-    assert {path.name for path in tuned.iterdir()} == {"4-gpus", "8-gpus"}
+    assert {path.name for path in tuned.iterdir()} == {"4-gpus", "7-gpus", "8-gpus"}
+    # A plan of other flags is none of this table.
+    assert {path.name for path in (tuned / "7-gpus").iterdir()} == {f"{name}.old" for name in FILES}
     assert {path.name for path in (tuned / "8-gpus").iterdir()} == FILES
     assert autotune.main([*words, "--json"]) == 0
     fewest, refused, most = json.loads(capsys.readouterr().out)

@@ -1,0 +1,71 @@
+"""The folder of an answer: what an earlier answer had beside it goes by another name, and files of others are not replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.commands import autotune
+from moe_overlap.plan_search.search import SearchSettings, search_plan
+from moe_overlap.report.answer_files import FILES, require_no_other_files, withdraw_answer
+from moe_overlap.report.search_folder import write_answer
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
+
+
+def names_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_script_of_an_earlier_answer_does_not_stand_beside_a_plan_that_nothing_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = searched("megatron-lm")
+    for _ in range(2):
+        assert set(write_answer(tmp_path, runs)) == names_of(tmp_path) >= {"launch.sbatch", "megatron_args.txt"}
+        assert capsys.readouterr().err == "", "the same command again is nothing to tell"
+    found = search_plan(SMALL, H100, SearchSettings(target="any", space="zero3"), **OPTIONS)
+    script = (tmp_path / "launch.sbatch").read_text()
+    written = set(write_answer(tmp_path, found))
+    assert names_of(tmp_path) == {*written, "launch.sbatch.old", "megatron_args.txt.old"}
+    assert not {"launch.sbatch", "megatron_args.txt"} & written
+    assert (tmp_path / "launch.sbatch.old").read_text() == script
+    assert capsys.readouterr().err == (
+        f"not of this answer: megatron_args.txt, launch.sbatch in {tmp_path}; "
+        "they are now megatron_args.txt.old, launch.sbatch.old\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("plan.json", "--num-gpus 8"),
+        ("launch.sbatch", "--num-gpus 8"),
+        ("8-gpus/launch.sbatch", "--num-gpus 4,8"),
+        ("megatron-lm/launch.sbatch", "--num-gpus 8 --target both"),
+        ("plan.json", "--num-gpus 8 --overlap-only"),
+    ],
+)
+def test_a_file_that_no_answer_has_written_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, option: str
+) -> None:
+    (tmp_path / "job.args").write_text("\n".join(SMALL))
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text('{"of": "somebody"}')
+    words = ["--megatron-args", str(tmp_path / "job.args"), "--gpu", "H100", *option.split()]
+    assert autotune.main([*words, "--output", str(tmp_path)]) == 2
+    rule = f"{file} is not of an answer, and would be replaced; give another folder, or move the file"
+    assert capsys.readouterr().err == f"error: --output {file.parent}: {rule}\n"
+    assert file.read_text() == '{"of": "somebody"}'
+
+
+def test_the_plan_and_script_of_an_answer_are_known_and_a_script_of_others_stays(tmp_path: Path) -> None:
+    write_answer(tmp_path, searched("megatron-lm"))
+    require_no_other_files(tmp_path)
+    require_no_other_files(tmp_path / "none yet")
+    (tmp_path / "launch.sbatch").write_text("srun ours")
+    require_no_other_files(tmp_path, has_script=False)
+    withdraw_answer(tmp_path)
+    assert (tmp_path / "launch.sbatch").read_text() == "srun ours"
+    assert names_of(tmp_path) == {"launch.sbatch", *(f"{name}.old" for name in FILES if name != "launch.sbatch")}
