@@ -20,6 +20,7 @@ where nothing is predicted to be faster. A trace is of a run's last step: let it
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import sys
@@ -78,6 +79,7 @@ MOST_PER_CORE = 8
 """Processes of --jobs for each core: more take memory, and search no faster."""
 JOBS = 4
 """Most processes that search unless more are asked for: each has prices of its own, up to some GiB in the widest spaces."""
+LIMITS = SearchSettings().overlap_limits
 SOLVER_SECONDS = 5.0
 """Seconds of solver time for each weight-gradient schedule."""
 
@@ -156,6 +158,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if shard is not None and arguments.search_space in BEYOND:
         print(f"note: one process searches what --search-space {arguments.search_space} adds", file=sys.stderr)
     limits = _limits(arguments)
+    if arguments.target == "megatron-lm":
+        _require_no_limits(arguments)
     # Before the search: it looks at overlap last, and not at all where nothing can overlap.
     check_limits(limits)
     # Whatever is refused from here on ends the line of progress first.
@@ -260,6 +264,15 @@ def _require_writable(folder: Path) -> None:
     except OSError as error:
         rule = f"{place} cannot be written ({error.strerror})"
         raise ConfigError("--output", str(folder), rule, "give another folder") from None
+
+
+def _require_no_limits(arguments: argparse.Namespace) -> None:
+    """Refuse what says how finely an overlap is decided that the target does not execute."""
+    for field in dataclasses.fields(SearchLimits):
+        value, flag = getattr(arguments, f"overlap_{field.name}", None), f"--overlap-{field.name.replace('_', '-')}"
+        if value is not None and value != getattr(LIMITS, field.name):
+            rule = "partitions are this fork's overlap, which Megatron-LM does not execute"
+            raise ConfigError(flag, value, rule, "drop it, or use another --target")
 
 
 def _limits(arguments: argparse.Namespace) -> SearchLimits:
@@ -374,12 +387,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_overlap_arguments(overlap: argparse._ArgumentGroup) -> None:
     overlap.add_argument(
-        "--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range"
+        "--overlap-max-partitions",
+        metavar="N",
+        type=int,
+        default=LIMITS.max_partitions,
+        help="most partitions of a range",
     )
     overlap.add_argument(
-        "--overlap-group-seconds", metavar="S", type=float, default=0.0, help="shorter operators are moved together"
+        "--overlap-group-seconds",
+        metavar="S",
+        type=float,
+        default=LIMITS.group_seconds,
+        help="shorter operators are moved together",
     )
-    overlap.add_argument("--overlap-range-limit", metavar="N", type=int, default=16, help="most groups in a range")
+    overlap.add_argument(
+        "--overlap-range-limit", metavar="N", type=int, default=LIMITS.range_limit, help="most groups in a range"
+    )
     overlap.add_argument(
         "--refine",
         metavar="TRACE",

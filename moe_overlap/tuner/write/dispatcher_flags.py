@@ -33,9 +33,14 @@ def with_dispatcher(bare: Sequence[str], cluster: Cluster, is_free: bool) -> tup
     There are none where the flags name theirs, or layers have no experts. On a measured machine nothing bounds a layout.
 
     Raises:
-        ConfigError: a flag adjusts one library, and several dispatchers are searched.
+        ConfigError: a flag adjusts one library, and several dispatchers are searched; or none is searched, whatever was asked.
     """
     flags = grouped(bare)
+    if is_free and "--num-experts" not in flags:
+        raise ConfigError("--search-dispatcher", "", "the model has no experts to dispatch tokens to", "drop it")
+    if is_free and cluster.measured is not None:
+        rule = "a measured cluster has the prices of the dispatcher that it was measured with"
+        raise ConfigError("--search-dispatcher", "", rule, "drop it, or describe the machines by --gpu")
     said = {name for name in flags if name in DECIDING}
     if "--num-experts" not in flags or cluster.measured is not None or (said and not is_free):
         return list(bare), ()

@@ -265,6 +265,18 @@ def test_no_layout_divides() -> None:
         (["--overlap-max-partitions", "0"], "--overlap-max-partitions 0: must be at least 1 and finite"),
         (["--overlap-group-seconds", "nan"], "--overlap-group-seconds nan: must be at least 0 and finite"),
         (["--overlap-range-limit", "-1"], "--overlap-range-limit -1: must be at least 1 and finite"),
+        (
+            ["--target", "megatron-lm", "--overlap-max-partitions", "2"],
+            "--overlap-max-partitions 2: partitions are this fork's overlap, which Megatron-LM does not execute; drop it",
+        ),
+        (
+            ["--target", "megatron-lm", "--overlap-group-seconds", "1e-5"],
+            "--overlap-group-seconds 1e-05: partitions are this fork's overlap",
+        ),
+        (
+            ["--target", "megatron-lm", "--overlap-range-limit", "4"],
+            "--overlap-range-limit 4: partitions are this fork's overlap",
+        ),
     ],
 )
 def test_mistakes_of_the_command_line(

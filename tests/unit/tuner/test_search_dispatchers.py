@@ -262,14 +262,20 @@ H100 = shipped_cluster("H100", 8)
 def test_flags_that_name_a_dispatcher_keep_it() -> None:
     assert with_dispatcher([*JOB, "--moe-token-dispatcher-type", "allgather"], H100, False)[1] == ()
     assert with_dispatcher([*JOB, "--moe-enable-deepep"], H100, False)[1] == ()
-    assert with_dispatcher(JOB[2:], H100, True) == (JOB[2:], ())
+    assert with_dispatcher(JOB[2:], H100, False) == (JOB[2:], ())
+    with pytest.raises(
+        ConfigError, match="--search-dispatcher: the model has no experts to dispatch tokens to; drop it"
+    ):
+        with_dispatcher(JOB[2:], H100, True)
     words, further = with_dispatcher(JOB, H100, False)
     assert words == [*JOB, "--moe-token-dispatcher-type", "alltoall"] and further == FURTHER
     named = [*JOB, "--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
     assert with_dispatcher(named, H100, True) == (words, FURTHER)
     own = Measured(database="", device="cuda", latency_seconds=1e-5, constants={})
     measured = dataclasses.replace(H100, measured=own)
-    assert with_dispatcher(JOB, measured, True) == (JOB, ())
+    assert with_dispatcher(JOB, measured, False) == (JOB, ())
+    with pytest.raises(ConfigError, match="--search-dispatcher: a measured cluster has the prices of the dispatcher"):
+        with_dispatcher(JOB, measured, True)
     with pytest.raises(ConfigError, match="^--moe-deepep-num-sms 20: adjusts one dispatcher, and several are searched"):
         with_dispatcher([*named, "--moe-deepep-num-sms", "20"], H100, True)
     assert (*DISPATCHER, *MOE) == ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
