@@ -31,14 +31,16 @@ from moe_overlap.job import (
     executed_here,
     features_of,
     listed_run_of,
+    may_interleave,
     named_by,
     read_job,
     without_graphs,
 )
 from moe_overlap.launching import launching_of
-from moe_overlap.plan.capabilities import GRAPHS_FLAG
+from moe_overlap.plan.capabilities import GRAPHS_FLAG, require_listable
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
+from moe_overlap.report.answer import Leeway
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import Graphs, Tell, cached_graphs, cpu_graphs
@@ -89,11 +91,50 @@ class PredictedJob:
     Attributes:
         job: as the flags say it, and as this fork runs it on a measured cluster.
         problem: of the job; its plan is the one that is predicted.
+        leeway: what the job leaves to advise.
     """
 
     job: Job
     problem: Problem
     prediction: Prediction
+    leeway: Leeway
+
+
+def leeway_of(words: Sequence[str], job: Job, problem: Problem) -> Leeway:
+    """What may be advised for a job: no flag that it has or that is refused, and no search that would find nothing.
+
+    Args:
+        words: its flags, or `@FILE`.
+        problem: of it, with its plan.
+    """
+    features, plan = problem.features, problem.plan
+    hiding = {
+        "--overlap-grad-reduce": features.overlap_grad_reduce,
+        # Weights that are not sharded are not gathered.
+        "--overlap-param-gather": features.overlap_param_gather or plan.stages[0].zero_level == 0,
+    }
+    return Leeway(
+        data_flags=tuple(flag for flag, is_given in hiding.items() if not is_given),
+        may_interleave=may_interleave(job, plan),
+        no_overlap=_no_overlap(words, problem),
+    )
+
+
+def _no_overlap(words: Sequence[str], problem: Problem) -> str:
+    """The rule by which a search for an overlap of the job's all-to-alls finds none; empty where no flag decides that."""
+    try:
+        # What is tuned is executed here, without what other releases have.
+        parse(list(expand_files(words)))
+    except ConfigError as error:
+        return str(error)
+    if problem.listed.refusal is not None:
+        return str(problem.listed.refusal)
+    try:
+        require_listable(problem.listed, "an instruction list")
+    except ConfigError as error:
+        # Its fix speaks of the flag that asks for a list, and nobody has asked.
+        return f"{error.subject} {error.value}".rstrip() + f": {error.rule}"
+    return ""
 
 
 def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> Prediction:
@@ -118,7 +159,7 @@ def predict_job(words: Sequence[str], cluster: Cluster, options: Options) -> Pre
     if not prediction.fits:
         remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))
         prediction = dataclasses.replace(prediction, remedy=remedy, tried=tried)
-    return PredictedJob(job=job, problem=problem, prediction=prediction)
+    return PredictedJob(job=job, problem=problem, prediction=prediction, leeway=leeway_of(words, job, problem))
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:

@@ -199,6 +199,20 @@ def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flag
     return _with_offloaded(with_zero_level(decided, zero_level(flags)), activations, offloaded_states(flags))
 
 
+def may_interleave(job: Job, plan: Plan) -> bool:
+    """Whether the flags still allow two model chunks on every stage of their plan, wherever they cut the layers."""
+    if len(plan.stages) == 1 or len(plan.stages[0].chunks) > 1:
+        return False
+    parallel = dataclasses.replace(job.config.parallel, num_virtual_stages_per_pipeline_rank=2)
+    config = dataclasses.replace(job.config, parallel=parallel)
+    try:
+        validate(config, plan.world_size)
+        plan_from_flags(config, job.model, plan.world_size)
+    except ConfigError:
+        return False
+    return True
+
+
 def _with_offloaded(plan: Plan, activations: float, optimizer: float) -> Plan:
     """A plan whose stages keep these shares of their saved activations and of the optimizer's states on the host."""
     return dataclasses.replace(

@@ -25,7 +25,7 @@ from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.answer import Answer, answer_lines, plan_sentence
+from moe_overlap.report.answer import Answer, Leeway, answer_lines, plan_sentence
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.search import PlanSearch, answer_of
 from moe_overlap.report.search_folder import write_answer
@@ -45,6 +45,7 @@ class PredictedRun(Prediction):
 
     plan: Plan
     cluster: Cluster
+    leeway: Leeway
 
     @property
     def step_seconds(self) -> float:
@@ -79,7 +80,8 @@ class PredictedRun(Prediction):
 
     def __repr__(self) -> str:
         """The answer that tools/predict.py prints."""
-        return "\n".join(answer_lines(Answer(plan=self.plan, prediction=self, cluster=self.cluster)))
+        answer = Answer(plan=self.plan, prediction=self, cluster=self.cluster, leeway=self.leeway)
+        return "\n".join(answer_lines(answer))
 
     def _repr_html_(self) -> str:
         return _html(repr(self), self.frame)
@@ -182,7 +184,7 @@ def predict(
     words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
     predicted = api.predict_job(words, machines, options)
     fields = {field.name: getattr(predicted.prediction, field.name) for field in dataclasses.fields(Prediction)}
-    return PredictedRun(**fields, plan=predicted.problem.plan, cluster=machines)
+    return PredictedRun(**fields, plan=predicted.problem.plan, cluster=machines, leeway=predicted.leeway)
 
 
 @overload

@@ -77,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         values = prediction_json(prediction) | training_json(prediction, cluster, train_tokens) | played
         print(json.dumps(values, indent=1))
         return 0
-    answer = Answer(plan=plan, prediction=prediction, cluster=cluster, train_tokens=train_tokens)
+    answer = Answer(
+        plan=plan, prediction=prediction, cluster=cluster, train_tokens=train_tokens, leeway=predicted.leeway
+    )
     print("\n".join(answer_lines(answer)))
     if arguments.verbose:
         print(f"\n{prediction_text(prediction, cluster)}")

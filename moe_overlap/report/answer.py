@@ -38,6 +38,7 @@ WORTH_A_LOOK = 0.05
 """Share of the step from which on a term is worth a suggestion."""
 DAY_SECONDS, HOUR_SECONDS, MINUTE_SECONDS = 86400.0, 3600.0, 60.0
 LAUNCHES = "launching from the host"
+OF_THIS_FORK = "an overlap of all-to-alls: this fork's; --target both compares it with Megatron-LM's"
 OVERLAPS: Mapping[Mechanism, str] = MappingProxyType(
     {
         "tutel": "capacity chunks",
@@ -68,6 +69,24 @@ class RunnerUp:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Leeway:
+    """What a job leaves to advise; the default knows of nothing against an advice.
+
+    Attributes:
+        data_flags: flags that hide reductions and gathers, and that the job has not.
+        may_interleave: whether its stages may have two model chunks each.
+        no_overlap: why no search finds an overlap of its all-to-alls; empty where one may.
+    """
+
+    data_flags: tuple[str, ...] = ("--overlap-grad-reduce", "--overlap-param-gather")
+    may_interleave: bool = True
+    no_overlap: str = ""
+
+
+ANY = Leeway()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """A plan with everything that an answer says about it.
 
@@ -79,6 +98,7 @@ class Answer:
         try_next: sentences; where there are none, those of `suggestions`.
         is_upstream: whether unmodified Megatron-LM runs the plan, for which this fork's overlap is no advice.
         is_searched: whether a search found the plan: what it decides is no advice.
+        leeway: what the job leaves to advise.
     """
 
     plan: Plan
@@ -91,6 +111,7 @@ class Answer:
     try_next: Sequence[str] = ()
     is_upstream: bool = False
     is_searched: bool = False
+    leeway: Leeway = ANY
 
 
 def answer_lines(answer: Answer) -> list[str]:
@@ -98,7 +119,7 @@ def answer_lines(answer: Answer) -> list[str]:
     prediction = answer.prediction
     lines = [*figure_lines(answer), _line("waiting", _waiting(prediction)), *beware_lines(prediction)]
     lines += [_line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
-    suggested = suggestions(answer.plan, prediction, answer.is_upstream, answer.is_searched)
+    suggested = suggestions(answer.plan, prediction, answer.is_upstream, answer.is_searched, answer.leeway)
     lines += [_line("try next", text) for text in answer.try_next or suggested]
     return lines
 
@@ -343,7 +364,13 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}{more}): {other.why}"
 
 
-def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, is_searched: bool = False) -> list[str]:
+def suggestions(
+    plan: Plan,
+    prediction: Prediction,
+    is_upstream: bool = False,
+    is_searched: bool = False,
+    leeway: Leeway = ANY,
+) -> list[str]:
     """Advice from what a plan waits for or lacks; the largest term decides, and none below a twentieth of the step. Where whole
     layers are computed again for memory that is not needed, that comes first.
 
@@ -356,7 +383,7 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
     if prediction.tried:
         return [f"another layout: no single change makes it fit ({len(prediction.tried)} tried: --verbose)"]
     again = [] if is_searched else _less_recomputation(plan, prediction)
-    seconds, stage = prediction.predicted.step_seconds, plan.stages[0]
+    seconds = prediction.predicted.step_seconds
     terms = {f"exposed {kind}": part for kind, part in exposed_seconds(prediction.breakdown).items()}
     terms["bubble"] = prediction.breakdown.get("bubble_seconds", 0.0)
     launching = prediction.launching
@@ -365,29 +392,51 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, i
     name = max(terms, key=lambda term: terms[term])
     if terms[name] < WORTH_A_LOOK * seconds:
         return again
-    ours = "this fork's; --target both compares it with Megatron-LM's"
-    advice = {
-        "bubble": "more micro-batches or fewer stages"
-        if len(stage.chunks) > 1
-        else "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches",
-        "exposed expert": f"an overlap of all-to-alls: {ours if is_upstream else 'tools/autotune.py --overlap-only'}",
-        "exposed tensor": "fewer tensor ranks, if memory allows",
-        "exposed context": "fewer context ranks, if memory allows",
-        "exposed data": "--overlap-grad-reduce and --overlap-param-gather, or a larger global batch",
-        "exposed transfer": "fewer stages, or larger micro-batches",
-        LAUNCHES: _graphs_advice(launching, seconds, is_upstream) or "a larger micro-batch, if memory allows",
-    }
     if is_searched:
-        batch = "a larger global batch, if the training allows it"
-        advice = {"bubble": batch, "exposed data": batch} | (
-            {"exposed expert": advice["exposed expert"]} if is_upstream else {}
-        )
-        if name == LAUNCHES and (graphs := _graphs_advice(launching, seconds, is_upstream)):
-            advice[name] = graphs
-        if name not in advice:
-            return []
+        advice = _search_advice(launching, seconds, is_upstream, leeway)
+    else:
+        advice = _job_advice(plan, launching, seconds, is_upstream, leeway)
+    if is_searched and name not in advice:
+        return []
     share = f"{name} takes {_share(terms[name] / seconds)} of the step"
     return [*again, f"{advice.get(name, 'another layout')}: {share}"]
+
+
+def _search_advice(launching: Launching | None, seconds: float, is_upstream: bool, leeway: Leeway) -> dict[str, str]:
+    """Term of a step of `seconds` -> what a search has not decided."""
+    batch = "a larger global batch, if the training allows it"
+    advice = {"bubble": batch, "exposed data": batch}
+    if is_upstream and not leeway.no_overlap:
+        advice["exposed expert"] = OF_THIS_FORK
+    if graphs := _graphs_advice(launching, seconds, is_upstream):
+        advice[LAUNCHES] = graphs
+    return advice
+
+
+def _job_advice(
+    plan: Plan, launching: Launching | None, seconds: float, is_upstream: bool, leeway: Leeway
+) -> dict[str, str]:
+    """Term of a step of `seconds` -> what its job may change."""
+    stage, batch = plan.stages[0], "a larger global batch"
+    if plan.is_listed:
+        overlap = "another overlap of all-to-alls: tools/autotune.py compares them"
+    elif leeway.no_overlap:
+        overlap = f"an overlap of all-to-alls, which the flags rule out ({leeway.no_overlap})"
+    else:
+        overlap = OF_THIS_FORK if is_upstream else "an overlap of all-to-alls: tools/autotune.py --overlap-only"
+    interleaves = len(stage.chunks) == 1 and leeway.may_interleave
+    larger = "a larger micro-batch, if memory allows" if stage.gradient_accumulation_steps > 1 else batch
+    return {
+        "bubble": "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches"
+        if interleaves
+        else "more micro-batches or fewer stages",
+        "exposed expert": overlap,
+        "exposed tensor": "fewer tensor ranks, if memory allows",
+        "exposed context": "fewer context ranks, if memory allows",
+        "exposed data": " and ".join(leeway.data_flags) + (f", or {batch}" if leeway.data_flags else batch),
+        "exposed transfer": "fewer stages, or larger micro-batches",
+        LAUNCHES: _graphs_advice(launching, seconds, is_upstream) or larger,
+    }
 
 
 def _less_recomputation(plan: Plan, prediction: Prediction) -> list[str]:

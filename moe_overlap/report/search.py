@@ -16,6 +16,7 @@ from moe_overlap.plan.serialize import as_values, save_plan
 from moe_overlap.report.answer import (
     WORTH_A_LOOK,
     Answer,
+    Leeway,
     answer_lines,
     exposed_seconds,
     plan_sentence,
@@ -406,7 +407,16 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
         try_next=[] if search.refusal is None else [EXECUTED],
         is_upstream=search.is_upstream,
         is_searched=True,
+        leeway=Leeway(no_overlap=_no_other_overlap(search)),
     )
+
+
+def _no_other_overlap(search: PlanSearch) -> str:
+    """Why a search for this runtime, too, would find no overlap; empty where it may."""
+    if search.target == "any":
+        return "the search has compared it"
+    refusal = search.chosen.problem.listed.refusal
+    return "" if refusal is None else str(refusal)
 
 
 def detail_lines(search: PlanSearch) -> list[str]:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.api import predict, read_job
+from megatron.training.cli.arguments import expand_files
+from moe_overlap.api import leeway_of, predict, predict_job, read_job
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Offload, Plan, Recompute
 from moe_overlap.report.answer import (
     Answer,
+    Leeway,
     RunnerUp,
     answer_lines,
     beware_lines,
@@ -251,6 +253,45 @@ def test_suggestions_follow_the_largest_term() -> None:
     assert overlap.endswith("tools/autotune.py --overlap-only: exposed expert takes 30.0 % of the step")
 
 
+def test_no_flag_is_advised_that_the_job_has_or_that_is_refused() -> None:
+    """And no search for an overlap that rules leave nothing to find."""
+
+    def advice(term: str, *words: str) -> str:
+        job = predict_job([*WORDS, *words], CLUSTER, {})
+        seconds = 0.3 * job.prediction.predicted.step_seconds
+        terms = dict.fromkeys(job.prediction.breakdown, 0.0) | {f"{term}_seconds": seconds}
+        plain = dataclasses.replace(job.prediction, breakdown=terms, launching=None, remedy=None, tried=())
+        (said,) = suggestions(job.problem.plan, plain, leeway=job.leeway)
+        return said.removesuffix(f": {term.replace('_', ' ')} takes 30.0 % of the step")
+
+    # The flags of the example hide reductions and gathers already.
+    assert advice("exposed_data") == advice("exposed_data", "--use-megatron-fsdp") == "a larger global batch"
+    without = ("--num-layers", "31", "--decoder-first-pipeline-num-layers", "7")
+    assert advice("bubble", *without) == "more micro-batches or fewer stages", "8 layers divide into chunks, 7 do not"
+    assert "--num-virtual-stages-per-pipeline-rank 2" in advice("bubble")
+    assert advice("exposed_expert") == "an overlap of all-to-alls: tools/autotune.py --overlap-only"
+    ruled_out = "an overlap of all-to-alls, which the flags rule out ("
+    assert advice("exposed_expert", "--fp8-format", "hybrid").startswith(f"{ruled_out}--fp8-recipe delayed: ")
+    assert advice("exposed_expert", "--use-megatron-fsdp").startswith(f"{ruled_out}--use-megatron-fsdp: not supported")
+    job = predict_job(WORDS, CLUSTER, {})
+    ahead = dataclasses.replace(job.problem, listed=dataclasses.replace(job.problem.listed, prediction_layers=1))
+    rule = "--mtp-num-layers 1: an instruction list overlaps the layers of the decoder alone"
+    assert leeway_of(WORDS, job.job, ahead).no_overlap == rule
+    pairs = "--moe-overlap-micro-batches 2 --moe-gate topk --moe-token-dispatcher-type irregular".split()
+    chunks = ("--num-virtual-stages-per-pipeline-rank", "2")
+    assert advice("exposed_expert", *pairs, *chunks).startswith("another overlap of all-to-alls: tools/autotune.py ")
+
+
+def test_a_job_without_overlapped_reductions_is_told_their_flags() -> None:
+    words = [word for word in expand_files(WORDS) if word not in ("--overlap-grad-reduce", "--overlap-param-gather")]
+    flags = ("--overlap-grad-reduce", "--overlap-param-gather")
+    assert predict_job(words, CLUSTER, {}).leeway.data_flags == flags
+    assert predict_job([*words, flags[0]], CLUSTER, {}).leeway.data_flags == flags[1:]
+    # What is not sharded is not gathered.
+    whole = [word for word in words if word != "--use-distributed-optimizer"]
+    assert predict_job(whole, CLUSTER, {}).leeway.data_flags == flags[:1]
+
+
 def test_layers_that_are_computed_again_for_memory_that_stays_free_are_said_first() -> None:
     every = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     plan, prediction = planned(*every), predicted(*every)
@@ -287,6 +328,11 @@ def test_a_search_advises_nothing_that_it_decides() -> None:
     assert advice(exposed_expert=0.3, is_upstream=True)[0].startswith(
         "an overlap of all-to-alls: this fork's; --target both"
     )
+    # Where no search of this fork finds one, or the search has compared it, that is no advice.
+    ruled_out = Leeway(no_overlap="--fp8-recipe delayed: ...")
+    terms = dict.fromkeys(predicted().breakdown, 0.0) | {"exposed_expert_seconds": 0.3 * step}
+    waiting = dataclasses.replace(predicted(), breakdown=terms)
+    assert suggestions(planned(), waiting, is_upstream=True, is_searched=True, leeway=ruled_out) == []
 
 
 def test_a_plan_in_a_sentence() -> None:
