@@ -3,7 +3,7 @@
 1. Flags are grouped by decision (`DECISIONS`); flags that are only right together, such as the numbers of stages and of model
    chunks, are one decision.
 2. Every decision that differs is made alone in the user's own flags, which are read like any command line and predicted. Where
-   rules across flags refuse it alone, the rule is kept.
+   rules across flags refuse it alone, those of Megatron-LM on what it alone executes included, the rule is kept.
 3. The largest gain comes first. Gains do not add up: the plan as a whole is what the search predicts.
 
 Nothing here changes what is trained: a plan has no such decision.
@@ -16,11 +16,13 @@ from typing import Final, Unpack
 
 from moe_overlap.api import Options, problem_of
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.report.changes import Change
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.write.argument_file import layout_flags
+from moe_overlap.tuner.write.upstream_rules import errors_of_upstreams_own
+from moe_overlap.tuner.write.upstream_values import values_of
 
 Flags = Mapping[str, tuple[str, ...]]
 
@@ -65,6 +67,8 @@ def changes_of(
     gone = {*layout_flags(), *added}
     before = by_decision({name: values for name, values in flags.items() if name in gone})
     after = by_decision({name: values for name, values in planned.items() if name in gone})
+    # A prediction answers what nobody runs, and as a reason that is none.
+    broken = {str(error) for error in errors_of_upstreams_own(values_of(flags), cluster.gpus)}
     changes = []
     for decision in dict.fromkeys((*before, *after)):
         old, new = before.get(decision, {}), after.get(decision, {})
@@ -74,6 +78,8 @@ def changes_of(
         alone, rule = None, ""
         try:
             problem = problem_of([word for name, values in kept.items() for word in (name, *values)], cluster, options)
+            for error in errors_of_upstreams_own(values_of(kept), cluster.gpus):
+                require(str(error) in broken, error.subject, error.value, error.rule, error.fix)
             alone = predict_plan(problem.plan, problem)
         except ConfigError as error:
             rule = (

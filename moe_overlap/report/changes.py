@@ -54,7 +54,9 @@ class Change:
         memory = self.alone.fullest.needed_bytes - baseline.fullest.needed_bytes
         fits = "" if self.alone.fits else f"; {self.alone.memory_verdict}"
         space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "as much memory"
-        return f"alone {difference(seconds)} a step and {space}{fits}"
+        # What costs something alone is no reason for itself.
+        others = "" if seconds < 0 and self.alone.fits else "; chosen for what it gives together with the others"
+        return f"alone {difference(seconds)} a step and {space}{fits}{others}"
 
 
 def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:

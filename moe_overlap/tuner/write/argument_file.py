@@ -347,6 +347,10 @@ REASONS: Mapping[str, Callable[[Plan, StagePlan], str]] = {
         f"{100 * stage.offload.optimizer:.0f} % of the optimizer's states on the host"
     ),
     "--cpu-offloading-num-layers": lambda plan, stage: "these layers' activations wait on the host",
+    "--overlap-moe-expert-parallel-comm": lambda plan, stage: (
+        "all-to-alls of one micro-batch run beside the computation of another"
+    ),
+    "--delay-wgrad-compute": lambda plan, stage: "weight gradients run beside those all-to-alls, too",
     "--plan": lambda plan, stage: "what flags cannot say; it lies beside this file",
 }
 """Flag -> what the plan decided there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -49,6 +50,31 @@ def test_what_is_refused_alone_says_why() -> None:
     assert refused.name == "pipeline" and refused.gain(baseline) == 0.0
     assert "--num-virtual-stages-per-pipeline-rank 5: " in refused.effect(baseline)
     assert refused.effect(baseline).startswith("only together with others: ")
+
+
+def test_what_megatron_does_not_run_alone_is_no_reason() -> None:
+    """A pipeline without model chunks, in which its overlap of all-to-alls does not start."""
+    flag = "--overlap-moe-expert-parallel-comm"
+    said = [*SMALL, flag, "--num-virtual-stages-per-pipeline-rank", "2"]
+    changes, baseline = changed([*SMALL, "--num-layers", "4"], said, added=(flag,))
+    (overlap,) = (change for change in changes if change.name == "overlap")
+    assert overlap.effect(baseline) == (
+        "only together with others: --overlap-moe-expert-parallel-comm: "
+        "a pipeline of 2 stages overlaps the micro-batches of interleaved chunks"
+    )
+
+
+def test_what_costs_alone_is_said_to_be_of_others() -> None:
+    changes, baseline = changed([*SMALL, "--pipeline-model-parallel-size", "1"], PLAN)
+    change = changes[0]
+    assert change.alone is not None
+    seconds = baseline.predicted.step_seconds
+    for factor, said in ((0.5, ""), (1.5, "; chosen for what it gives together with the others")):
+        step = dataclasses.replace(change.alone.predicted, step_seconds=factor * seconds)
+        alone = dataclasses.replace(change.alone, predicted=step)
+        assert dataclasses.replace(change, alone=alone).effect(baseline).endswith(f" on the fullest stage{said}")
+    full = dataclasses.replace(change, alone=dataclasses.replace(change.alone, capacity_bytes=1))
+    assert full.effect(baseline).endswith("; does not fit; chosen for what it gives together with the others")
 
 
 def test_a_flag_that_says_its_default_is_no_change() -> None:
