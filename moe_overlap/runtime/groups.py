@@ -3,15 +3,17 @@
 Every part of the runtime is handed its groups. Rank order inside a stage, fastest first: tensor, context, data (dense layers);
 expert-tensor, expert, expert-data (experts). Tensor ranks, which communicate most, are thus neighbours on one host.
 
-`torch.distributed.new_group` is a collective over all ranks, members or not: every rank creates every group of the plan, in one
-order. A rank that skipped a group it is not in would let the others wait for it.
+To create groups is a collective over all ranks, members or not: every rank creates every group of the plan, in one order. A rank
+that skipped a group it is not in would let the others wait for it. NCCL makes all groups of a kind by one split of the world, so
+that their number does not grow with that of the ranks.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -98,7 +100,7 @@ def _slices(ranks: tuple[int, ...], sizes: tuple[int, int, int], axes: tuple[int
 def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: int | None = None) -> StageGroups:
     """Create this rank's groups. Collective: every rank of the run creates all groups in the same order.
 
-    1. Groups inside each stage, stage by stage.
+    1. Groups inside each stage, kind by kind.
     2. Groups across stages. The pipeline group joins ranks of equal place in their stages, so the stages must have equal numbers
        of ranks; the group of the tied embedding joins the first and the last of them.
     3. Groups that span the tensor ranks of all stages, for norms and checks of a whole model replica.
@@ -112,15 +114,14 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: in
     rank = dist.get_rank()
     stage_index = next(index for index, stage in enumerate(plan.stages) if rank in stage.devices.ranks)
     fields: dict[str, dist.ProcessGroup | None] = {}
-    for stage in plan.stages:  # 1
-        for kind, rank_sets in stage_rank_sets(stage).items():
-            _create(kind, rank_sets, fields, timeout, ctas)
+    rows = [stage_rank_sets(stage) for stage in plan.stages]  # 1
+    for kind in rows[0]:
+        _create(kind, [ranks for row in rows for ranks in row[kind]], fields, timeout, ctas)
     columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))  # 2
     _create("pp", columns, fields, timeout, ctas)
     _create("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout, ctas)
     _create("pos_embd", [(column[0],) for column in columns], fields, timeout, ctas)
-    rows = [stage_rank_sets(stage) for stage in plan.stages]  # 3
-    for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):
+    for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):  # 3
         joined = zip(*(row[source] for row in rows), strict=True)
         _create(kind, [tuple(rank for ranks in stages for rank in ranks) for stages in joined], fields, timeout, ctas)
     # Inner stages hold neither embedding: megatron-core asks for the fields all the same.
@@ -153,11 +154,12 @@ def transfer_pairs(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
 def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None, ctas: int | None) -> dict[tuple[str, int], Any]:
     me = dist.get_rank()
     groups: dict[tuple[str, int], Any] = {}
-    for channel, pair in transfer_pairs(plan):
-        options = _options("pp", timeout, ctas)
-        group = dist.new_group(list(pair), timeout=timeout, group_desc=f"{channel} {pair}", pg_options=options)
-        if me in pair:
-            groups[channel, pair[1 - pair.index(me)]] = group
+    for channel, of_channel in groupby(transfer_pairs(plan), key=lambda each: each[0]):
+        pairs = [pair for _, pair in of_channel]
+        group = _own_group(pairs, channel, _options("pp", timeout, ctas), timeout)
+        if group is not None:
+            own = next(pair for pair in pairs if me in pair)
+            groups[channel, own[1 - own.index(me)]] = group
     return groups
 
 
@@ -169,12 +171,27 @@ def _create(
     ctas: int | None,
 ) -> None:
     """Create a group for every rank set, and keep the one that holds this rank."""
-    this_rank = dist.get_rank()
+    group = _own_group(rank_sets, kind, _options(kind, timeout, ctas), timeout)
+    if group is not None:
+        fields[kind] = group
+
+
+def _own_group(
+    rank_sets: Sequence[tuple[int, ...]], name: str, options: Any, timeout: datetime.timedelta | None
+) -> dist.ProcessGroup | None:
+    """This rank's group among those of disjoint rank sets, all of which are created; None where none of them holds it.
+
+    Over NCCL `new_group` splits the world anew for each set, also for those of one rank: hundreds of ranks would make thousands
+    of splits before the first step, each of them a collective. One split has a colour for every set. Not yet run on hardware.
+    """
+    if dist.get_backend() == "nccl" and dist.group.WORLD.bound_device_id is not None:
+        sets = [list(ranks) for ranks in rank_sets]
+        return dist.split_group(split_ranks=sets, timeout=timeout, pg_options=options, group_desc=name)
+    this_rank, own = dist.get_rank(), None
     for ranks in rank_sets:
-        options = _options(kind, timeout, ctas)
-        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{kind} {ranks}", pg_options=options)
-        if this_rank in ranks:
-            fields[kind] = group
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{name} {ranks}", pg_options=options)
+        own = group if this_rank in ranks else own
+    return own
 
 
 _URGENT = frozenset({"ep", "tp_ep", "pp"})

@@ -113,6 +113,7 @@ EFFECTS = (
     _effect("bytes of the gradients that FSDP reduces", "megatron-fsdp-grad-comm-dtype"),
     _effect("context ranks by the length of each sequence", "*hybrid-context-parallel *dynamic-context-parallel"),
     _effect("no weight gradients and no update of the layers", "freeze-all-layers"),
+    _effect("attention by kernels that read a mask of documents: slower than those without", "reset-attention-mask"),
     _effect(
         "the optimizer's step on the host's cores, which takes longer; counted is a GPU's, with copies of its states",
         "optimizer-cpu-offload",

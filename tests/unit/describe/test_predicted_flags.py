@@ -203,6 +203,7 @@ def test_a_vocabulary_that_lies_in_files_is_assumed_and_said() -> None:
 def test_optimizer_states_wait_on_the_host_as_the_flags_say() -> None:
     """Whole, or the written share; the advice to offload them is priced when it is followed, but for the step on the CPU."""
     assert not_modelled({"--optimizer-cpu-offload": ()}) == ("--optimizer-cpu-offload",)
+    assert not_modelled({"--reset-attention-mask": ()}) == ("--reset-attention-mask",)
     job = read_job([*JOB, "--optimizer-cpu-offload"], 32)
     assert {stage.offload.optimizer for stage in job.plan.stages} == {1.0}
     half = read_job([*JOB, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"], 32)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
@@ -15,6 +16,7 @@ from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model
 from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.plan.plan import Devices, Offload, Recompute, StagePlan
+from moe_overlap.runtime import groups as groups_module
 from moe_overlap.runtime.groups import build_groups, stage_rank_sets, transfer_pairs
 from tests.unit.plan import plan_samples
 from tests.unit.runtime.one_process import MOE, VOCABULARY, small
@@ -100,6 +102,53 @@ def test_built_groups_are_the_sets() -> None:
             assert not parallel_state.is_initialized()
             dist.destroy_process_group()
     finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_over_nccl_every_kind_of_group_is_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for NCCL, whose world has its communicator; 64 ranks of which most kinds of groups have one each."""
+    config = parse(f"{MOE} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2".split()).config
+    plan = plan_from_flags(config, describe_model(config, VOCABULARY), 64)
+    splits: list[tuple[str, list[list[int]]]] = []
+    alone = dist.new_group
+
+    def split(split_ranks: list[list[int]], group_desc: str, **_: object) -> dist.ProcessGroup | None:
+        splits.append((group_desc, split_ranks))
+        own = [ranks for ranks in split_ranks if dist.get_rank() in ranks]
+        return alone(own[0]) if own else None
+
+    def one_by_one(*_: object, **__: object) -> None:
+        raise AssertionError("a split of the world for one set of ranks")
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    try:
+        made = []
+        for over_nccl in (False, True):
+            dist.init_process_group("fake", store=FakeStore(), rank=40, world_size=64)
+            if over_nccl:
+                dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+                monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+                monkeypatch.setattr(groups_module, "_options", lambda *_: None)
+                monkeypatch.setattr(dist, "split_group", split)
+                monkeypatch.setattr(dist, "new_group", one_by_one)
+            collection = build_groups(plan).collection
+            made.append(
+                {
+                    kind: group and dist.get_process_group_ranks(group)
+                    for kind, group in vars(collection).items()
+                    if group is None or isinstance(group, dist.ProcessGroup)
+                }
+            )
+            dist.destroy_process_group()
+        assert made[0] == made[1] and made[1]["ep"] == [40, 41] and made[1]["pos_embd"] is None
+        assert len(splits) == len({name for name, _ in splits}) == 15
+        for name, sets in splits:
+            ranks = [rank for of_set in sets for rank in of_set]
+            assert len(ranks) == len(set(ranks)), name
+    finally:
+        monkeypatch.undo()
         if dist.is_initialized():
             dist.destroy_process_group()
 
