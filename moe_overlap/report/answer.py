@@ -22,6 +22,7 @@ from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import Mechanism
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
+from moe_overlap.report.balance import balance_of
 from moe_overlap.report.prediction import VISIBLE_BYTES, change_advice, change_name, difference, figure, interval_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
@@ -38,6 +39,7 @@ WORTH_A_LOOK = 0.05
 """Share of the step from which on a term is worth a suggestion."""
 DAY_SECONDS, HOUR_SECONDS, MINUTE_SECONDS = 86400.0, 3600.0, 60.0
 LAUNCHES = "launching from the host"
+UNEQUAL = "waiting for the slowest stage"
 OF_THIS_FORK = "an overlap of all-to-alls: this fork's; --target both compares it with Megatron-LM's"
 OVERLAPS: Mapping[Mechanism, str] = MappingProxyType(
     {
@@ -117,7 +119,7 @@ class Answer:
 def answer_lines(answer: Answer) -> list[str]:
     """The lines of an answer."""
     prediction = answer.prediction
-    lines = [*figure_lines(answer), _line("waiting", _waiting(prediction)), *beware_lines(prediction)]
+    lines = [*figure_lines(answer), _line("waiting", _waiting(answer)), *beware_lines(prediction)]
     lines += [_line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
     suggested = suggestions(answer.plan, prediction, answer.is_upstream, answer.is_searched, answer.leeway)
     lines += [_line("try next", text) for text in answer.try_next or suggested]
@@ -272,7 +274,8 @@ def _overflowing(prediction: Prediction) -> str:
     return f"{fits}, {perhaps} more may not" if perhaps else fits
 
 
-def _waiting(prediction: Prediction) -> str:
+def _waiting(answer: Answer) -> str:
+    prediction = answer.prediction
     seconds = prediction.predicted.step_seconds
     exposed = exposed_seconds(prediction.breakdown)
     total = f"{_share(sum(exposed.values()) / seconds)} of the step for communication"
@@ -281,7 +284,9 @@ def _waiting(prediction: Prediction) -> str:
     bubble = f"{_share(prediction.breakdown.get('bubble_seconds', 0.0) / seconds)} in the pipeline's bubble"
     launched = prediction.launching.seconds / seconds if prediction.launching is not None else 0.0
     launches = f", {_share(launched)} for launches from the host" if launched >= SMALLEST_SHARE else ""
-    return f"{total}{f' ({kinds})' if kinds else ''}, {bubble}{launches}"
+    balance = balance_of(answer.plan, prediction)
+    slow = f"; {balance.sentence}" if balance.longer >= WORTH_A_LOOK else ""
+    return f"{total}{f' ({kinds})' if kinds else ''}, {bubble}{launches}{slow}"
 
 
 def _share(part: float) -> str:
@@ -386,6 +391,9 @@ def suggestions(
     seconds = prediction.predicted.step_seconds
     terms = {f"exposed {kind}": part for kind, part in exposed_seconds(prediction.breakdown).items()}
     terms["bubble"] = prediction.breakdown.get("bubble_seconds", 0.0)
+    balance = balance_of(plan, prediction)
+    if balance.may_move and not is_searched:
+        terms[UNEQUAL] = balance.waiting_seconds
     launching = prediction.launching
     if launching is not None:
         terms[LAUNCHES] = launching.seconds
@@ -396,6 +404,7 @@ def suggestions(
         advice = _search_advice(launching, seconds, is_upstream, leeway)
     else:
         advice = _job_advice(plan, launching, seconds, is_upstream, leeway)
+        advice[UNEQUAL] = f"fewer layers on stage {balance.slowest[0]} (--pipeline-model-parallel-layout)"
     if is_searched and name not in advice:
         return []
     share = f"{name} takes {_share(terms[name] / seconds)} of the step"

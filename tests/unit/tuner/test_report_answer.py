@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from pathlib import Path
@@ -29,6 +30,7 @@ from moe_overlap.report.answer import (
     shown_tokens,
     suggestions,
 )
+from moe_overlap.report.balance import balance_of
 from moe_overlap.report.changes import Change as Decision
 from moe_overlap.report.prediction import difference
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -82,7 +84,7 @@ def of_laptop() -> Prediction:
         prediction.predicted,
         tokens_per_second_per_gpu=4.26,
         model_tflops_per_gpu=0.0213,
-        stages=(of_stage,),
+        stages=(of_stage,) * len(prediction.predicted.stages),
     )
     return dataclasses.replace(prediction, predicted=small, expected_error=None, extrapolating=())
 
@@ -369,3 +371,46 @@ def test_tokens_and_devices_for_a_reader() -> None:
     assert [shown_tokens(tokens) for tokens in (1.5e13, 3e11, 2.5e6, 900)] == ["15 T", "300 B", "2.5 M", "900"]
     both = Cluster(name="two", groups=(*CLUSTER.groups, *shipped_cluster("L4", 8).groups))
     assert devices(both) == "64 × H100 and 8 × L4"
+
+
+def with_stages(seconds: tuple[float, ...], layers: tuple[int, ...]) -> tuple[Plan, Prediction]:
+    """Stages of so many layers that take so many seconds for a micro-batch, of a step that waits for nothing else."""
+    plan, prediction = planned(), predicted()
+    ends = list(itertools.accumulate(layers, initial=0))
+    stages = tuple(
+        dataclasses.replace(plan.stages[0], chunks=((first, end),)) for first, end in itertools.pairwise(ends)
+    )
+    of_stages = tuple(
+        dataclasses.replace(prediction.predicted.stages[0], stable_seconds=of_stage) for of_stage in seconds
+    )
+    step = sum(seconds) * stages[0].gradient_accumulation_steps
+    whole = dataclasses.replace(prediction.predicted, stages=of_stages, step_seconds=step)
+    none = dict.fromkeys(prediction.breakdown, 0.0)
+    given = dataclasses.replace(prediction, predicted=whole, breakdown=none, launching=None)
+    return dataclasses.replace(plan, stages=stages), given
+
+
+def test_a_slow_stage_is_told_with_the_cut_that_would_help() -> None:
+    """No term of a step shows what all stages wait for the slowest one."""
+    plan, prediction = with_stages((1.0, 1.0, 1.0, 1.6), (4, 4, 4, 4))
+    lines = answer_lines(Answer(plan=plan, prediction=prediction, cluster=CLUSTER))
+    assert next(line for line in lines if line.startswith("waiting")).endswith(
+        "; stage 3 takes 39.1 % longer than the mean of all"
+    )
+    advice = "fewer layers on stage 3 (--pipeline-model-parallel-layout): waiting for the slowest stage takes 9.8 % of the step"
+    assert suggestions(plan, prediction) == [advice]
+    # A search has chosen the cuts; and where the others have no room for a layer more, none helps.
+    assert suggestions(plan, prediction, is_searched=True) == []
+    for seconds, layers in (
+        ((1.0, 1.0, 1.0, 1.2), (4, 4, 4, 4)),
+        ((1.0, 1.6, 1.6, 1.6), (4, 4, 4, 4)),
+        ((1.0, 1.0, 1.0, 1.6), (4, 4, 4, 1)),
+    ):
+        tight, slow = with_stages(seconds, layers)
+        assert suggestions(tight, slow) == []
+    assert (
+        balance_of(*with_stages((1.0, 1.6, 1.6), (4, 4, 4))).sentence
+        == "2 stages take 14.3 % longer than the mean of all"
+    )
+    even, alike = with_stages((1.0, 1.04), (4, 4))
+    assert "longer" not in "".join(answer_lines(Answer(plan=even, prediction=alike, cluster=CLUSTER)))
