@@ -38,6 +38,7 @@ from megatron.training.model.layers.local_modules import (
     transformer_engine_is_installed,
 )
 from megatron.training.model.layers.output import LanguageModel, PredictingModel, prediction_spec
+from megatron.training.model.library_kernels import run_fused
 from megatron.training.model.stage_config import StageLayout, transformer_config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
@@ -99,6 +100,23 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and transformer_engine_is_installed()
 
 
+def _configured(
+    config: Config, model: ModelDescription, plan: Plan, stage: int, layout: StageLayout | None
+) -> TransformerConfig:
+    """The configuration of a stage, with what Transformer Engine is told where it is there; arguments of `transformer_config`."""
+    tc = transformer_config(config, model, plan, stage, layout)
+    if uses_transformer_engine():
+        if not plan.is_listed:
+            run_fused(tc)
+        overlap = plan.stages[stage].overlap
+        # Set behind the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
+        tc.delay_wgrad_compute = any(layer.weight_gradient_slots for layer in overlap.layers)
+        # Where it keeps copies of the weights, the library overwrites the sum of gradients in the backward pass of a module's
+        # first call in a step. Partitions run backward last to first: the gradients of the others would be lost.
+        tc.disable_parameter_transpose_cache = overlap.cuts_layers
+    return tc
+
+
 def build_model(
     config: Config,
     model: ModelDescription,
@@ -119,14 +137,7 @@ def build_model(
     if not transformer_engine_is_installed():
         repair_imports()
     layout = StageLayout(plan, stage, model.mtp_layers) if len(plan.stages) > 1 else None
-    tc = transformer_config(config, model, plan, stage, layout)
-    if uses_transformer_engine():
-        overlap = plan.stages[stage].overlap
-        # Set behind the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
-        tc.delay_wgrad_compute = any(layer.weight_gradient_slots for layer in overlap.layers)
-        # Where it keeps copies of the weights, the library overwrites the sum of gradients in the backward pass of a module's
-        # first call in a step. Partitions run backward last to first: the gradients of the others would be lost.
-        tc.disable_parameter_transpose_cache = overlap.cuts_layers
+    tc = _configured(config, model, plan, stage, layout)
     chunks = plan.stages[stage].chunks
     last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
     adapt, has_masks = adapt_layer or (lambda spec: spec), config.data.reset_attention_mask

@@ -114,10 +114,14 @@ WITHOUT_EFFECT = (
         "no-gradient-reduce-div-fusion "
         "attention-backend use-flash-attn flash-attention-version "
         "transformer-impl moe-grouped-gemm moe-use-legacy-grouped-gemm "
-        "moe-permute-fusion moe-router-fusion moe-use-grouped-tensor moe-single-grouped-* use-grouped-gemm-for-* "
+        "moe-permute-fusion moe-use-grouped-tensor moe-single-grouped-* use-grouped-gemm-for-* "
         "mla-down-proj-fusion fused-residual-rmsnorm use-te-activation-func disable-jit-fuser "
         "use-transformer-engine-op-fuser use-fused-weighted-squared-relu no-create-attention-mask-in-dataloader "
         "onnx-safe cache-mla-latents dsa-kernel-backend gdp-cutedsl-kernel disable-mamba-mem-eff-path enable-experimental",
+    ),
+    _group(
+        "not fused: the router's scores and losses are computed by megatron-core's single operators",
+        "moe-router-fusion",
     ),
     _group(
         "not fused: megatron-core's fused cross entropy rounds the logits' gradient to bf16 in every precision",

@@ -1,0 +1,47 @@
+"""Kernels of Transformer Engine with which megatron-core's own schedule runs where the library has them, as Megatron-LM does.
+
+    rotations of queries and keys     apply_rope_fusion      on in Megatron-LM unless --no-rope-fusion says otherwise
+    rows of tokens sorted by expert   moe_permute_fusion     off there unless asked for; the same rows, in fewer passes
+
+Of single operators a rotation takes about ten for each layer. Instruction lists have kernels of their own for both
+(runtime/executor/rotary.py, runtime/dispatch). Set behind the configuration's constructor, which would refuse what the library
+lacks: that stays composed. Not yet run on hardware.
+"""
+
+from __future__ import annotations
+
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SORTS = (
+    "fused_permute",
+    "fused_permute_with_probs",
+    "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs",
+    "fused_unpermute",
+)
+"""Functions of the library that megatron-core asks for together."""
+
+
+def run_fused(tc: TransformerConfig) -> None:
+    """Turn on the kernels that the library has for a model."""
+    if _rotates(tc):
+        tc.apply_rope_fusion = True
+    if tc.num_moe_experts and _sorts(tc):
+        tc.moe_permute_fusion = True
+
+
+def _rotates(tc: TransformerConfig) -> bool:
+    if tc.multi_latent_attention:
+        # A kernel of megatron-core's, in Triton, which knows the angles of YaRN alone.
+        return tc.rope_type == "yarn" and multi_latent_attention.fused_apply_mla_rope_for_q is not None
+    # Interleaved pairs came to the library later, and are rare.
+    return rope_utils.fused_apply_rotary_pos_emb is not None and not tc.rotary_interleaved
+
+
+def _sorts(tc: TransformerConfig) -> bool:
+    """Not into places of a static capacity, which the library's sort knows nothing of; nor where sums must keep their order."""
+    has_all = all(getattr(moe_utils, name, None) is not None for name in SORTS)
+    return has_all and not (tc.moe_pad_expert_input_to_capacity or tc.deterministic_mode)
