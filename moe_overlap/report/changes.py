@@ -59,6 +59,12 @@ class Change:
         return f"alone {difference(seconds)} a step and {space}{fits}{others}"
 
 
+def helpful(changes: Sequence[Change], baseline: Prediction) -> list[Change]:
+    """The changes that save seconds alone, in their order; those that alone do not fit come last."""
+    gaining = [change for change in changes if change.gain(baseline) > 0.0]
+    return sorted(gaining, key=lambda change: change.alone is None or not change.alone.fits)
+
+
 def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
     """The changes for programs, the largest gain first."""
     return [

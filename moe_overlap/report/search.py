@@ -23,7 +23,7 @@ from moe_overlap.report.answer import (
     runner_up,
     training_json,
 )
-from moe_overlap.report.changes import Change, change_lines, changes_json
+from moe_overlap.report.changes import Change, change_lines, changes_json, helpful
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
 from moe_overlap.report.tuning import GRAPHS, Tuned, graphs_help, graphs_json, graphs_lines
@@ -476,8 +476,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         keep = "; keep your flags" if gain < 1.0 - APART and search.baseline.fits else ""
         wider = f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}")
-        helpful = [change for change in search.changes if change.gain(search.baseline) > 0.0]
-        lines += change_lines(helpful[:SHOWN_CHANGES], search.baseline)
+        lines += change_lines(helpful(search.changes, search.baseline)[:SHOWN_CHANGES], search.baseline)
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
     if apart:
         widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))

@@ -32,6 +32,7 @@ from moe_overlap.report.answer import (
 )
 from moe_overlap.report.balance import balance_of
 from moe_overlap.report.changes import Change as Decision
+from moe_overlap.report.changes import helpful
 from moe_overlap.report.prediction import difference
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import ExpectedError
@@ -207,6 +208,27 @@ def test_small_differences_are_not_nothing() -> None:
     change = Decision(name="a", before={}, after={}, alone=alone)
     assert [difference(seconds) for seconds in (-0.0, 1e-17, -4e-7, 0.0101)] == ["+0 ms", "+0 ms", "+0 ms", "+0.010 s"]
     assert change.effect(baseline) == "alone -7.1 ms a step and as much memory"
+
+
+def test_a_change_that_alone_does_not_fit_is_not_the_first_that_is_told() -> None:
+    baseline = predicted()
+
+    def change(name: str, saved: float, fits: bool = True) -> Decision:
+        faster = dataclasses.replace(baseline.predicted, step_seconds=baseline.predicted.step_seconds - saved)
+        memory = baseline.memory if fits else MemoryQuantiles(high=9.0, low=8.0)
+        return Decision(
+            name=name, before={}, after={}, alone=dataclasses.replace(baseline, predicted=faster, memory=memory)
+        )
+
+    refused = Decision(name="refused", before={}, after={}, alone=None, rule="a rule")
+    changes = [
+        change("large", 0.3, fits=False),
+        change("small", 0.1),
+        refused,
+        change("none", 0.0),
+        change("slower", -0.1),
+    ]
+    assert [each.name for each in helpful(changes, baseline)] == ["small", "large"]
 
 
 def test_a_runner_up_that_does_not_fit_says_so() -> None:
