@@ -22,9 +22,9 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, flag_lines
 
 SCRIPT, ARGUMENTS = "launch.sbatch", "megatron_args.txt"
+"""Names of the files, which lie in one folder."""
 WRITTEN_BY = "# Written by tools/autotune.py."
 """The words by which a script is known as one of an answer."""
-"""Names of the files, which lie in one folder."""
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DATA = ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path", "--mock-data")
 """Flags that say what is read."""
