@@ -22,6 +22,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
 from moe_overlap.plan.operators import parse_group
 
@@ -135,12 +136,15 @@ class MegatronLayerwiseOptimizer:
 
     @torch.no_grad()
     def parameter_norm(self) -> float:
-        """Compute the norm of all parameters of the model, copies left out. Collective."""
+        """Compute the norm of all parameters of the model, copies left out. Collective.
+
+        Copies are what tensor-parallel ranks hold alike, and the embedding that a last stage has for its head.
+        """
         squares = [
             shard.float().pow(2).sum()
             for inner in self.megatron.chained_optimizers
             for shard in inner.get_parameters()
-            if param_is_not_tensor_parallel_duplicate(shard, tp_group=inner.tp_group)
+            if param_is_not_shared(shard) and param_is_not_tensor_parallel_duplicate(shard, tp_group=inner.tp_group)
         ]
         device = next(self._chunks[0].parameters()).device
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megatron.training.checkpoint.optimizer_state import step_count
+from megatron.training.optimizer import make_optimizer, wrap_chunks
+from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer, PreparedGradients, part_order
 from moe_overlap.runtime.state.update import UpdateState
 from tests.unit.runtime.fake_ranks import DeviceMode
@@ -81,6 +83,18 @@ def test_layer_by_layer_equals_a_whole_step(name: str) -> None:
     in_half = made.config.optimizer.bf16 or made.config.precision.fp16
     rounding = 1e-2 if in_half else 1e-5  # the shards are fp32, the parameters bf16 or fp16
     assert layerwise.parameter_norm() == pytest.approx(float(sum(norms)) ** 0.5, rel=rounding)
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_the_norm_leaves_out_the_embedding_that_a_last_stage_copies(precision: str) -> None:
+    made = small(f"{MOE} {precision}")
+    chunks = wrap_chunks(made.config, made.plan, [made.adapted(SpanRecorder())], made.groups.collection)
+    (copied,) = [p for name, p in chunks[0].named_parameters() if name.endswith("word_embeddings.weight")]
+    copied.shared = True  # megatron-core's mark of a copy, as of tied weights on the last of several stages
+    optimizer = make_optimizer(made.config, made.plan, chunks, made.groups.collection)
+    norms = [float(p.float().norm()) for p in chunks[0].parameters() if p is not copied]
+    found = MegatronLayerwiseOptimizer(optimizer, chunks, clip_grad=1.0).parameter_norm()
+    assert found == pytest.approx(math.hypot(*norms), rel=1e-5)
 
 
 class CountsByGroup(torch.optim.Optimizer):
