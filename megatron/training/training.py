@@ -162,11 +162,15 @@ class TrainingLoop:
             machinery.scheduler.step(increment=size)
         samples, skipped = self.progress.train_samples + size, self.progress.skipped + (not result.updated)
         self.progress = replace(self.progress, iteration=iteration, train_samples=samples, skipped=skipped)
-        self._report(result, seconds, learning_rate)
+        self._report(result, size, seconds, learning_rate)
         return result.spans
 
-    def _report(self, result: StepResult, seconds: float, learning_rate: float) -> None:
+    def _report(self, result: StepResult, samples: int, seconds: float, learning_rate: float) -> None:
         """Log the step that `progress` now counts."""
+        sequence_length = self._config.model.seq_length
+        assert sequence_length is not None
+        # Like upstream, of every token that was computed, also where a mask leaves its loss out.
+        tokens_per_second = samples * sequence_length / seconds
         iteration, reporting = self.progress.iteration, self.job.reporting
         communication, exposed = communication_seconds(result.spans)
         peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes
@@ -176,7 +180,7 @@ class TrainingLoop:
                 step=iteration,
                 loss=result.loss,
                 step_seconds=seconds,
-                tokens_per_second=result.tokens / seconds,
+                tokens_per_second=tokens_per_second,
                 grad_norm=result.grad_norm,
                 learning_rate=learning_rate,
                 comm_seconds=communication,
@@ -185,7 +189,7 @@ class TrainingLoop:
                 peak_bytes=peak_bytes,
                 resident_bytes=resident,
                 consumed_samples=self.progress.train_samples,
-                optional=self._optional(result, seconds),
+                optional=self._optional(result, tokens_per_second),
                 deferred=self.job.machinery.deferral_figures(),
             ),
             reporting.reports.curves(iteration, seconds, peak_bytes, result.spans),
@@ -197,12 +201,12 @@ class TrainingLoop:
             return None
         return StorageTracker(held_tensors(self.job.machinery.chunks, self.job.machinery.optimizer))
 
-    def _optional(self, result: StepResult, seconds: float) -> dict[str, float]:
+    def _optional(self, result: StepResult, tokens_per_second: float) -> dict[str, float]:
         logging = self._config.logging
         figures = {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.predictions, 1)}
         if logging.log_throughput:
-            flops = self.job.reporting.flops_per_token * result.tokens
-            figures["model_tflops_per_device"] = flops / seconds / dist.get_world_size() / 1e12
+            flops_per_second = self.job.reporting.flops_per_token * tokens_per_second
+            figures["model_tflops_per_device"] = flops_per_second / dist.get_world_size() / 1e12
         if logging.log_params_norm:
             figures["params_norm"] = self.job.machinery.parameter_norm()
         if self._config.precision.fp16:
