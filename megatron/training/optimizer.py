@@ -199,14 +199,13 @@ def make_scheduler(config: Config, optimizer: Any, global_batch_size: int, train
             return by_samples
         return default if by_iterations is None else by_iterations * global_batch_size
 
-    # By default the decay lasts as long as the run; a batch that grows takes fewer samples than its largest in every step.
-    whole = train_steps * global_batch_size
-    if config.training.rampup_batch_size or config.training.step_batch_size_schedule:
-        whole = config.training.train_samples or whole
+    # By default the decay lasts as long as the run: all samples that were asked for, though they may not fill the last step.
+    whole = config.training.train_samples or train_steps * global_batch_size
     decay = samples(flags.lr_decay_samples, flags.lr_decay_iters, whole)
-    warmup = flags.lr_warmup_samples or flags.lr_warmup_iters * global_batch_size
+    warmup: float = flags.lr_warmup_samples or flags.lr_warmup_iters * global_batch_size
     if flags.lr_warmup_fraction is not None:
-        warmup = int(flags.lr_warmup_fraction * decay)
+        # Not rounded to a sample: it only divides, and short runs have few samples.
+        warmup = flags.lr_warmup_fraction * decay
     wsd_decay = samples(flags.lr_wsd_decay_samples, flags.lr_wsd_decay_iters, 0)
     constant = flags.weight_decay_incr_style == "constant"
     return OptimizerParamScheduler(
@@ -214,7 +213,7 @@ def make_scheduler(config: Config, optimizer: Any, global_batch_size: int, train
         init_lr=flags.lr_warmup_init,
         max_lr=flags.lr,
         min_lr=flags.min_lr,
-        lr_warmup_steps=warmup,
+        lr_warmup_steps=warmup,  # type: ignore[arg-type]
         lr_decay_steps=decay,
         lr_decay_style=flags.lr_decay_style,
         start_wd=flags.weight_decay if constant else flags.start_weight_decay,

@@ -73,6 +73,15 @@ def test_lengths_by_samples_fraction_and_own_decay() -> None:
     assert shorter(60)[0] == LOWEST
 
 
+def test_lengths_are_exact_where_they_fill_no_step_and_no_sample() -> None:
+    # 110 samples: six steps of 16, and 14 samples that no step takes.
+    rest = rates("--train-samples 110 --start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style linear")
+    assert rest(6) == pytest.approx((between(1 - 96 / 110), 0.1 + 0.2 * 96 / 110))
+    part = rates(f"--train-iters {STEPS} --lr-warmup-fraction 0.0133")  # 21.28 samples
+    assert part(1)[0] == pytest.approx(PEAK * 16 / 21.28)
+    assert part(50)[0] == pytest.approx(between(1 - (800 - 21.28) / (1600 - 21.28)))
+
+
 def test_weight_decay_moves_from_start_to_end() -> None:
     ends = "--start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style"
     assert [rates(f"{BY_STEPS} {ends} linear")(done)[1] for done in (0, 25, 100)] == pytest.approx([0.1, 0.15, 0.3])
