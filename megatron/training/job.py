@@ -57,6 +57,10 @@ class StepResult(Protocol):
     def predictions(self) -> tuple[float, ...]:
         """Mean loss of every multi-token-prediction layer."""
 
+    @property
+    def balance(self) -> Mapping[str, Mapping[int, float]]:
+        """Mean of every balancing loss by upstream's name and layer."""
+
 
 class StepRunner(Protocol):
     """Executes instruction lists on this rank; every call is collective."""

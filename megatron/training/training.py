@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -192,9 +193,16 @@ class TrainingLoop:
                 optional=self._optional(result, tokens_per_second),
                 deferred=self.job.machinery.deferral_figures(),
             ),
-            reporting.reports.curves(iteration, seconds, peak_bytes, result.spans),
+            reporting.reports.curves(iteration, seconds, peak_bytes, result.spans) | self._by_layer(result),
         )
         reporting.reports.after_step(iteration, peak_bytes, resident)
+
+    def _by_layer(self, result: StepResult) -> dict[str, float]:
+        """The boards' curves of the balancing losses of every layer, where they are asked for."""
+        if not self._config.logging.moe_per_layer_logging:
+            return {}
+        pairs = ((name, each) for name, losses in result.balance.items() for each in losses.items())
+        return {f"moe/{name}_layer_{layer}": loss for name, (layer, loss) in pairs}
 
     def _memory_tracker(self) -> StorageTracker | None:
         if torch.cuda.is_available():
@@ -204,6 +212,7 @@ class TrainingLoop:
     def _optional(self, result: StepResult, tokens_per_second: float) -> dict[str, float]:
         logging = self._config.logging
         figures = {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.predictions, 1)}
+        figures |= {name: fmean(losses.values()) for name, losses in result.balance.items()}
         if logging.log_throughput:
             flops_per_second = self.job.reporting.flops_per_token * tokens_per_second
             figures["model_tflops_per_device"] = flops_per_second / dist.get_world_size() / 1e12

@@ -6,8 +6,8 @@ It imports no other part of the runtime, so that every part may import it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -32,6 +32,8 @@ class StepResult:
         updated: whether the weights moved; false when loss or norm is not finite.
         zero_gradients: number of zero gradients; None where they are not counted or a gradient overflowed.
         predictions: mean loss of every multi-token-prediction layer, over the tokens that count in it.
+        balance: mean of every balancing loss, without its coefficient, by upstream's name and by layer; none in an evaluation, or
+            where graphs are replayed.
     """
 
     loss: float
@@ -41,6 +43,7 @@ class StepResult:
     zero_gradients: int | None
     spans: tuple[Span, ...]
     predictions: tuple[float, ...] = ()
+    balance: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 def computes_later(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ MODEL = """
 """
 
 Losses = dict[int, float]
-"""Step -> loss; those of prediction layers are added."""
+"""Step -> loss; those of prediction layers and of balancing are added."""
 
 
 def train(folder: Path, feature: str, name: str, flags: str, first: bool) -> Losses:
@@ -42,7 +42,7 @@ def train(folder: Path, feature: str, name: str, flags: str, first: bool) -> Los
         loop.run()
     dist.barrier()
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    return {row["step"]: sum(row[name] for name in row if name == "loss" or name.startswith("mtp_")) for row in rows}
+    return {row["step"]: sum(row[name] for name in row if name.endswith("loss")) for row in rows}
 
 
 def train_alone_then_together(

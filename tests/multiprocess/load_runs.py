@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,10 @@ STEPS = 2
 
 
 def loads(variants: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """Loads of every variant, with its flags added to BASE, evaluated in between, which must not count. Collective."""
+    """Loads of every variant, with its flags added to BASE, evaluated in between, which must not count. Collective.
+
+    With the load of a layer stands its z-loss in the last step, as that step reports it.
+    """
     import torch.distributed as dist
 
     from megatron.training.cli.arguments import parse
@@ -29,12 +33,15 @@ def loads(variants: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
         runner = job.machinery.runner
         feed, held_out = job.batches("train", 0), job.batches("valid", 0)
         assert feed is not None and held_out is not None
+        z_losses: Mapping[int, float] = {}
         for step in range(STEPS):
-            runner.run(job.schedule.instructions, feed, step)
+            result = runner.run(job.schedule.instructions, feed, step)
+            z_losses = result.balance["z_loss"]
             runner.evaluate(job.schedule.instructions, held_out, step)
             job.reporting.reports.after_step(step + 1, 0, 0)
         job.reporting.reports.flush_loads(STEPS)
         job.reporting.log.close()
         dist.barrier()
-        found[name] = [asdict(load) for load in read_expert_loads(parsed.config.logging.log_expert_load)]
+        counted = read_expert_loads(parsed.config.logging.log_expert_load)
+        found[name] = [asdict(load) | {"z_loss": z_losses[load.layer]} for load in counted]
     return found

@@ -49,8 +49,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 @pytest.mark.parametrize(("name", "other"), [(name, other) for name, others in SAME.items() for other in others])
 def test_layout_and_runner_change_nothing(found: dict[str, list[dict[str, Any]]], name: str, other: str) -> None:
     assert by_layer(found[other]) == by_layer(found[name])
-    entropies = [[row["entropy"] for row in found[which]] for which in (name, other)]
-    assert entropies[1] == pytest.approx(entropies[0], rel=1e-5)
+    for mean in ("entropy", "z_loss"):
+        means = [[row[mean] for row in found[which]] for which in (name, other)]
+        assert means[1] == pytest.approx(means[0], rel=1e-5)
 
 
 def by_layer(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -65,3 +66,4 @@ def test_every_token_counts_once(found: dict[str, list[dict[str, Any]]], name: s
         assert sum(row["load"]) + sum(row["dropped"]) == TOP_K * TOKENS
         assert any(row["dropped"]) == name.startswith("dropping")
         assert 0 < row["entropy"] < 1.3863
+        assert row["z_loss"] == pytest.approx(1.3863**2, rel=0.1)  # of four logits near 0

@@ -512,7 +512,7 @@ class LoggingConfig:
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", of="logging.timing_log_level")
     """Which ranks' timers the console shows."""
     moe_per_layer_logging: bool = False
-    """Load, drops and score entropy of every MoE layer to TensorBoard, every --log-interval steps."""
+    """Every MoE layer to TensorBoard and W&B: its balancing losses; every --log-interval steps its load, drops, score entropy."""
     log_expert_load: str | None = None
     """Append tokens per expert, drops and score entropy of every MoE layer to this file, every --log-interval steps."""
     profile: bool = False

@@ -113,7 +113,8 @@ class StepMetrics:
     resident_bytes: int
     consumed_samples: int
     optional: dict[str, float]
-    """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops; with fp16 loss_scale and skipped_iterations so far."""
+    """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops; with fp16 loss_scale and skipped_iterations so far;
+    the mean of every balancing loss (load_balancing_loss, z_loss, …) and of every prediction layer's loss (mtp_1_loss, …)."""
     deferred: dict[str, int]
     """Deferred weight gradients so far: deferred_peak_bytes they held, deferred_early computed early for lack of memory
     capacity; empty where none are deferred."""

@@ -300,8 +300,9 @@ class ChunkOperators:
             parts = state.buffers.partitions(i)
             samples, number = normed_SBH.shape[BATCH] * parts, state.first_micro_batch + micro_batch_of(i)
             sizes = (normed_SBH.shape[0], samples, parts)
-            # Nobody reads the log of the losses in a listed run.
-            routing = moe.router.begin(*sizes, seed=state.seed, micro_batch=number, logs=False)
+            # A captured gate would write its losses to where no later step reads them.
+            logs = self._graphs is None
+            routing = moe.router.begin(*sizes, seed=state.seed, micro_batch=number, logs=logs)
             state.routing[(layer, micro_batch_of(i))] = routing
         return moe.router.route(normed_SBH, routing, partition_of(i))
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
 from moe_overlap.describe.model import TOKEN_COUNT
@@ -33,9 +32,10 @@ from moe_overlap.runtime.executor.state import StepState
 from moe_overlap.runtime.executor.streams import ChannelStreams, HostOrder, Streams
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_inside
+from moe_overlap.runtime.routing.balance_report import forget_balance_losses
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
+from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult, computes_later, naming
 
 
@@ -161,7 +161,6 @@ class PlanExecutor:
             self._graphs.begin(instructions)
         with self._collectives.recorded():
             self._follow(instructions, state)
-        get_moe_layer_wise_logging_tracker().clear()
         return self._update.result(state.update)
 
     @torch.no_grad()
@@ -173,7 +172,7 @@ class PlanExecutor:
         with self._collectives.recorded():
             self._follow(self._facts_of(instructions).forward, state)
         loss, tokens, _ = self._update.mean_losses(state.update.reports)
-        get_moe_layer_wise_logging_tracker().clear()
+        forget_balance_losses()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
 
     def _begin(self, trains: bool) -> None:
@@ -193,6 +192,7 @@ class PlanExecutor:
             self._clock.seed,
             first_micro_batch(step),
             facts.recomputed,
+            update=UpdateState(micro_batches=facts.micro_batches),
         )
 
     def _facts_of(self, instructions: Sequence[Instruction]) -> _ListFacts:

@@ -20,7 +20,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import PIPELINE, Instruction
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_inside
+from moe_overlap.runtime.routing.balance_report import forget_balance_losses
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
@@ -168,10 +168,9 @@ class MegatronStepRunner:
             chunk.train()
         # megatron-core's schedule ends with the reduction of gradients: it runs the first update instruction (`_finalize`).
         completing, *update = (i for i in instructions if i.operator.is_update)
-        state = UpdateState()
+        state = UpdateState(micro_batches=micro_batches_of(instructions))
         self._ending = completing, state
         state.reports = self._pass(instructions, batches, step, forward_only=False)
-        get_moe_layer_wise_logging_tracker().clear()
         for instruction in update:
             self._update.run(instruction, state)
         return self._update.result(state)
@@ -184,7 +183,7 @@ class MegatronStepRunner:
             chunk.eval()
         reports = self._pass(instructions, batches, step, forward_only=True)
         loss, tokens, predictions = self._update.mean_losses(reports)
-        get_moe_layer_wise_logging_tracker().clear()
+        forget_balance_losses()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()), predictions)
 
     def _pass(

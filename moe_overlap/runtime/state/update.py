@@ -3,7 +3,7 @@
 1. `gradients` completes the reduction over every group that shares a parameter (`finalize_gradients`). It stands in every list,
    also where no replica takes part or the replicas' share has travelled in buckets: tied embeddings, gradients that tensor ranks
    share, expert biases and the division by tokens belong to it.
-2. `optimizer.norm`: norm and loss become known to all ranks; the loss scale is undone and the gradients are clipped.
+2. `optimizer.norm`: norm and losses become known to all ranks; the loss scale is undone and the gradients are clipped.
 3. `optimizer.<group>`: this rank's shard of one parameter group steps.
 4. `parameters`: the updated weights are made visible to every replica.
 
@@ -19,7 +19,7 @@ Steps 1, 2 and 4 are collective, in this order on every rank. `finalize_gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -38,6 +38,7 @@ from torch import Tensor
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import OperatorKind
 from moe_overlap.runtime.context import RunContext
+from moe_overlap.runtime.routing.balance_report import forget_balance_losses, mean_balance_losses
 from moe_overlap.runtime.state.optimizer import PreparedGradients
 from moe_overlap.runtime.step import StepResult, naming
 
@@ -103,19 +104,22 @@ class UpdateState:
             off the last stage. Complete when the norm begins.
         token_count: with a per-token loss, the tokens of this rank's micro-batches (right on the last stage only) where the
             schedule counts them; None: the reports tell.
+        micro_batches: of this rank.
         is_reduced: whether `gradients` has run.
         gradients: known behind `optimizer.norm`, as the losses are.
-        loss, tokens, predictions: as in `StepResult`.
+        loss, tokens, predictions, balance: as in `StepResult`.
         is_published: whether `parameters` has run.
     """
 
     reports: list[Tensor] = field(default_factory=list)
     token_count: Tensor | None = None
+    micro_batches: int = 1
     is_reduced: bool = False
     gradients: PreparedGradients | None = None
     loss: float = math.nan
     tokens: int = 0
     predictions: tuple[float, ...] = ()
+    balance: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     is_published: bool = False
 
     @property
@@ -141,7 +145,9 @@ class StepUpdate:
         self._chunks, self._optimizer = context.chunks, context.optimizer
         self._groups, self._recorder = context.groups, context.recorder
         self._queue, self._buckets = context.weight_gradients, context.bucket_reduction
-        self._device = context.device
+        self._device, self._model = context.device, context.model
+        # A replayed graph adds to the tracker's tensors of the step it was captured in.
+        self._reports_balance = context.graph_stream is None
         self._bound: dict[tuple[OperatorKind, bool], Binding] = {
             (OperatorKind.GRADIENTS, WHOLE_STAGE): self._complete_gradients,
             (OperatorKind.NORM, WHOLE_STAGE): self._take_norm,
@@ -170,7 +176,7 @@ class StepUpdate:
         assert state.is_published or not updated, "the list has ended before the replicas have the updated weights"
         spans = tuple(self._recorder.spans())
         norm, zeros = state.gradients.norm, state.gradients.zeros
-        return StepResult(state.loss, state.tokens, norm, updated, zeros, spans, state.predictions)
+        return StepResult(state.loss, state.tokens, norm, updated, zeros, spans, state.predictions, state.balance)
 
     def _complete_gradients(self, instruction: Instruction, state: UpdateState) -> None:
         """Step 1."""
@@ -192,6 +198,10 @@ class StepUpdate:
         with self._recorded(instruction):
             state.gradients = self._optimizer.prepare()
             state.loss, state.tokens, state.predictions = self.mean_losses(state.reports)
+            if self._reports_balance:
+                config, micro_batches = self._chunks[0].config, state.micro_batches
+                state.balance = mean_balance_losses(config, self._model, self._groups, micro_batches, self._device)
+            forget_balance_losses()
 
     def _step_group(self, instruction: Instruction, state: UpdateState) -> None:
         """Step 3."""

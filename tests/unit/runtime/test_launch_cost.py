@@ -64,7 +64,7 @@ def test_operators_of_an_extra_partition() -> None:
     assert 0 < halves_kernels - whole_kernels <= MOST_KERNELS
 
 
-MOST_SEGMENTED, MOST_REPLAYED = 164, 21
+MOST_SEGMENTED, MOST_REPLAYED = 168, 21
 """Most kernels per layer and micro-batch with a static capacity: of segments, and where they are graphs, each of them one launch,
 with the copies to them and the additions between them."""
 
