@@ -132,6 +132,8 @@ def config_for(config: Config, layout: Layout, variant: str) -> Config:
         # The other half-precision formats have the same sizes.
         precision=replace(config.precision, fp16=False, fp8=None, fp4=None),
         overlap=OverlapConfig(),
+        # Attention is priced as one causal kernel; that a mask of documents costs more is told (predicted_flags.py).
+        data=replace(config.data, reset_attention_mask=False),
     )
 
 

@@ -17,6 +17,7 @@ from moe_overlap.describe.model import (
     prediction_parameters,
 )
 from moe_overlap.plan.operators import EXPERTS, PROJECT
+from moe_overlap.tuner.capture.build import config_for
 from moe_overlap.tuner.capture.capture import capture
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Part
@@ -273,3 +274,12 @@ def test_a_recording_goes_with_its_model() -> None:
     gc.unfreeze()
     gc.collect()
     assert not [thing for thing in gc.get_objects() if type(thing) is Recording and thing.ops]
+
+
+def test_a_mask_of_documents_is_no_part_of_what_is_captured() -> None:
+    """Training takes other modules for it on a GPU; a graph that is kept for all jobs of a layout has one kind of attention."""
+    asked = request(f"{DENSE} --bf16 --reset-attention-mask", "te", "none")
+    assert asked.config.data.reset_attention_mask
+    assert not config_for(asked.config, asked.layout, "none").data.reset_attention_mask
+    masked, plain = (capture(each).parts for each in (asked, request(f"{DENSE} --bf16", "te", "none")))
+    assert masked == plain
