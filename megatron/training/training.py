@@ -193,7 +193,11 @@ class TrainingLoop:
                 optional=self._optional(result, tokens_per_second),
                 deferred=self.job.machinery.deferral_figures(),
             ),
-            reporting.reports.curves(iteration, seconds, peak_bytes, result.spans) | self._by_layer(result),
+            {
+                "batch-size": float(samples),
+                **self._by_layer(result),
+                **reporting.reports.curves(iteration, seconds, peak_bytes, result.spans),
+            },
         )
         reporting.reports.after_step(iteration, peak_bytes, resident)
 

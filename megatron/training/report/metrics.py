@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -91,6 +92,8 @@ CURVES = {
 }
 """Figure -> its curve in TensorBoard and W&B, named as Megatron-LM names it, so that runs of both lie in one chart; figures that
 Megatron-LM lacks keep their names."""
+PREDICTION = re.compile(r"^(mtp_\d+)_loss$")
+"""Figures of prediction layers; Megatron-LM's curves are called `mtp_1 loss`."""
 LARGEST_EXPONENT = 20
 """Largest exponent of a perplexity, as upstream bounds it."""
 
@@ -255,7 +258,7 @@ def _board_values(metrics: StepMetrics) -> dict[str, float]:
     row = asdict(metrics)
     optional = row.pop("optional") | row.pop("deferred")
     return {
-        CURVES.get(name, name): value
+        CURVES.get(name) or PREDICTION.sub(r"\1 loss", name): value
         for name, value in (row | optional).items()
         if isinstance(value, (int, float)) and name != "step"
     }

@@ -115,7 +115,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2, log_interval=100)
     log = MetricsLog(config, rank=0, total_steps=4)
     for step in range(1, 5):
-        log.log(metrics(step=step, loss=float(step), optional={"params_norm": 2.0}))
+        log.log(metrics(step=step, loss=float(step), optional={"params_norm": 2.0, "mtp_1_loss": 3.0, "z_loss": 1.0}))
     log.log_evaluation("valid", 0.5, 4)
     log.close()
     read = event_accumulator.EventAccumulator(str(tmp_path))
@@ -126,6 +126,8 @@ def test_tensorboard(tmp_path: Path) -> None:
         "grad-norm",
         "learning-rate",
         "params-norm",
+        "mtp_1 loss",
+        "z_loss",
         "iteration-time",
         "lm loss validation",
     } <= tags and "step" not in tags

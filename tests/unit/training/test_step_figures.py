@@ -75,6 +75,7 @@ def test_balancing_losses_are_means_without_coefficients(tmp_path: Path, told: l
     alike = {f"{kind}load_balancing_loss": 1.0 for kind in ("", "seq_", "global_")} | {"z_loss": math.log(EXPERTS) ** 2}
     (first, curves), (second, _) = told
     assert {name: first.optional[name] for name in alike} == pytest.approx(alike)
-    assert curves == pytest.approx({f"moe/{name}_layer_1": loss for name, loss in alike.items()})
+    by_layer = {f"moe/{name}_layer_1": loss for name, loss in alike.items()}
+    assert curves == pytest.approx(by_layer | {"batch-size": SAMPLES})
     # What a step reports is its own.
     assert {name: second.optional[name] for name in alike} == pytest.approx(alike, rel=0.1)
