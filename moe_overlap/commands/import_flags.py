@@ -49,11 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in flags.unresolved:
         lines.append(f"# ${{{name}}} has no value in the script: give it by --set {name}=VALUE, or write it below")
     lines += argument_lines(flags.arguments)
+    # At once: what is told on the other stream stands behind it, and nobody is told about flags that nobody read.
     if words.output is None:
-        print("\n".join(lines))
+        print("\n".join(lines), flush=True)
     else:
         words.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(f"{words.output}: {sum(line.startswith('-') for line in lines)} flags")
+        print(f"{words.output}: {sum(line.startswith('-') for line in lines)} flags", flush=True)
     for name in flags.unresolved:
         print(f"unresolved: ${{{name}}}", file=sys.stderr)
     return 0
