@@ -101,7 +101,7 @@ class PredictedJob:
 
 
 def leeway_of(words: Sequence[str], job: Job, problem: Problem) -> Leeway:
-    """What may be advised for a job: no flag that it has or that is refused, and no search that would find nothing.
+    """The advice that a job leaves room for: no flag that it has or that is refused, and no search that would find nothing.
 
     Args:
         words: its flags, or `@FILE`.

@@ -10,6 +10,7 @@ import dataclasses
 import html
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,10 +144,12 @@ class TunedPlan:
     def write(self, folder: str | Path) -> list[str]:
         """Write flags, Slurm script, plan, page and trace, as tools/autotune.py does; returns their names.
 
+        A warning names files of an earlier answer that get another name.
+
         Raises:
             ConfigError: they cannot be written.
         """
-        return write_answer(Path(folder), self.search)
+        return write_answer(Path(folder), self.search, warnings.warn)
 
     def __repr__(self) -> str:
         """The answer that tools/autotune.py prints, without files."""

@@ -191,6 +191,7 @@ class TrainingLoop:
                 resident_bytes=resident,
                 consumed_samples=self.progress.train_samples,
                 optional=self._optional(result, tokens_per_second),
+                predictions=result.predictions,
                 deferred=self.job.machinery.deferral_figures(),
             ),
             {
@@ -215,8 +216,7 @@ class TrainingLoop:
 
     def _optional(self, result: StepResult, tokens_per_second: float) -> dict[str, float]:
         logging = self._config.logging
-        figures = {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.predictions, 1)}
-        figures |= {name: fmean(losses.values()) for name, losses in result.balance.items()}
+        figures = {name: fmean(losses.values()) for name, losses in result.balance.items()}
         if logging.log_throughput:
             flops_per_second = self.job.reporting.flops_per_token * tokens_per_second
             figures["model_tflops_per_device"] = flops_per_second / dist.get_world_size() / 1e12

@@ -59,7 +59,7 @@ from moe_overlap.plan_search.processes import Processes
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.shards import Shard, ShardsMissingError
 from moe_overlap.plan_search.upstream_states import UPSTREAM
-from moe_overlap.report.answer_files import replacing_answer, require_no_other_files
+from moe_overlap.report.answer_files import put_away_others, require_no_other_files
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.scaling import folder_of
 from moe_overlap.report.search import detail_lines, search_json, search_lines
@@ -71,6 +71,7 @@ from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
+from moe_overlap.tuner.search.space import SEARCH_SPACES
 from moe_overlap.tuner.search.uniform import RankedLayout
 
 SHARDS = "shards"
@@ -80,6 +81,7 @@ MOST_PER_CORE = 8
 JOBS = 4
 """Most processes that search unless more are asked for: each has prices of its own, up to some GiB in the widest spaces."""
 LIMITS = SearchSettings().overlap_limits
+"""Limits of the search for overlap where no flag says others."""
 SOLVER_SECONDS = 5.0
 """Seconds of solver time for each weight-gradient schedule."""
 
@@ -129,10 +131,9 @@ def _overlap(arguments: argparse.Namespace) -> int:
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
     folder = Path(arguments.output)
-    with replacing_answer(folder) as files:
-        write_run(folder, tuned)
-        write_trace(folder / "trace.json", tuned.step, "--output")
-        files += written_files(tuned)
+    write_run(folder, tuned)
+    put_away_others(folder, written_files(tuned), on_standard_error)
+    write_trace(folder / "trace.json", tuned.step, "--output")
     if arguments.json:
         print(json.dumps(tuned_json(tuned), indent=1))
         return 0
@@ -158,8 +159,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     if shard is not None and arguments.search_space in BEYOND:
         print(f"note: one process searches what --search-space {arguments.search_space} adds", file=sys.stderr)
     limits = _limits(arguments)
-    if arguments.target == "megatron-lm":
-        _require_no_limits(arguments)
     # Before the search: it looks at overlap last, and not at all where nothing can overlap.
     check_limits(limits)
     # Whatever is refused from here on ends the line of progress first.
@@ -204,7 +203,7 @@ def _searched(
         print(missing, file=sys.stderr)
         return 0
     ended()
-    files = write_answer(folder, search, train_tokens)
+    files = write_answer(folder, search, on_standard_error, train_tokens)
     if arguments.json:
         print(json.dumps(search_json(search, train_tokens), indent=1))
         return 0
@@ -266,21 +265,31 @@ def _require_writable(folder: Path) -> None:
         raise ConfigError("--output", str(folder), rule, "give another folder") from None
 
 
-def _require_no_limits(arguments: argparse.Namespace) -> None:
-    """Refuse what says how finely an overlap is decided that the target does not execute."""
-    for field in dataclasses.fields(SearchLimits):
-        value, flag = getattr(arguments, f"overlap_{field.name}", None), f"--overlap-{field.name.replace('_', '-')}"
-        if value is not None and value != getattr(LIMITS, field.name):
-            rule = "partitions are this fork's overlap, which Megatron-LM does not execute"
-            raise ConfigError(flag, value, rule, "drop it, or use another --target")
-
-
 def _limits(arguments: argparse.Namespace) -> SearchLimits:
-    return SearchLimits(
-        max_partitions=arguments.overlap_max_partitions,
-        group_seconds=arguments.overlap_group_seconds,
-        range_limit=arguments.overlap_range_limit,
-    )
+    """The limits of the search for overlap.
+
+    Raises:
+        ConfigError: a flag says one, and nothing is partitioned in the plans that are searched.
+    """
+    said = {
+        name: value
+        for name in ("max_partitions", "group_seconds", "range_limit")
+        if (value := getattr(arguments, f"overlap_{name}")) is not None
+    }
+    if said and not arguments.overlap_only and (rule := _partitions_nothing(arguments)):
+        name, value = next(iter(said.items()))
+        raise ConfigError(f"--overlap-{name.replace('_', '-')}", value, rule, "drop it")
+    return dataclasses.replace(LIMITS, **said)
+
+
+def _partitions_nothing(arguments: argparse.Namespace) -> str:
+    """The rule by which a search of whole plans partitions no layer; empty where it may."""
+    if arguments.target == "megatron-lm":
+        return "partitions are this fork's overlap, which --target megatron-lm does not execute"
+    space = SEARCH_SPACES.get(arguments.search_space)
+    if space is not None and not space.overlaps:
+        return f"plans of --search-space {arguments.search_space} overlap nothing"
+    return ""
 
 
 class Progress:
@@ -386,23 +395,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_overlap_arguments(overlap: argparse._ArgumentGroup) -> None:
-    overlap.add_argument(
-        "--overlap-max-partitions",
-        metavar="N",
-        type=int,
-        default=LIMITS.max_partitions,
-        help="most partitions of a range",
-    )
-    overlap.add_argument(
-        "--overlap-group-seconds",
-        metavar="S",
-        type=float,
-        default=LIMITS.group_seconds,
-        help="shorter operators are moved together",
-    )
-    overlap.add_argument(
-        "--overlap-range-limit", metavar="N", type=int, default=LIMITS.range_limit, help="most groups in a range"
-    )
+    for flag, kind, metavar, default, text in (
+        ("--overlap-max-partitions", int, "N", LIMITS.max_partitions, "most partitions of a range"),
+        ("--overlap-group-seconds", float, "S", LIMITS.group_seconds, "shorter operators are moved together"),
+        ("--overlap-range-limit", int, "N", LIMITS.range_limit, "most groups in a range"),
+    ):
+        overlap.add_argument(flag, metavar=metavar, type=kind, help=f"{text} (default {default:g})")
     overlap.add_argument(
         "--refine",
         metavar="TRACE",

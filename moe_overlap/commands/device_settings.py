@@ -9,10 +9,10 @@
 A variable that is set and says something else than its flag is one line, never overwritten: the libraries would follow it.
 Lists end with any number of queues (plan/lowering/residency.py); with few of them streams hold each other up.
 
-CUDA loads a kernel at its first launch unless told otherwise, and may wait for all that the device has been given before it does
-(CUDA Programming Guide, 4.7, Lazy Loading: Potential Hazards). Among that may be a transfer that waits for what this rank
-launches later: stages of a pipeline would stop for good, in whichever step a number of rows first asks for another product. The
-ranks of one stage follow one list, and one that is behind waits for none of those ahead of it. Not run on hardware.
+CUDA loads a kernel at its first launch unless told otherwise, and may first wait until the device has done all that it was given
+(CUDA Programming Guide, 4.7, Lazy Loading: Potential Hazards). A transfer among that may wait for what this rank launches later:
+a pipeline would stop for good, in whichever step a number of rows first asks for another product. One stage cannot stop so: its
+ranks launch the same communication in the same order. Not run on hardware.
 """
 
 from __future__ import annotations

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_overlap.api import Options
+from moe_overlap.commands.job_arguments import on_standard_error
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.several import search_both, search_numbers
-from moe_overlap.report.answer_files import withdraw_answer
+from moe_overlap.report.answer_files import put_away_others
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.scaling import scaling_json, scaling_lines
 from moe_overlap.report.search import detail_lines
@@ -33,8 +34,8 @@ def tune_both(
     both = search_both(words, cluster, settings, **given)
     ended()
     folder = Path(arguments.output)
-    write_answer(folder / UPSTREAM_FOLDER, both.upstream, train_tokens)
-    files = write_answer(folder, both.here, train_tokens)
+    write_answer(folder / UPSTREAM_FOLDER, both.upstream, on_standard_error, train_tokens)
+    files = write_answer(folder, both.here, on_standard_error, train_tokens)
     if arguments.json:
         print(json.dumps(both_json(both, train_tokens), indent=1))
         return 0
@@ -63,10 +64,10 @@ def tune_numbers(
     folder = Path(arguments.output)
     for row in rows:
         if row.search is not None:
-            write_answer(folder / row.folder, row.search, train_tokens)
+            write_answer(folder / row.folder, row.search, on_standard_error, train_tokens)
         else:
             # Its folder may hold the answer of other flags, and the table says that there is none.
-            withdraw_answer(folder / row.folder)
+            put_away_others(folder / row.folder, (), on_standard_error)
     if arguments.json:
         print(json.dumps(scaling_json(rows, train_tokens), indent=1))
         return 0

@@ -1,4 +1,4 @@
-"""What a plan search is asked for: its settings, and a user's flags understood apart from the layout that they say.
+"""A question to a plan search: its settings, and a user's flags understood apart from the layout that they say.
 
 `asked_of` reads the flags once. All that follows, every plan that is priced, accepted, written or compared, is of this job on
 this cluster. The user's own layout is no part of it: their flags stay as they are, for the baseline.
@@ -101,7 +101,7 @@ class Asked:
     replays: bool
 
     def task(self, job: Job, space: SearchSpace) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
-        """What prices the plans of a space, and bounds them; of this job, or of it with another dispatcher."""
+        """Prices and bounds of the plans of a space, for this job or for it with another dispatcher."""
         return task_of(job, self.cluster, space, self.graphs, self.given, self.settings.averages)
 
 

@@ -16,7 +16,7 @@ from typing import Final, Unpack
 
 from moe_overlap.api import Options, problem_of
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.describe.errors import ConfigError, require
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.report.changes import Change
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
@@ -67,7 +67,7 @@ def changes_of(
     gone = {*layout_flags(), *added}
     before = by_decision({name: values for name, values in flags.items() if name in gone})
     after = by_decision({name: values for name, values in planned.items() if name in gone})
-    # A prediction answers what nobody runs, and as a reason that is none.
+    # Predictions answer what Megatron-LM refuses, too; a decision that it refuses alone is no reason.
     broken = {str(error) for error in errors_of_upstreams_own(values_of(flags), cluster.gpus)}
     changes = []
     for decision in dict.fromkeys((*before, *after)):
@@ -78,8 +78,9 @@ def changes_of(
         alone, rule = None, ""
         try:
             problem = problem_of([word for name, values in kept.items() for word in (name, *values)], cluster, options)
-            for error in errors_of_upstreams_own(values_of(kept), cluster.gpus):
-                require(str(error) in broken, error.subject, error.value, error.rule, error.fix)
+            newly_broken = (e for e in errors_of_upstreams_own(values_of(kept), cluster.gpus) if str(e) not in broken)
+            if (error := next(newly_broken, None)) is not None:
+                raise error
             alone = predict_plan(problem.plan, problem)
         except ConfigError as error:
             rule = (

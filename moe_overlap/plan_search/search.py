@@ -164,7 +164,7 @@ class _Wider:
 
 
 class _Search:
-    """What is asked for, and what its plans are priced, accepted and read with.
+    """A search of plans for what is asked: it prices, accepts and reads them.
 
     Attributes:
         task, bounds: of the narrow space; `listed` is the task for plans with instruction lists.

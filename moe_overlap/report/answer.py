@@ -72,7 +72,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leeway:
-    """What a job leaves to advise; the default knows of nothing against an advice.
+    """The advice that a job leaves room for; the default rules none out.
 
     Attributes:
         data_flags: flags that hide reductions and gathers, and that the job has not.
@@ -311,7 +311,7 @@ def _beware(prediction: Prediction) -> list[str]:
     texts = []
     if prediction.not_run:
         more = _more(prediction.not_run)
-        texts.append(f"Megatron-LM of megatron-core 0.16.1 does not run this: {prediction.not_run[0]}{more}")
+        texts.append(f"Megatron-LM with megatron-core 0.16.1 does not run this: {prediction.not_run[0]}{more}")
     # Beside the first, the release that takes the place of one that the user wrote.
     reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
     texts += [f"extrapolating: {reason}" for reason in reasons]
@@ -404,7 +404,7 @@ def suggestions(
         advice = _search_advice(launching, seconds, is_upstream, leeway)
     else:
         advice = _job_advice(plan, launching, seconds, is_upstream, leeway)
-        advice[UNEQUAL] = f"fewer layers on stage {balance.slowest[0]} (--pipeline-model-parallel-layout)"
+        advice[UNEQUAL] = balance.advice
     if is_searched and name not in advice:
         return []
     share = f"{name} takes {_share(terms[name] / seconds)} of the step"

@@ -32,6 +32,13 @@ class Balance:
     may_move: bool
 
     @property
+    def advice(self) -> str:
+        """The change that would help where a layer of each of the slowest stages may move."""
+        one = len(self.slowest) == 1
+        names = f"stage{'' if one else 's'} {', '.join(map(str, self.slowest))}"
+        return f"{'a layer' if one else 'a layer each'} fewer on {names} (--pipeline-model-parallel-layout)"
+
+    @property
     def sentence(self) -> str:
         """By how much the slowest stages are slower."""
         several = len(self.slowest) > 1

@@ -26,10 +26,11 @@ def stages_and_devices(plan: Plan) -> str:
     shapes = []
     for index, stage in enumerate(plan.stages):
         top = 6 + index * (ROW + 8)
-        # Of interleaved stages the first chunk: the plan as text, below the drawing, has all of them.
-        first, end = stage.chunks[0]
-        layers = f"stage {index}: L{first}{f'–L{end - 1}' if end - first > 1 else ''}{', …' if len(stage.chunks) > 1 else ''}"
-        shapes.append(text(6, top + 17, layers if stage.layers else ""))
+        if stage.layers:
+            # An interleaved stage shows its first chunk; the plan as text, below the drawing, has all of them.
+            first, end = stage.chunks[0]
+            layers = f"L{first}" if end - first == 1 else f"L{first}–L{end - 1}"
+            shapes.append(text(6, top + 17, f"stage {index}: {layers}{', …' if len(stage.chunks) > 1 else ''}"))
         shown = min(len(stage.devices.ranks), MOST_DEVICES)
         width = min(22.0, (WIDTH - LEFT - RIGHT) / shown)
         for place, rank in enumerate(stage.devices.ranks[:shown]):

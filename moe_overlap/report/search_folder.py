@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from moe_overlap.report.answer_files import replacing_answer
+from moe_overlap.report.answer_files import put_away_others
 from moe_overlap.report.html import write_report
 from moe_overlap.report.search import PlanSearch, write_search
 from moe_overlap.report.search_page import competitors, search_report
 from moe_overlap.report.trace import write_trace
 
 
-def write_answer(folder: Path, search: PlanSearch, train_tokens: float | None = None) -> list[str]:
+def write_answer(
+    folder: Path, search: PlanSearch, tell: Callable[[str], None], train_tokens: float | None = None
+) -> list[str]:
     """Write plan, flags, script, page and trace in the place of an earlier answer.
 
+    Args:
+        tell: is told which files of an earlier answer have another name now.
     Returns:
         The names of the files.
     Raises:
         ConfigError: they cannot be written.
     """
-    with replacing_answer(folder) as files:
-        files += write_search(folder, search)
-        report = search_report(search, competitors(search), train_tokens)
-        write_report(folder / "report.html", report)
-        files.append("report.html")
-        if report.step is not None:
-            write_trace(folder / "trace.json", report.step, "--output")
-            files.append("trace.json")
+    files = write_search(folder, search)
+    report = search_report(search, competitors(search), train_tokens)
+    files += ["report.html", *([] if report.step is None else ["trace.json"])]
+    # Before page and trace, which are large: should they not find room, no earlier script stands beside the new plan.
+    put_away_others(folder, files, tell)
+    write_report(folder / "report.html", report)
+    if report.step is not None:
+        write_trace(folder / "trace.json", report.step, "--output")
     return files

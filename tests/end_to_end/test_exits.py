@@ -99,9 +99,15 @@ def test_rank_that_dies_takes_the_others_along(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", UNREAD, ids=lambda words: " ".join(words[:2]))
 def test_what_nobody_reads_ends_as_other_programs_do(words: list[str]) -> None:
-    """`| head -1` that was faster: the other end of the pipe is closed before anything is written."""
+    """`| head -1` that was faster: the other end of the pipe is closed before anything is written.
+
+    Python buffers its output, as it does for users; where it does not, nothing can be told before the first line is out.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as out:
-        ended = subprocess.run([sys.executable, *words], stdout=out, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+        ended = subprocess.run(
+            [sys.executable, *words], stdout=out, stderr=subprocess.PIPE, cwd=ROOT, env=environment, check=False
+        )
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")

@@ -1,11 +1,11 @@
-"""Kernels of Transformer Engine with which megatron-core's own schedule runs where the library has them, as Megatron-LM does.
+"""Transformer Engine's kernels that megatron-core's own schedule runs where the library has them, as Megatron-LM does.
 
     rotations of queries and keys     apply_rope_fusion      on in Megatron-LM unless --no-rope-fusion says otherwise
     rows of tokens sorted by expert   moe_permute_fusion     off there unless asked for; the same rows, in fewer passes
 
-Of single operators a rotation takes about ten for each layer. Instruction lists have kernels of their own for both
-(runtime/executor/rotary.py, runtime/dispatch). Set behind the configuration's constructor, which would refuse what the library
-lacks: that stays composed. Not yet run on hardware.
+Without its kernel a rotation is about ten operators in each layer. Instruction lists have kernels of their own for both
+(runtime/executor/rotary.py, runtime/dispatch). The fields are set behind the configuration's constructor, which would refuse a
+kernel that the library lacks. Not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def run_fused(tc: TransformerConfig) -> None:
 
 
 def _rotates(tc: TransformerConfig) -> bool:
+    """Whether a kernel rotates the queries and keys of this attention."""
     if tc.multi_latent_attention:
         # A kernel of megatron-core's, in Triton, which knows the angles of YaRN alone.
         return tc.rope_type == "yarn" and multi_latent_attention.fused_apply_mla_rope_for_q is not None
@@ -42,6 +43,6 @@ def _rotates(tc: TransformerConfig) -> bool:
 
 
 def _sorts(tc: TransformerConfig) -> bool:
-    """Not into places of a static capacity, which the library's sort knows nothing of; nor where sums must keep their order."""
+    """Whether a kernel sorts rows by expert; it knows no places of a static capacity, and its sums no fixed order."""
     has_all = all(getattr(moe_utils, name, None) is not None for name in SORTS)
     return has_all and not (tc.moe_pad_expert_input_to_capacity or tc.deterministic_mode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -92,8 +91,6 @@ CURVES = {
 }
 """Figure -> its curve in TensorBoard and W&B, named as Megatron-LM names it, so that runs of both lie in one chart; figures that
 Megatron-LM lacks keep their names."""
-PREDICTION = re.compile(r"^(mtp_\d+)_loss$")
-"""Figures of prediction layers; Megatron-LM's curves are called `mtp_1 loss`."""
 LARGEST_EXPONENT = 20
 """Largest exponent of a perplexity, as upstream bounds it."""
 
@@ -117,10 +114,17 @@ class StepMetrics:
     consumed_samples: int
     optional: dict[str, float]
     """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops; with fp16 loss_scale and skipped_iterations so far;
-    the mean of every balancing loss (load_balancing_loss, z_loss, …) and of every prediction layer's loss (mtp_1_loss, …)."""
+    the mean of every balancing loss (load_balancing_loss, z_loss, …)."""
+    predictions: tuple[float, ...]
+    """Mean loss of every multi-token-prediction layer: figures `mtp_1_loss`, …; Megatron-LM's curves are called `mtp_1 loss`."""
     deferred: dict[str, int]
     """Deferred weight gradients so far: deferred_peak_bytes they held, deferred_early computed early for lack of memory
     capacity; empty where none are deferred."""
+
+    @property
+    def beside(self) -> dict[str, float]:
+        """The figures that not every run has, by name, without those of deferred gradients."""
+        return {f"mtp_{depth}_loss": loss for depth, loss in enumerate(self.predictions, 1)} | self.optional
 
 
 class MetricsLog:
@@ -153,8 +157,7 @@ class MetricsLog:
         Args:
             board_only: curves of TensorBoard and W&B beside the metrics' own.
         """
-        row = asdict(metrics)
-        row.update(row.pop("optional") | row.pop("deferred"))
+        row = _common(metrics) | metrics.beside | metrics.deferred
         self._write_line(json.dumps({name: _or_null(value) for name, value in row.items()}))
         if metrics.step % self._config.tensorboard_log_interval == 0:
             values = {**_board_values(metrics), **board_only}
@@ -233,7 +236,7 @@ def step_line(metrics: StepMetrics, total: int) -> str:
     """The console's line of a step."""
     width = len(str(total))
     share = metrics.exposed_comm_seconds / metrics.step_seconds if metrics.step_seconds else 0.0
-    optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.optional.items())
+    optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.beside.items())
     if metrics.deferred:
         held, early = metrics.deferred["deferred_peak_bytes"], metrics.deferred["deferred_early"]
         optional += f"  deferred {held / 2**20:.1f} MiB, {early} early"
@@ -254,11 +257,17 @@ def _or_null(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _board_values(metrics: StepMetrics) -> dict[str, float]:
+def _common(metrics: StepMetrics) -> dict[str, Any]:
+    """The figures that every run has, by name."""
     row = asdict(metrics)
-    optional = row.pop("optional") | row.pop("deferred")
-    return {
-        CURVES.get(name) or PREDICTION.sub(r"\1 loss", name): value
-        for name, value in (row | optional).items()
+    return {name: value for name, value in row.items() if name not in ("optional", "predictions", "deferred")}
+
+
+def _board_values(metrics: StepMetrics) -> dict[str, float]:
+    figures = _common(metrics) | metrics.optional | metrics.deferred
+    predictions = {f"mtp_{depth} loss": loss for depth, loss in enumerate(metrics.predictions, 1)}
+    return predictions | {
+        CURVES.get(name, name): value
+        for name, value in figures.items()
         if isinstance(value, (int, float)) and name != "step"
     }

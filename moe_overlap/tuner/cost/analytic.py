@@ -122,6 +122,7 @@ def _family(
     for column, of_stage in enumerate(counted):
         for part, count in of_stage:
             counts[rows[id(part)], column] += count
+    rows_by_kind = [{(part.kind, part.variant): rows[id(part)] for part, _ in of_stage} for of_stage in counted]
     captured = CAPTURED_BYTES.get(plan.precision, 2.0)
     flying = [_flying(plan, index) for index in indices]
     size = stage.micro_batch_size
@@ -135,10 +136,8 @@ def _family(
         counts=counts,
         in_flight=np.array(flying),
         parts=tuple(
-            ordered_parts(
-                plan, index, graphs[index], {(part.kind, part.variant): rows[id(part)] for part, _ in of_stage}
-            )
-            for index, of_stage in zip(indices, counted, strict=True)
+            ordered_parts(plan, index, graphs[index], of_kind)
+            for index, of_kind in zip(indices, rows_by_kind, strict=True)
         ),
         boundary_bytes=float(boundary_bytes(plan, stage, model)),
     )

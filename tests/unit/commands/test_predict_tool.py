@@ -93,7 +93,7 @@ def test_what_nobody_runs_is_answered_and_said(
     job = ["--megatron-args", str(tmp_path / "none.args"), *H100]
     assert main(job) == 0
     said = capsys.readouterr().out
-    assert f"\nbeware      Megatron-LM of megatron-core 0.16.1 does not run this: {rule}\n" in said
+    assert f"\nbeware      Megatron-LM with megatron-core 0.16.1 does not run this: {rule}\n" in said
     assert main([*job, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_run"][0] == rule.removesuffix(" (and 1 more: --verbose)")
     assert main([*job, "--verbose"]) == 0

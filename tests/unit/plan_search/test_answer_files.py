@@ -8,7 +8,7 @@ import pytest
 
 from moe_overlap.commands import autotune
 from moe_overlap.plan_search.search import SearchSettings, search_plan
-from moe_overlap.report.answer_files import FILES, require_no_other_files, withdraw_answer
+from moe_overlap.report.answer_files import FILES, put_away_others, require_no_other_files
 from moe_overlap.report.search_folder import write_answer
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
 
@@ -18,22 +18,23 @@ def names_of(folder: Path) -> set[str]:
 
 
 def test_the_script_of_an_earlier_answer_does_not_stand_beside_a_plan_that_nothing_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
-    runs = searched("megatron-lm")
+    runs, told = searched("megatron-lm"), list[str]()
     for _ in range(2):
-        assert set(write_answer(tmp_path, runs)) == names_of(tmp_path) >= {"launch.sbatch", "megatron_args.txt"}
-        assert capsys.readouterr().err == "", "the same command again is nothing to tell"
+        written = set(write_answer(tmp_path, runs, told.append))
+        assert written == names_of(tmp_path) >= {"launch.sbatch", "megatron_args.txt"}
+        assert told == [], "the same command again is nothing to tell"
     found = search_plan(SMALL, H100, SearchSettings(target="any", space="zero3"), **OPTIONS)
     script = (tmp_path / "launch.sbatch").read_text()
-    written = set(write_answer(tmp_path, found))
+    written = set(write_answer(tmp_path, found, told.append))
     assert names_of(tmp_path) == {*written, "launch.sbatch.old", "megatron_args.txt.old"}
     assert not {"launch.sbatch", "megatron_args.txt"} & written
     assert (tmp_path / "launch.sbatch.old").read_text() == script
-    assert capsys.readouterr().err == (
+    assert told == [
         f"not of this answer: megatron_args.txt, launch.sbatch in {tmp_path}; "
-        "they are now megatron_args.txt.old, launch.sbatch.old\n"
-    )
+        "they are now megatron_args.txt.old, launch.sbatch.old"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,11 +62,11 @@ def test_a_file_that_no_answer_has_written_is_not_replaced(
 
 
 def test_the_plan_and_script_of_an_answer_are_known_and_a_script_of_others_stays(tmp_path: Path) -> None:
-    write_answer(tmp_path, searched("megatron-lm"))
+    write_answer(tmp_path, searched("megatron-lm"), print)
     require_no_other_files(tmp_path)
     require_no_other_files(tmp_path / "none yet")
     (tmp_path / "launch.sbatch").write_text("srun ours")
     require_no_other_files(tmp_path, has_script=False)
-    withdraw_answer(tmp_path)
+    put_away_others(tmp_path, (), print)
     assert (tmp_path / "launch.sbatch").read_text() == "srun ours"
     assert names_of(tmp_path) == {"launch.sbatch", *(f"{name}.old" for name in FILES if name != "launch.sbatch")}

@@ -103,7 +103,7 @@ def test_numbers_of_gpus_make_a_table(
     """7 GPUs divide neither model nor batch: a row with the reason."""
     monkeypatch.setattr(scaling, "search_plan", searched_once)
     words = [*job, "--num-gpus", "8,7,4", "--target", "megatron-lm", "--train-tokens", "1T"]
-    write_answer(tmp_path / "tuned" / "7-gpus", search_of(4, "megatron-lm"))
+    write_answer(tmp_path / "tuned" / "7-gpus", search_of(4, "megatron-lm"), print)
     assert autotune.main(words) == 0
     head, four, seven, eight, *rest = capsys.readouterr().out.splitlines()
     assert head.split() == "GPUs step tokens/s per GPU efficiency days GPU-hours plan".split()

@@ -267,7 +267,7 @@ def test_no_layout_divides() -> None:
         (["--overlap-range-limit", "-1"], "--overlap-range-limit -1: must be at least 1 and finite"),
         (
             ["--target", "megatron-lm", "--overlap-max-partitions", "2"],
-            "--overlap-max-partitions 2: partitions are this fork's overlap, which Megatron-LM does not execute; drop it",
+            "--overlap-max-partitions 2: partitions are this fork's overlap, which --target megatron-lm does not execute; drop",
         ),
         (
             ["--target", "megatron-lm", "--overlap-group-seconds", "1e-5"],
@@ -276,6 +276,10 @@ def test_no_layout_divides() -> None:
         (
             ["--target", "megatron-lm", "--overlap-range-limit", "4"],
             "--overlap-range-limit 4: partitions are this fork's overlap",
+        ),
+        (
+            ["--target", "any", "--search-space", "zero2", "--overlap-range-limit", "16"],
+            "--overlap-range-limit 16: plans of --search-space zero2 overlap nothing; drop it",
         ),
     ],
 )

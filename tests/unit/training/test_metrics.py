@@ -34,6 +34,7 @@ def metrics(**changes: Any) -> StepMetrics:
         "resident_bytes": 900 * 2**20,
         "consumed_samples": 16,
         "optional": {},
+        "predictions": (),
         "deferred": {},
     }
     return StepMetrics(**{**values, **changes})
@@ -56,14 +57,13 @@ def test_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "folder" / "log.jsonl"
     log = MetricsLog(LoggingConfig(log_json=str(path), log_interval=10), rank=0, total_steps=20)
     for step in range(1, 21):
-        log.log(metrics(step=step, optional={"params_norm": 2.5}))
+        log.log(metrics(step=step, optional={"params_norm": 2.5}, predictions=(3.5,)))
         assert len(path.read_text().splitlines()) == step  # every line is there at once
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0]["loss"] == 5.556123456789012  # in full precision
     assert set(rows[0]) >= DOCUMENTED and rows[0]["params_norm"] == 2.5 and "optional" not in rows[0]
-    assert set(rows[0]) == {field.name for field in dataclasses.fields(StepMetrics)} - {"optional", "deferred"} | {
-        "params_norm"
-    }
+    always = {field.name for field in dataclasses.fields(StepMetrics)} - {"optional", "predictions", "deferred"}
+    assert set(rows[0]) == always | {"params_norm", "mtp_1_loss"}
     assert all(isinstance(rows[0][name], int) for name in ("step", "peak_bytes", "resident_bytes", "consumed_samples"))
     printed = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert printed == ["1/20", "10/20", "20/20"]
@@ -115,7 +115,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2, log_interval=100)
     log = MetricsLog(config, rank=0, total_steps=4)
     for step in range(1, 5):
-        log.log(metrics(step=step, loss=float(step), optional={"params_norm": 2.0, "mtp_1_loss": 3.0, "z_loss": 1.0}))
+        log.log(metrics(step=step, loss=float(step), optional={"params_norm": 2.0, "z_loss": 1.0}, predictions=(3.0,)))
     log.log_evaluation("valid", 0.5, 4)
     log.close()
     read = event_accumulator.EventAccumulator(str(tmp_path))

@@ -419,7 +419,7 @@ def test_a_slow_stage_is_told_with_the_cut_that_would_help() -> None:
     assert next(line for line in lines if line.startswith("waiting")).endswith(
         "; stage 3 takes 39.1 % longer than the mean of all"
     )
-    advice = "fewer layers on stage 3 (--pipeline-model-parallel-layout): waiting for the slowest stage takes 9.8 % of the step"
+    advice = "a layer fewer on stage 3 (--pipeline-model-parallel-layout): waiting for the slowest stage takes 9.8 % of the step"
     assert suggestions(plan, prediction) == [advice]
     # A search has chosen the cuts; and where the others have no room for a layer more, none helps.
     assert suggestions(plan, prediction, is_searched=True) == []

@@ -179,7 +179,7 @@ class SdpaAttention(torch.nn.Module):
             allowed = self._causal(key.shape[2], key.device) if allowed is None else allowed
             query, key, value, allowed = with_sinks(query, key, value, allowed, self.softmax_offset / scale)
         if allowed is not None and not masks_groups(key.device):
-            key, value = (with_every_head(x, query.shape[1]) for x in (key, value))
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
         arguments = {
             "attn_mask": allowed,
@@ -240,12 +240,6 @@ def masks_groups(device: torch.device) -> bool:
     cost less by far.
     """
     return device.type != "cuda"
-
-
-def with_every_head(x_BGKD: Tensor, heads: int) -> Tensor:
-    """[B, H, K, D] keys or values, those of a group once for each of its query heads."""
-    groups = x_BGKD.shape[1]
-    return x_BGKD if groups == heads else x_BGKD.unsqueeze(2).expand(-1, -1, heads // groups, -1, -1).flatten(1, 2)
 
 
 # Few query groups
