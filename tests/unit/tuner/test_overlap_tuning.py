@@ -24,6 +24,7 @@ from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.hidden import Way
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, PLAIN, Candidate, Candidates
 from moe_overlap.tuner.search.layer.overlap import WORTH, choose
+from moe_overlap.tuner.write.slurm import WRITTEN_BY
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 
 JOB = """--use-distributed-optimizer
@@ -201,8 +202,14 @@ def test_what_is_written_runs(
 ) -> None:
     monkeypatch.setattr(api, "cached_graphs", by_hand)
     words = ("--overlap-grad-reduce", "--overlap-param-gather")
+    # The script of an earlier answer, which a layout that is kept has not: it would start another run beside this plan.
+    script = tmp_path / "tuned" / "launch.sbatch"
+    script.parent.mkdir()
+    script.write_text(WRITTEN_BY)
     assert main([*write_job(tmp_path, *words), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert not script.exists() and "not of this answer: launch.sbatch in" in said.err
+    answer = json.loads(said.out)
     assert answer["dropped_flags"] == []
     assert answer["layer_classes"]["complete"] and len(answer["layer_classes"]["classes"]) == 4
     assert answer["chosen"] != PLAIN and answer["step_seconds"] < answer["plain_step_seconds"]

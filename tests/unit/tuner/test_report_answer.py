@@ -425,11 +425,14 @@ def test_a_slow_stage_is_told_with_the_cut_that_would_help() -> None:
     assert suggestions(plan, prediction, is_searched=True) == []
     for seconds, layers in (
         ((1.0, 1.0, 1.0, 1.2), (4, 4, 4, 4)),
-        ((1.0, 1.6, 1.6, 1.6), (4, 4, 4, 4)),
+        ((1.0, 1.0, 1.0, 1.6), (1, 1, 1, 4)),
+        ((0.8, 1.6, 1.6), (1, 4, 4)),
         ((1.0, 1.0, 1.0, 1.6), (4, 4, 4, 1)),
     ):
         tight, slow = with_stages(seconds, layers)
         assert suggestions(tight, slow) == []
+    (both,) = suggestions(*with_stages((1.0, 1.0, 1.6, 1.6), (4, 4, 4, 4)))
+    assert both.startswith("a layer each fewer on stages 2, 3 (--pipeline-model-parallel-layout): waiting")
     assert (
         balance_of(*with_stages((1.0, 1.6, 1.6), (4, 4, 4))).sentence
         == "2 stages take 14.3 % longer than the mean of all"
