@@ -472,7 +472,7 @@ class LoggingConfig:
     """logging"""
 
     log_interval: int = 100
-    """Steps between console lines."""
+    """Steps between console lines; losses and times of a line are the mean of its steps."""
     log_json: str | None = None
     """Append one JSON line per step to this file; ranks other than the writer append .rankN."""
     tensorboard_dir: str | None = None

@@ -6,8 +6,9 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import IO, Any
 
@@ -150,6 +151,8 @@ class MetricsLog:
         self._to_boards = Sink(board, config.tensorboard_dir or config.wandb_project)
         self._to_console = Sink("stdout", "")
         self._line = LiveLine(sys.stdout)
+        self._untold: list[StepMetrics] = []
+        """Steps since the last line on the console."""
 
     def log(self, metrics: StepMetrics, board_only: Mapping[str, float] = MappingProxyType({})) -> None:
         """Record one training step.
@@ -164,8 +167,10 @@ class MetricsLog:
             if not self._config.log_loss_scale_to_tensorboard:
                 values.pop(CURVES["loss_scale"], None)
             self._draw(lambda boards: boards.scalars(values, metrics.step))
+        self._untold.append(metrics)
         if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._total):
-            self._print(step_line(metrics, self._total))
+            self._print(step_line(mean_of(self._untold), self._total))
+            self._untold.clear()
         elif self._rank == 0:
             text = f"step {metrics.step}/{self._total}, {metrics.step_seconds:.3g} s, loss {metrics.loss:.4f}"
             self._to_console.attempt(lambda: self._line.show(text))
@@ -232,8 +237,23 @@ def _appended(path: str | None) -> IO[str] | None:
     return Path(path).open("a")
 
 
+def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
+    """What the console tells of some steps in a row: losses and times on average, as Megatron-LM does, else the last one's."""
+    last, seconds = steps[-1], [each.step_seconds for each in steps]
+    tokens = [each.tokens_per_second * each.step_seconds for each in steps]
+    return replace(
+        last,
+        loss=fmean(each.loss for each in steps),
+        predictions=tuple(fmean(of_depth) for of_depth in zip(*(each.predictions for each in steps), strict=True)),
+        step_seconds=fmean(seconds),
+        tokens_per_second=sum(tokens) / sum(seconds) if sum(seconds) else last.tokens_per_second,
+        comm_seconds=fmean(each.comm_seconds for each in steps),
+        exposed_comm_seconds=fmean(each.exposed_comm_seconds for each in steps),
+    )
+
+
 def step_line(metrics: StepMetrics, total: int) -> str:
-    """The console's line of a step."""
+    """The console's line of a step, or of the mean of several."""
     width = len(str(total))
     share = metrics.exposed_comm_seconds / metrics.step_seconds if metrics.step_seconds else 0.0
     optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.beside.items())

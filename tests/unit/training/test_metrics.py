@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.training.cli.config import LoggingConfig
-from megatron.training.report.metrics import MetricsLog, StepMetrics, step_line
+from megatron.training.report.metrics import MetricsLog, StepMetrics, mean_of, step_line
 from moe_overlap.describe.expert_load import ExpertLoad, read_expert_loads
 
 DOCUMENTED = {"step", "loss", "step_seconds", "tokens_per_second", "grad_norm", "comm_seconds", "exposed_comm_seconds"}
@@ -51,6 +51,30 @@ def test_the_line_of_a_step() -> None:
     assert step_line(metrics(deferred=held), 300).endswith("peak 412 MiB  deferred 1.5 MiB, 2 early")
     assert "(0%)" in step_line(metrics(step_seconds=0.0), 300)
     assert len({len(step_line(metrics(step=step), 300)) for step in (1, 10, 300)}) == 1
+
+
+def test_a_line_is_the_mean_of_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(LoggingConfig(log_interval=2), rank=0, total_steps=5)
+    for step, loss in enumerate((9.0, 1.0, 4.0, 2.0, 7.0), 1):
+        log.log(metrics(step=step, loss=loss))
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    # The first step has a line of its own, and the last one stands alone here.
+    assert [(words[1], words[3]) for words in printed] == [
+        ("1/5", "9.0000"),
+        ("2/5", "1.0000"),
+        ("4/5", "3.0000"),
+        ("5/5", "7.0000"),
+    ]
+
+
+def test_means_of_steps() -> None:
+    slow = metrics(step_seconds=3.0, tokens_per_second=100.0, grad_norm=8.0, comm_seconds=1.0, predictions=(4.0, 6.0))
+    fast = metrics(step=2, step_seconds=1.0, tokens_per_second=300.0, comm_seconds=0.5, predictions=(2.0, 5.0))
+    both = mean_of([slow, fast])
+    assert (both.step, both.step_seconds, both.comm_seconds, both.predictions) == (2, 2.0, 0.75, (3.0, 5.5))
+    assert both.tokens_per_second == 150.0  # of 600 tokens in 4 s, not 200
+    assert both.grad_norm == fast.grad_norm
+    assert mean_of([slow]) == slow
 
 
 def test_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
