@@ -30,6 +30,9 @@ from moe_overlap.tuner.cost.interference import (
 from moe_overlap.tuner.cost.links import Group
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup
 
+WITHOUT_BLOCK_SCALES = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "CDNA2", "CDNA3")
+"""Generations without units for mxfp8, whose blocks of 32 elements have a scale each; Transformer Engine refuses it there."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
@@ -103,6 +106,8 @@ def machine_of(
     if _lacks_units(gpu, precision):
         # The first, which is the one that a short answer tells.
         reasons.insert(0, f"no {precision} rate of {gpu.name} is known: products are priced in the next wider format")
+    elif _lacks_block_scales(gpu, precision):
+        reasons.insert(0, f"{gpu.name} has no units for {precision}: products are priced at its fp8 rate")
     errors = shipped_errors()
     machine = Machine(
         cluster=cluster,
@@ -124,6 +129,10 @@ def _lacks_units(gpu: Gpu, precision: str) -> bool:
     return precision in LOW_PRECISIONS and not (gpu.fp4_tflops if precision == "nvfp4" else gpu.fp8_tflops)
 
 
+def _lacks_block_scales(gpu: Gpu, precision: str) -> bool:
+    return precision == "mxfp8" and gpu.architecture in WITHOUT_BLOCK_SCALES
+
+
 def require_units(cluster: Cluster, precision: str, flag: str, value: str) -> None:
     """Refuse a format of products that a described GPU has no units for: a run would stop in its first product.
 
@@ -133,9 +142,12 @@ def require_units(cluster: Cluster, precision: str, flag: str, value: str) -> No
     Args:
         flag, value: by which the user says the precision.
     Raises:
-        ConfigError: the description gives no such rate.
+        ConfigError: the description gives no such rate, or the generation has no units for block scales.
     """
     gpu = cluster.group_of(0).gpu
+    if _lacks_block_scales(gpu, precision) and gpu.fp8_tflops:
+        rule = f"{gpu.name} ({gpu.architecture}) has no units for scales of blocks, which came with Blackwell"
+        raise ConfigError(flag, value, rule, "use fp8 with another recipe, or bf16")
     if cluster.measured is not None or not _lacks_units(gpu, precision):
         return
     field, narrower = ("fp4_tflops", "fp8 or ") if precision == "nvfp4" else ("fp8_tflops", "")

@@ -306,6 +306,12 @@ def test_products_of_a_gpu_without_narrow_units_take_as_long_as_in_bf16(precisio
 def test_units_that_a_gpu_has_not_and_unlike_groups_are_named() -> None:
     _, reasons = machine_of(shipped_cluster("H100", 16), SHIPPED, precision="nvfp4")
     assert reasons[0].startswith("no nvfp4 rate of H100 is known")
+    _, reasons = machine_of(shipped_cluster("H100", 16), SHIPPED, precision="mxfp8")
+    assert reasons[0] == "H100 has no units for mxfp8: products are priced at its fp8 rate"
+    for gpu in ("B200", "MI355X"):
+        assert not any(
+            "has no units" in reason for reason in machine_of(shipped_cluster(gpu, 16), SHIPPED, precision="mxfp8")[1]
+        )
     cluster = shipped_cluster("H100", 16)
     (group,) = cluster.groups
     slower = dataclasses.replace(group, gpu=shipped_cluster("L4", 16).group_of(0).gpu)
