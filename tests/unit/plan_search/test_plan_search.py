@@ -351,8 +351,8 @@ def test_a_precision_is_written_as_it_was_said() -> None:
     words = [*SMALL, *"--moe-ffn-hidden-size 4096 --fp8-format e4m3 --fp8-recipe tensorwise".split()]
     flags = grouped(search_plan(words, H100, SearchSettings(target="megatron-lm"), **OPTIONS).chosen.arguments)
     assert flags["--fp8-format"] == ("e4m3",) and flags["--fp8-recipe"] == ("tensorwise",)
-    options = {**OPTIONS, "precision": "mxfp8"}
-    flags = grouped(search_plan(words, H100, SearchSettings(target="megatron-lm"), **options).chosen.arguments)
+    options, blackwell = {**OPTIONS, "precision": "mxfp8"}, shipped_cluster("B200", 8)
+    flags = grouped(search_plan(words, blackwell, SearchSettings(target="megatron-lm"), **options).chosen.arguments)
     assert flags["--fp8-recipe"] == ("mxfp8",) and flags["--bf16"] == ()
 
 
