@@ -281,12 +281,13 @@ def _waiting(answer: Answer) -> str:
     total = f"{_share(sum(exposed.values()) / seconds)} of the step for communication"
     ordered = sorted(exposed.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{kind} {_share(part / seconds)}" for kind, part in ordered if part / seconds >= SMALLEST_SHARE)
-    bubble = f"{_share(prediction.breakdown.get('bubble_seconds', 0.0) / seconds)} in the pipeline's bubble"
+    waited = prediction.breakdown.get("bubble_seconds", 0.0) / seconds
+    bubble = f", {_share(waited)} in the pipeline's bubble" if waited >= SMALLEST_SHARE else ""
     launched = prediction.launching.seconds / seconds if prediction.launching is not None else 0.0
     launches = f", {_share(launched)} for launches from the host" if launched >= SMALLEST_SHARE else ""
     balance = balance_of(answer.plan, prediction)
     slow = f"; {balance.sentence}" if balance.longer >= WORTH_A_LOOK else ""
-    return f"{total}{f' ({kinds})' if kinds else ''}, {bubble}{launches}{slow}"
+    return f"{total}{f' ({kinds})' if kinds else ''}{bubble}{launches}{slow}"
 
 
 def _share(part: float) -> str:

@@ -266,9 +266,9 @@ def spent_on(
     bare = [StageTimes(forward=stage.forward, backward=stage.backward) for stage in stages]
     total, stable = (step_seconds(given, micro_batches, virtual) * uneven for given in (stages, bare))
     steady = work.max(axis=0)
-    return StepSeconds(
-        slowest=np.argmax(work, axis=0), steady=steady, bubble=stable - steady, edges=total - stable, total=total
-    )
+    # A single stage has no bubble, but its passes are added up in another order than its work.
+    bubble = np.maximum(stable - steady, 0.0)
+    return StepSeconds(slowest=np.argmax(work, axis=0), steady=steady, bubble=bubble, edges=total - stable, total=total)
 
 
 def transfer_waits(one_way: Sequence[Seconds], virtual: int, beside: float | None) -> tuple[list[Seconds], Seconds]:

@@ -135,6 +135,13 @@ def test_the_figures_are_those_of_the_prediction() -> None:
     assert sum(waiting[1:-1]) == pytest.approx(waiting[0], abs=0.3)
 
 
+def test_a_run_of_one_stage_has_no_bubble() -> None:
+    one_stage = ("--pipeline-model-parallel-size", "1")
+    answer = Answer(plan=planned(*one_stage), prediction=predicted(*one_stage), cluster=CLUSTER)
+    waiting = next(line for line in answer_lines(answer) if line.startswith("waiting"))
+    assert "for communication" in waiting and "bubble" not in waiting
+
+
 def test_a_release_that_was_replaced_is_said_behind_another_reason() -> None:
     replaced = "no measured steps of release 99.01 on Hopper; taken: 26.04, its median release"
     reasons = ("no measured steps of Ours", "no measured steps of long sequences", replaced)
