@@ -279,8 +279,11 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
         temporary.rename(final)
         # The displaced checkpoint goes only when the new name is on the device, too.
         _sync(folder)
-        for displaced, _ in list(_matches(folder, _REPLACED)):
-            _delete(displaced)
+        for displaced, match in list(_matches(folder, _REPLACED)):
+            # One whose step has no other folder stays, as any checkpoint does until `prune` deletes it: a run was killed
+            # between the two renames.
+            if (folder / step_name(int(match[1]))).is_dir():
+                _delete(displaced)
     return final
 
 

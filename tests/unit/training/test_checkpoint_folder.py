@@ -98,6 +98,19 @@ def test_killed_at_any_change_the_last_complete_checkpoint_loads(
     assert kills >= 8
 
 
+def test_a_displaced_checkpoint_stays_until_its_own_step_is_saved(
+    tmp_path: Path,
+) -> None:
+    """A run that was killed between the two renames of step 2 keeps it, though without --keep-last-checkpoints."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "step-000002").rename(tmp_path / ".replaced-step-000002-0a")
+    save(tmp_path, 3)
+    assert load(tmp_path, 2) == 2 and load(tmp_path) == 3
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
+
+
 def test_the_last_save_wins_over_a_higher_step_of_an_abandoned_run(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
