@@ -105,13 +105,14 @@ class TrainingLoop:
                 spans = self.step(iteration, feed)
                 profiled(iteration)
                 self._say_what_is_saved(wait=False)
+                # Before the save, as upstream: a run that resumes from it must not evaluate the same samples again.
+                if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < total_steps:
+                    self.evaluate("valid")
                 if _is_due(self._config.checkpoint.save_interval, iteration):
                     self.save_now()
                 # A step that is kept needs no second copy to be replaced.
                 elif _is_due(self._config.checkpoint.non_persistent_save_interval, iteration):
                     self.save_now(persistent=False)
-                if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < total_steps:
-                    self.evaluate("valid")
                 reason = self._exit_reason(iteration)
                 if reason is not None:
                     self.reason = reason

@@ -32,3 +32,23 @@ def test_the_size_of_its_batches_changes_no_loss(tmp_path: Path, monkeypatch: py
         for split, loss in told[evaluation::2]:
             assert split == "valid" and loss == pytest.approx(told[evaluation][1], rel=1e-6)
     assert len(told) == 6
+
+
+def test_a_resumed_run_evaluates_the_samples_that_it_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step is both saved and evaluated, the save knows that the samples of the evaluation are consumed."""
+    told: list[tuple[int, float]] = []
+    monkeypatch.setattr(MetricsLog, "log_evaluation", lambda log, split, loss, step, note: told.append((step, loss)))
+    words = f"{MOE} --train-iters 6 --eval-interval 2 --eval-iters 2 --data-cache-path {tmp_path} --num-workers 0"
+    small(words)  # makes the group
+
+    def evaluations(flags: str) -> list[tuple[int, float]]:
+        told.clear()
+        pretrain_moe.assemble(parse(f"{words} {flags}".split()), 0).run()
+        return [*told]
+
+    save = f"--save {tmp_path / 'saved'} --save-interval 2"
+    whole = evaluations("")
+    assert len({loss for _, loss in whole}) == len(whole), "every evaluation has samples of its own"
+    assert evaluations(f"{save} --exit-interval 2") + evaluations(f"{save} --load {tmp_path / 'saved'}") == whole
