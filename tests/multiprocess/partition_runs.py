@@ -112,8 +112,22 @@ def assembled(flags: str, base: str = BASE) -> tuple[Any, Any]:
 
 def _curve(job: Any, feed: Any, steps: int) -> Curve:
     curve = [_step(job, step, feed) for step in range(steps)]
-    evaluated = job.machinery.runner.evaluate(job.schedule.instructions, feed, steps - 1)
+    evaluated = _evaluated(job, feed, steps - 1)
     return [*curve, (evaluated.loss, float(evaluated.tokens))]
+
+
+def _evaluated(job: Any, feed: Any, step: int) -> Any:
+    """The result of an evaluation; of its micro-batches nothing is kept behind their passes."""
+    from moe_overlap.runtime.executor.execute import PlanExecutor
+
+    runner, states = job.machinery.runner, []
+    if isinstance(runner, PlanExecutor):
+        state_of = runner._state
+        runner._state = lambda *arguments: states.append(state_of(*arguments)) or states[-1]
+    result = runner.evaluate(job.schedule.instructions, feed, step)
+    kept = {name: len(getattr(s, name)) for s in states for name in ("segments", "handles", "chunks", "normed")}
+    assert not any(kept.values()), kept
+    return result
 
 
 def _uneven(feed: Any) -> Iterator[Any]:

@@ -150,9 +150,11 @@ class ChunkOperators:
         self._copy_out(instruction, state)
         if not with_graph:
             del state.segments[place]
-            # The recomputation opens a handle of its own; merge is the last to need that of a pass without graph.
+            # The recomputation opens a handle of its own; merge is the last to need that of a pass without graph, and the
+            # capacity chunks that were cut from it.
             if operator.kind is MERGE:
                 del state.handles[(layer_of(operator), *place[2:])]
+                state.chunks.pop((layer_of(operator), micro_batch_of(instruction)), None)
 
     def _segment(
         self,
