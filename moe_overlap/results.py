@@ -20,6 +20,7 @@ import moe_overlap.api as api
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import write_whole
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import save_plan
@@ -74,7 +75,7 @@ class PredictedRun(Prediction):
             place.mkdir(parents=True, exist_ok=True)
             save_plan(dataclasses.replace(self.plan, predicted=self.predicted), place / "plan.json")
             text = json.dumps(prediction_json(self), indent=1) + "\n"
-            (place / "prediction.json").write_text(text, encoding="utf-8")
+            write_whole(place / "prediction.json", text)
         except OSError as error:
             raise ConfigError("write", str(folder), f"cannot be written: {error.strerror}", "give another") from None
         return ["plan.json", "prediction.json"]

@@ -153,6 +153,16 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file in UTF-8; an existing one is replaced whole or stays as it was.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with new_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def _text(content: bytes) -> str:
     try:
         return content.decode("utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_overlap.describe.cluster import Cluster, start_flags
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import write_whole
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import as_values, save_plan
 from moe_overlap.report.answer import (
@@ -553,9 +554,10 @@ def write_search(folder: Path, search: PlanSearch) -> list[str]:
     texts = _run_texts(search, plan) if search.refusal is None else {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        # The plan first: an earlier one beside new flags, which name it, would be run without a word.
         save_plan(plan, folder / "plan.json")
+        for name, text in texts.items():
+            write_whole(folder / name, text)
     except OSError as error:
         raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
     return [*texts, "plan.json"]

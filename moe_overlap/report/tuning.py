@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_overlap.describe.cluster import GIB, start_flags
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import write_whole
 from moe_overlap.plan.capabilities import GRAPHS_FLAG as GRAPHS
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.report.prediction import prediction_json
@@ -381,7 +382,7 @@ def write_run(folder: Path, tuned: Tuned) -> None:
             save_plan(plan, folder / "plan.json")
             # It is looked for beside the file that names it, so that the folder can be moved.
             arguments += ["--plan", "plan.json"]
-        (folder / "megatron_args.txt").write_text(_lines(arguments), encoding="utf-8")
+        write_whole(folder / "megatron_args.txt", _lines(arguments))
     except OSError as error:
         raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import re
@@ -388,6 +389,26 @@ def test_no_run_is_written_for_units_that_the_gpu_has_not(
         tune(flags, cluster, SearchSettings().overlap_limits, **options)
     warned = predict([*JOB, *words.split()], shipped_cluster(gpu, 32), **options).extrapolating[0]
     assert "rate of" in warned or "has no units for" in warned
+
+
+def test_a_disk_that_is_full_leaves_earlier_flags_and_script_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = {name: f"{name} of an earlier answer" for name in ("megatron_args.txt", "launch.sbatch")}
+    for name, text in earlier.items():
+        (tmp_path / name).write_text(text)
+    stock = Path.write_text
+
+    def half_written(path: Path, text: str, **options: Any) -> None:
+        stock(path, text[: len(text) // 2], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half_written)
+    with pytest.raises(ConfigError, match="--output .*: cannot be written: No space left on device"):
+        write_search(tmp_path, searched("megatron-lm"))
+    assert {name: (tmp_path / name).read_text() for name in earlier} == earlier
+    # The new plan stands beside them: flags that name a plan are compared with it, and a plan is of no flags.
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*earlier, "plan.json"])
 
 
 def test_written_flags_bear_the_name_of_the_model(tmp_path: Path) -> None:
