@@ -216,8 +216,7 @@ def _uneven_gather(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         longest = max(output_split_sizes)
         padded = input_.new_zeros((longest, *input_.shape[1:]))
         padded[: input_.shape[0]] = input_
-        # Every rank pads to the longest part, which all know from the split sizes: no further collective has to agree
-        # on it.
+        # Every rank pads to the longest part, which all know from the split sizes: no further collective has to agree on it.
         gathered = input_.new_empty((longest * group.size(), *input_.shape[1:]))
         torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
         parts = gathered.split(longest)

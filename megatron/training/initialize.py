@@ -83,8 +83,7 @@ def on_every_rank(work: Callable[[], T], group: Any = None) -> T:
 
 def _portable(error: Exception) -> tuple[Any, ...]:
     if isinstance(error, ConfigError):
-        # As fields: exceptions of libraries need not survive pickling, and their classes need not import on another
-        # rank.
+        # As fields: exceptions of libraries need not survive pickling, and their classes need not import on another rank.
         return (error.subject, str(error.value), error.rule, error.fix)
     return (f"{type(error).__name__}: {error}",)
 

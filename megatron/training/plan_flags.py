@@ -203,8 +203,7 @@ def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.jso
     facts = ModelConfig(num_layers=model.num_layers, mtp_num_layers=model.mtp_layers or None)
     layout = layout_values(plan, model.mtp_layers) | _static_values(plan, model)
     differences = []
-    # Inverted by trial: what the flags say is computed by `plan_from_flags` and compared, so that the two cannot drift
-    # apart.
+    # Inverted by trial: what the flags say is computed by `plan_from_flags` and compared, so that the two cannot drift apart.
     for overlap in _overlap_values(plan):
         values = layout | overlap
         flagged = with_values(Config(model=facts), values)
@@ -372,8 +371,7 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     from_flags = plan_from_flags(config, model, world_size)
     if overlap_flag(config) is None:
         _require_gate(source, plan, config)
-        # Flags without overlap say nothing against the plan's. All else must agree, overlap included where flags name
-        # one.
+        # Flags without overlap say nothing against the plan's. All else must agree, overlap included where flags name one.
         from_flags = _with_overlap_of(plan, from_flags)
     _require_flags_of_overlap(source, plan, config)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
@@ -393,8 +391,8 @@ def _require_pairs_in_every_step(config: Config, plan: Plan, subject: str) -> No
     evaluated = config.training.eval_global_batch_size
     for stage in plan.stages:
         sizes, in_flight = batch_sizes(config, stage.data).sizes, stage.overlap.micro_batches_in_flight
-        # The smallest of the ramp-up and the evaluation's: fewer micro-batches than are in flight leave a turn without
-        # a partner.
+        # The smallest of the ramp-up and the evaluation's: fewer
+        # micro-batches than are in flight leave a turn without a partner.
         smallest = min(sizes if evaluated is None else (*sizes, evaluated))
         count = smallest // (stage.micro_batch_size * stage.data)
         rule = f"a step of {smallest} samples has {count} micro-batch on each data-parallel rank"

@@ -80,8 +80,7 @@ class TrainingLoop:
             try:
                 if not training.skip_train:
                     spans = self._train()
-            # A save under way is of an earlier step and sound. All ranks fail in the same step, so all come to wait for
-            # it.
+            # A save under way is of an earlier step and sound. All ranks fail in the same step, so all come to wait for it.
             except TrainingFailed:
                 self._say_what_is_saved(wait=True)
                 raise
@@ -143,8 +142,7 @@ class TrainingLoop:
         """
         self._enter(f"step {iteration}")
         machinery, schedule = self.job.machinery, self.job.schedule
-        # On a CPU the peak is tracked tensor by tensor, which is slow. Later steps repeat it, once the optimizer has
-        # its state.
+        # On a CPU the peak is tracked tensor by tensor, which is slow. Later steps repeat it, once the optimizer has its state.
         tracker = None if self._peak_is_known else self._memory_tracker()
         size = schedule.batch_sizes.at(self.progress.train_samples)
         instructions = schedule.lowered(size)

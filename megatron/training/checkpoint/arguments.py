@@ -83,8 +83,8 @@ def _merged(parsed: ParsedArguments, saved: Config) -> tuple[Config, list[str]]:
         path = f"{flag.group}.{flag.field}"
         written, stored = (getattr(getattr(config, flag.group), flag.field) for config in (parsed.config, saved))
         given = not parsed.given.isdisjoint((*flag.names, *([flag.off] if flag.off else [])))
-        # Parallel sizes and tokenizer are only among the wanted if they were asked for by a flag of their own: then the
-        # checkpoint wins.
+        # Parallel sizes and tokenizer are only among the wanted if they
+        # were asked for by a flag of their own: then the checkpoint wins.
         keeps = given and path not in CHECKPOINT_WINS and flag.group != "parallel" and path not in TOKENIZER
         if given and written != stored:
             given_text, stored_text = _shown(flag, written), _shown(flag, stored)

@@ -262,8 +262,7 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
     """
     final = folder / step_name(step)
     with writing(folder):
-        # Not the step: a run that went back to step 200 saves 300 anew, and an old 400 must not be taken for the
-        # newest.
+        # Not the step: a run that went back to step 200 saves 300 anew, and an old 400 must not be taken for the newest.
         order = 1 + max((checkpoint.order for checkpoint in complete_checkpoints(folder)), default=0)
         # Data before mark, mark before name: whatever a crash leaves under the final name has its data on the device.
         for path in temporary.iterdir():

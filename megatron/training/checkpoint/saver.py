@@ -107,8 +107,8 @@ def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
     if not model.post_process:
         return state
     if (model.share_embeddings_and_output_weights or model.mtp_process) and not model.pre_process:
-        # The last stage's copy of the embedding: a replica of the first stage's tensor. Prediction layers read it under its
-        # own name.
+        # The last stage's copy of the embedding: a replica of the first
+        # stage's tensor. Prediction layers read it under its own name.
         state[EMBEDDING if model.mtp_process else OUTPUT] = make_tp_sharded_tensor_for_checkpoint(
             model.shared_embedding_or_output_weight(),
             EMBEDDING,
@@ -231,8 +231,8 @@ class Saver:
                 str(temporary),
                 sharded_strategy=self._strategy,
                 validate_access_integrity=not (self._has_saved and self._flags.ckpt_assume_constant_structure),
-                # With and without a thread: the request is then executed by `_finish`, the only place that completes a
-                # checkpoint.
+                # With and without a thread: the request is then executed by
+                # `_finish`, the only place that completes a checkpoint.
                 async_sharded_save=True,
             )
         assert request is not None

@@ -95,8 +95,7 @@ def keeps_gradients(part: OperatorKind, deferred: Sequence[str], model: ModelDes
     if set(deferred) != set(split_weights(part, model)):
         return True
     gated = part == SHARED and model.shared_expert_gate
-    # The norm in front belongs to attention, MLP and gate. Its weight, like biases and the shared expert's gate, is not
-    # split.
+    # The norm in front belongs to attention, MLP and gate. Its weight, like biases and the shared expert's gate, is not split.
     return part in (ATTENTION, MLP, GATE) or gated or model.linear_bias
 
 

@@ -285,9 +285,8 @@ class ListBuilder:
                 found.add(self._writer[buffer])
         for buffer in writes:
             touched = [*self._readers.get(buffer, ()), *([self._writer[buffer]] if buffer in self._writer else [])]
-            # Accesses on the same channel are ordered by it. Explicit edges would chain a gradient sum's additions of
-            # all
-            # micro-batches.
+            # Accesses on the same channel are ordered by it. Explicit edges
+            # would chain a gradient sum's additions of all micro-batches.
             found.update(number for number in touched if self._list[number].channel != channel)
         return self._without_implied(self._last_of_each_channel(found, channel))
 
@@ -302,8 +301,7 @@ class ListBuilder:
         """Leave out what a later dependency reaches over its own `after`."""
         if len(found) < 2:
             return tuple(found)
-        # Dependencies point backwards only: below the lowest candidate no path leads to another one, which bounds the
-        # walk.
+        # Dependencies point backwards only: below the lowest candidate no path leads to another one, which bounds the walk.
         lowest = min(found)
         reached: set[int] = set()
         waiting = [number for kept in found for number in self._list[kept].after]

@@ -148,10 +148,9 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
         ended = [places[number] for number in link.ended_by(i)]
         is_exchange = _is_exchange(i)
         if ended and not link.pending and i.channel == COMPUTE and not is_exchange:
-            # Steps 2 and 4: a gap has room for one bucket; behind the last all-to-all nothing is left that a bucket
-            # could delay.
-            # The bucket waits for the all-to-alls that have just ended: its buffers alone would let it start beside
-            # them.
+            # Steps 2 and 4: a gap has room for one bucket; behind the last all-to-all
+            # nothing is left that a bucket could delay. The bucket waits for the all-to-alls
+            # that have just ended: its buffers alone would let it start beside them.
             free = len(waiting) if i.id > last_exchange else 1
             travelling += [_reduce(waiting.popleft(), ended, to) for _ in range(min(free, len(waiting)))]
         # Step 3. Counts travel over the same link as rows.

@@ -185,8 +185,7 @@ class _PassLowering:
             yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
             yield from self.transfers.write(OperatorKind.SEND, -1, place, f"dh.L{first}", backward=True)
-            # Behind the send: a stage waits for this gradient, the weight gradients wait for nobody (Zero Bubble,
-            # section 2).
+            # Behind the send: a stage waits for this gradient, the weight gradients wait for nobody (Zero Bubble, section 2).
             yield from self.layers.behind_send(range(first, last), chunk, micro_batch)
 
     def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
@@ -200,8 +199,7 @@ class _PassLowering:
         """The mirror of `_prediction`; what comes back joins the gradient of what came before."""
         mine, head, words = f"gradient.mtp{depth}", "gradient.head", "gradient.embedding"
         output = f"dh.mtp{depth}.loss"
-        # The next prediction layer, backward before this one, has left its share in the output's gradient; the last
-        # finds none.
+        # The next prediction layer, backward before this one, has left its share in the output's gradient; the last finds none.
         added = f"{output} " if depth < self.model.mtp_layers - 1 else ""
         reads, writes = f"loss.mtp{depth} {added}{mine} {head}", f"{output} {mine} {head}"
         yield self._compute(prediction_operator(depth, LOSS, BACKWARD), place, f"{reads} -> {writes}")

@@ -53,8 +53,7 @@ class TransferLowering:
             return
         gather = transfer.all_gather if action is OperatorKind.RECEIVE and not backward else None
         members = _group(gather, self.rank)
-        # Replicas of a tensor each receive a slice over the slow link and gather the rest inside the stage (Alpa,
-        # section 6).
+        # Replicas of a tensor each receive a slice over the slow link and gather the rest inside the stage (Alpa, section 6).
         arriving = str(replace(parse_buffer(buffer), home=Home.TILES)) if members else buffer
         width = self.model.hidden_size * payload.ACTIVATION_BYTES[self.plan.precision]
         for piece in self._of(transfer):

@@ -178,8 +178,7 @@ def validate_slots(
         for slot, names in layer.weight_gradient_slots.items():
             place = f'{field}["{slot}"]'
             operator = _slot(slot, layer, sends[chunk], place)
-            # Any layer of the chunk may hold the slot of its send, but only one: what waits behind a transfer has one
-            # order.
+            # Any layer of the chunk may hold the slot of its send, but only one: what waits behind a transfer has one order.
             if is_send(operator):
                 if chunk in sent:
                     raise ConfigError(place, "", f"stands already in {sent[chunk]}, for its chunk", "join them")
@@ -258,8 +257,8 @@ def _check_order(gradient: OperatorId, slot: OperatorId, subject: str) -> None:
     # The head runs backward before every layer of its chunk.
     if gradient.layer is None:
         return
-    # Of its own layer, only experts and shared expert have run backward when dispatch is sent back, and nothing when
-    # combine is.
+    # Of its own layer, only experts and shared expert have run
+    # backward when dispatch is sent back, and nothing when combine is.
     same_layer_first = slot.kind == DISPATCH and gradient.kind in (EXPERTS, SHARED)
     if gradient.layer < slot.layer or (gradient.layer == slot.layer and not same_layer_first):
         rule = "its backward pass has not run when the all-to-all starts"

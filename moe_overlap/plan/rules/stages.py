@@ -158,8 +158,7 @@ def _check_sizes(plan: Plan, stage: StagePlan, subject: str) -> None:
         product = stage.expert * stage.expert_tensor
         rule = f"expert · expert_tensor = {product} does not divide the {ranks} ranks of the stage"
         raise ConfigError(f"{subject}.expert", stage.expert, rule, f"use divisors of {ranks}")
-    # Causal attention costs more at the end of a sequence: each context rank takes one early and one late piece, two in
-    # all.
+    # Causal attention costs more at the end of a sequence: each context rank takes one early and one late piece, two in all.
     pieces = lcm(stage.tensor * stage.context, 2 * stage.context if stage.context > 1 else 1)
     if plan.sequence_length % pieces != 0:
         rule = f"the sequence of {plan.sequence_length} does not divide into tensor and context pieces ({pieces})"

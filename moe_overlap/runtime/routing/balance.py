@@ -76,8 +76,8 @@ def add_counts(totals: BalanceTotals, scores_TE: Tensor, map_TE: Tensor, samples
     if len(samples) == 0:
         return
     rows = slice(samples.start, samples.stop)
-    # Assigned, not added: every sample is in one partition. Counts are integers, so their sums over ranks are exact in
-    # any order.
+    # Assigned, not added: every sample is in one partition. Counts
+    # are integers, so their sums over ranks are exact in any order.
     shape = (-1, len(samples), map_TE.shape[1])
     torch.sum(map_TE.view(shape), 0, out=totals.counts_BE[rows])
     torch.sum(scores_TE.view(shape), 0, dtype=torch.float32, out=totals.scores_BE[rows])
@@ -173,8 +173,8 @@ class LateBalanceGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Every partition has been routed by now, so the counts are known."""
         factor_BE = ctx.totals.factor_BE
-        # A schedule that starts backward earlier would need counts that nobody has yet: it fails here instead of
-        # training wrongly.
+        # A schedule that starts backward earlier would need counts that
+        # nobody has yet: it fails here instead of training wrongly.
         assert factor_BE is not None, "the backward pass began before the last partition was routed"
         scale = MoEAuxLossAutoScaler.main_loss_backward_scale
         partition_BE = factor_BE[ctx.samples.start : ctx.samples.stop]

@@ -178,8 +178,7 @@ class Gate(TopKRouter):
 
     def route_logits(self, logits_SBE: Tensor, state: RoutingState, partition: int) -> tuple[Tensor, Tensor]:
         """Route one partition from its logits: `route` behind the linear layer."""
-        # A recomputation enters with the capacity that the partition met the first time, whatever has been routed
-        # since.
+        # A recomputation enters with the capacity that the partition met the first time, whatever has been routed since.
         entry, is_repeated = state.enter(partition, logits_SBE.shape[1])
         samples = range(entry.first_sample, entry.last_sample)
         padding_T = None if state.padding_SB is None else state.padding_SB[:, samples.start : samples.stop].reshape(-1)
@@ -200,8 +199,7 @@ class Gate(TopKRouter):
                 add_counts(totals, scores_TE, balance_map_TE, samples)
             probs_TE = LateBalanceGradient.apply(probs_TE, scores_TE, totals, samples)
         if not is_repeated:
-            # Once per partition: a repetition would count its tokens twice and fill the experts before later partitions
-            # come.
+            # Once per partition: a repetition would count its tokens twice and fill the experts before later partitions come.
             state.leave(entry, used_E)
             if state.counts_load and self.meter is not None:
                 self.meter.add(logits_TE, map_TE, wanted_TE)

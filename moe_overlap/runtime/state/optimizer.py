@@ -94,8 +94,7 @@ class MegatronLayerwiseOptimizer:
             for inner in self.megatron.chained_optimizers:
                 parameters = inner.get_parameters()
                 if parameters:
-                    # Dense and expert weights have optimizers of their own and are clipped by the one norm of the
-                    # model.
+                    # Dense and expert weights have optimizers of their own and are clipped by the one norm of the model.
                     clip_grad_by_total_norm_fp32(
                         parameters,
                         max_norm=self._clip_grad,
