@@ -28,7 +28,7 @@ from megatron.training.cli.start import cuda_is_there
 from megatron.training.data.sources import check_indexed_dataset, data_source
 from megatron.training.plan_flags import plan_of_run
 from megatron.training.report.outputs import prove_places
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.files import printable, whole_number
 
 PROCESSES, NODES, NODE_RANK, RESTARTS = "--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts"
@@ -79,22 +79,20 @@ def split_launch(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[L
         if name not in LAUNCH_FLAGS:
             words.append(argv[position - 1])
         elif name == STANDALONE:
-            _require(not equals, name, value, "takes no value", f"write {name}")
+            require(not equals, name, value, "takes no value", f"write {name}")
             given[name] = ""
         else:
             if not equals:
                 follows = position < len(argv) and not argv[position].startswith(("--", "@"))
-                _require(follows, name, "", "needs a value", f"write {name} VALUE")
+                require(follows, name, "", "needs a value", f"write {name} VALUE")
                 value, position = argv[position], position + 1
             given[name] = value
     if not given:
         return None, words
     first = next(iter(given))
     shown = " ".join(filter(None, (first, printable(given[first], 40))))
-    _require("RANK" not in environment, shown, "", "torchrun or Slurm has started this rank already", "drop it")
-    _require(
-        PROCESSES in given, shown, "", f"{PROCESSES} says that this process starts the ranks", f"add {PROCESSES} N"
-    )
+    require("RANK" not in environment, shown, "", "torchrun or Slurm has started this rank already", "drop it")
+    require(PROCESSES in given, shown, "", f"{PROCESSES} says that this process starts the ranks", f"add {PROCESSES} N")
     return _launch(given, environment), words
 
 
@@ -102,22 +100,22 @@ def _launch(given: Mapping[str, str], environment: Mapping[str, str]) -> Launch:
     processes, nodes = _processes(given[PROCESSES], environment), _whole(given, NODES, 1, 1)
     node_rank, port = _whole(given, NODE_RANK, 0, 0), _whole(given, PORT, DEFAULT_PORT, 1)
     restarts = _whole(given, RESTARTS, 0, 0)
-    _require(port < 2**16, PORT, port, "is no port", "use 1 to 65535")
-    _require(
+    require(port < 2**16, PORT, port, "is no port", "use 1 to 65535")
+    require(
         node_rank < nodes, NODE_RANK, node_rank, f"{NODES} says {nodes}: they count from 0", f"use 0 to {nodes - 1}"
     )
     endpoint, backend = given.get(ENDPOINT, ""), given.get(BACKEND)
-    _require(backend in (None, "c10d", "static"), BACKEND, backend, "unknown choice", "use c10d or static")
+    require(backend in (None, "c10d", "static"), BACKEND, backend, "unknown choice", "use c10d or static")
     for flag in (ENDPOINT, ADDRESS):
-        _require(given.get(flag) != "", flag, "", "needs a value", f"write {flag} HOST")
-        _require(
+        require(given.get(flag) != "", flag, "", "needs a value", f"write {flag} HOST")
+        require(
             STANDALONE not in given or flag not in given, STANDALONE, "", f"is set together with {flag}", "drop one"
         )
         host = given.get(flag, "").rpartition(":")[0] or given.get(flag, "")
-        _require(not set(host) & set(" /@\t\n"), flag, printable(host, 60), "is no host", "write a name or an address")
-    _require(STANDALONE not in given or nodes == 1, STANDALONE, "", f"is for one node, {NODES} says {nodes}", "drop it")
+        require(not set(host) & set(" /@\t\n"), flag, printable(host, 60), "is no host", "write a name or an address")
+    require(STANDALONE not in given or nodes == 1, STANDALONE, "", f"is for one node, {NODES} says {nodes}", "drop it")
     both = ENDPOINT in given and (ADDRESS in given or PORT in given)
-    _require(not both, ENDPOINT, endpoint, f"is set together with {ADDRESS if ADDRESS in given else PORT}", "drop one")
+    require(not both, ENDPOINT, endpoint, f"is set together with {ADDRESS if ADDRESS in given else PORT}", "drop one")
     if nodes > 1 and not endpoint and ADDRESS not in given:
         raise ConfigError(
             NODES, nodes, "the nodes must know where to meet", f"add {ENDPOINT} HOST:PORT, the same on all"
@@ -134,12 +132,12 @@ def _launch(given: Mapping[str, str], environment: Mapping[str, str]) -> Launch:
     elif endpoint:
         host, _, text = endpoint.rpartition(":")
         plain = not host
-        _require(
+        require(
             plain or text.isascii() and text.isdigit() and 0 < int(text[:9]) < 2**16, ENDPOINT, endpoint, *_PORT_RULE
         )
         endpoint = f"{endpoint}:{DEFAULT_PORT}" if plain else endpoint
     job = given.get(JOB, "none")
-    _require(job != "", JOB, "", "needs a value", f"write {JOB} NAME")
+    require(job != "", JOB, "", "needs a value", f"write {JOB} NAME")
     return Launch(
         processes_per_node=processes,
         nodes=nodes,
@@ -158,10 +156,10 @@ def _processes(text: str, environment: Mapping[str, str]) -> int:
     """A number of processes, or `gpu`: one for each GPU that this process sees."""
     if text == "gpu":
         count = visible_gpus(environment)
-        _require(count, PROCESSES, text, "no GPU is visible here", "give a number")
+        require(count, PROCESSES, text, "no GPU is visible here", "give a number")
         return count
     number = _whole({PROCESSES: text}, PROCESSES, 1, 1)
-    _require(number <= MOST_PROCESSES, PROCESSES, text, f"is above {MOST_PROCESSES}", "correct the value")
+    require(number <= MOST_PROCESSES, PROCESSES, text, f"is above {MOST_PROCESSES}", "correct the value")
     return number
 
 
@@ -173,11 +171,6 @@ def _whole(given: Mapping[str, str], flag: str, default: int, least: int) -> int
     if number is None or number < least:
         raise ConfigError(flag, printable(text, 40), f"must be a whole number from {least}", "correct the value")
     return number
-
-
-def _require(holds: object, flag: str, value: object, rule: str, fix: str) -> None:
-    if not holds:
-        raise ConfigError(flag, value, rule, fix)
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

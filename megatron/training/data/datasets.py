@@ -58,8 +58,6 @@ ORIGIN = "dataset_id"
 SECONDS_UNTIL_ABANDONED = 24 * 3600
 FIRST_SAMPLES = 4
 """Samples that name the order of a text."""
-MOCK_DOCUMENTS = 100_000
-"""Documents that megatron-core's mock data pretends to hold."""
 
 
 @dataclass(frozen=True, slots=True)
