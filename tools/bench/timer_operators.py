@@ -72,7 +72,7 @@ class TimerOperators:
         if left > 0:
             time.sleep(left)
 
-    def exchange(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
+    def start_all_to_all(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
         """Start an all-to-all; the returned function waits for it."""
         operator = instruction.operator
         handle, dispatcher = handle_of(instruction, operator, state, self._dispatcher), self._dispatcher
@@ -175,7 +175,7 @@ class TimedExecutor(PlanExecutor):
         timed = cls.__new__(cls)
         timed.__dict__.update(executor.__dict__)
         timed._operators = [TimerOperators(executor.dispatcher, executor.recorder, sizes) for _ in executor._operators]  # type: ignore[misc]
-        timed._pieces = ZeroPieces(replicas)
+        timed._buckets = ZeroPieces(replicas)
         timed._waits = waits
         timed._transfers = ZeroTransfers.like(executor._transfers)
         timed.profile = {}
@@ -189,8 +189,8 @@ class TimedExecutor(PlanExecutor):
         for operators in self._operators:
             assert isinstance(operators, TimerOperators)
             operators.seconds, operators.partitions, operators.scale = seconds, _partitions(listed), self.scale
-        assert isinstance(self._pieces, ZeroPieces)
-        self._pieces.take_sizes(listed)
+        assert isinstance(self._buckets, ZeroPieces)
+        self._buckets.take_sizes(listed)
         self._recorder.start_step()
         self._follow(listed, self._state(listed, batches, step))
         return StepResult(math.nan, 0, math.nan, False, None, tuple(self._recorder.spans()))

@@ -101,8 +101,8 @@ def norm_of(plan: Plan, totals: tuple[str, ...], buffer: str = NORM_BUFFER) -> D
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One reduction: piece `index` of a part's gradient.
+class Bucket:
+    """One reduction: bucket `index` of a parameter group's gradient.
 
     Attributes:
         sent_bytes: planned bytes that leave the rank.
@@ -113,34 +113,34 @@ class Piece:
     sent_bytes: int
 
 
-def gradient_pieces(plan: Plan, stage_index: int, model: ModelDescription) -> dict[str, list[Piece]]:
-    """Part -> its pieces; nothing where the plan reduces at the end."""
+def buckets_by_group(plan: Plan, stage_index: int, model: ModelDescription) -> dict[str, list[Bucket]]:
+    """Parameter group -> its buckets; nothing where the plan reduces at the end."""
     stage = plan.stages[stage_index]
     if stage.overlap.gradient_chunk_bytes == 0 or not is_replicated(stage):
         return {}
     parts = optimizer_parts(plan, stage_index, model)
-    return {part: pieces_of(part, payload.part_size(part, plan, stage, model), stage) for part in parts}
+    return {part: buckets_of(part, payload.part_size(part, plan, stage, model), stage) for part in parts}
 
 
-def pieces_of(part: str, size: PartSize, stage: StagePlan) -> list[Piece]:
-    """Equal pieces of a part, none of more than `gradient_chunk_bytes`."""
+def buckets_of(part: str, size: PartSize, stage: StagePlan) -> list[Bucket]:
+    """Equal buckets of a parameter group, none of more than `gradient_chunk_bytes`."""
     count = -(-size.replicated_bytes(stage) // stage.overlap.gradient_chunk_bytes)
     sent = size.reduction_bytes(stage)
     # Differences of rounded prefixes: the bytes of the buckets add up to exactly those of the group.
-    return [Piece(part, n, sent * (n + 1) // count - sent * n // count) for n in range(count)]
+    return [Bucket(part, n, sent * (n + 1) // count - sent * n // count) for n in range(count)]
 
 
-def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece]], to: ListBuilder) -> None:
-    """Write passes and pieces into a list; steps as above.
+def fill_gaps(passes: Sequence[Instruction], buckets: Mapping[str, Sequence[Bucket]], to: ListBuilder) -> None:
+    """Write passes and buckets into a list; steps as above.
 
     Args:
         passes: forward and backward of all micro-batches of one rank.
-        pieces: part -> its pieces; every part is written by the passes.
+        buckets: parameter group -> its buckets; every group is written by the passes.
     """
     # Step 1.
-    completes = _completions(passes, pieces)
+    completes = _completions(passes, buckets)
     last_exchange = max((i.id for i in passes if _is_exchange(i)), default=-1)
-    waiting: deque[Piece] = deque()
+    waiting: deque[Bucket] = deque()
     link = _Link()
     travelling: list[int] = []
     places: dict[int, int] = {}
@@ -160,23 +160,23 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
         if is_exchange:
             link.pending.append(i.id)
             travelling = []
-        waiting.extend(piece for part in completes.get(i.id, ()) for piece in pieces[part])
+        waiting.extend(bucket for part in completes.get(i.id, ()) for bucket in buckets[part])
         # Step 4.
         while waiting and not link.pending and i.id > last_exchange:
             _reduce(waiting.popleft(), (), to)
-    for piece in waiting:
+    for bucket in waiting:
         # Passes that end in an all-to-all nobody has waited for: it still holds the link.
-        _reduce(piece, [places[number] for number in link.pending], to)
+        _reduce(bucket, [places[number] for number in link.pending], to)
 
 
-def reduce_at_once(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece]], to: ListBuilder) -> None:
+def reduce_at_once(passes: Sequence[Instruction], buckets: Mapping[str, Sequence[Bucket]], to: ListBuilder) -> None:
     """Write passes into a list, and each bucket behind what completes its gradients, whatever the all-to-alls do meanwhile."""
-    completes = _completions(passes, pieces)
+    completes = _completions(passes, buckets)
     for i in passes:
         to.append(i)
         for part in completes.get(i.id, ()):
-            for piece in pieces[part]:
-                _reduce(piece, (), to)
+            for bucket in buckets[part]:
+                _reduce(bucket, (), to)
 
 
 def gaps(passes: Sequence[Instruction]) -> list[list[Instruction]]:
@@ -224,15 +224,15 @@ def _completions(passes: Sequence[Instruction], parts: Iterable[str]) -> dict[in
     return completes
 
 
-def _reduce(piece: Piece, after: Iterable[int], to: ListBuilder) -> int:
-    total = f"gradient.{piece.part}"
+def _reduce(bucket: Bucket, after: Iterable[int], to: ListBuilder) -> int:
+    total = f"gradient.{bucket.part}"
     draft = Draft(
         kind="collective",
-        name=state_operator(OperatorKind.GRADIENTS, piece.part),
+        name=state_operator(OperatorKind.GRADIENTS, bucket.part),
         channel=DATA_CHANNEL,
-        partition=(piece.index,),
+        partition=(bucket.index,),
         reads=(total,),
         writes=(total,),
-        bytes=piece.sent_bytes,
+        bytes=bucket.sent_bytes,
     )
     return to.append(draft, after)

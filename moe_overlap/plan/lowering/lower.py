@@ -20,7 +20,7 @@ from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.instructions import Instruction, parse_access, placed, saved_for
 from moe_overlap.plan.lowering.deferral import receives_first, within_bound
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races, in_issue_order
-from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces, lower_update, reduce_at_once
+from moe_overlap.plan.lowering.gradient_buckets import buckets_by_group, fill_gaps, lower_update, reduce_at_once
 from moe_overlap.plan.lowering.interleave import counts_read_late, interleave
 from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
@@ -120,11 +120,11 @@ def _written(
         DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to).write(drafts)
         return to.finish()
     drafts = list(with_gathers(drafts, plan, index, model))
-    pieces = gradient_pieces(plan, index, model)
-    if pieces:
+    buckets = buckets_by_group(plan, index, model)
+    if buckets:
         # Gaps are found from who waits for which all-to-all: the passes are built once for their `after` alone.
-        write_pieces = reduce_at_once if plan.stages[index].overlap.reduce_at_once else fill_gaps
-        write_pieces(build_list(index, drafts), pieces, to)
+        write_buckets = reduce_at_once if plan.stages[index].overlap.reduce_at_once else fill_gaps
+        write_buckets(build_list(index, drafts), buckets, to)
     else:
         to.extend(drafts)
     to.extend(lower_update(plan, index, model))

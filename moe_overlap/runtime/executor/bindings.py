@@ -5,7 +5,7 @@ operator runs when, on which partition of the batch, and what waits for what sta
 1. A forward operator runs as an autograd segment (segments.py), kept under its place (state.py) until its backward operator runs
    that segment backward.
 2. An operator that is recomputed keeps no graph the first time; the recomputation that stands in the list makes the segment.
-3. All-to-alls stand outside autograd: `exchange` starts one, and its answer waits and stores what has arrived.
+3. All-to-alls stand outside autograd: `start_all_to_all` starts one, and its answer waits and stores what has arrived.
 
 Legend: S sequence, B batch (of the partition), H hidden, T = S · B tokens, E experts.
 """
@@ -403,7 +403,7 @@ class ChunkOperators:
         ]
         self._backward(i, operator, state, [read_stem(i, R.D_HIDDEN)], stems)
 
-    def exchange(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
+    def start_all_to_all(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
         """Start an all-to-all of tokens or counts.
 
         Returns:
@@ -416,7 +416,7 @@ class ChunkOperators:
             counts = self._dispatcher.start_counts(handle)
             return self._recorder.ending(span, lambda: _discard(counts.wait()))
         way = (operator.kind, BACKWARD if operator.phase is BACKWARD else FORWARD)
-        source, target = _EXCHANGED[way]
+        source, target = _SENT_AND_STORED[way]
         (outgoing,) = state.buffers.read_each(i, read_stem(i, source))
         handle = handle_of(i, operator, state, self._dispatcher)
         if i.partition and reads_whole(i, source):
@@ -483,7 +483,7 @@ def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:
     return parts[partition].contiguous() if len(parts) > 1 else parts[0]
 
 
-_EXCHANGED = {
+_SENT_AND_STORED = {
     (DISPATCH, FORWARD): (R.ROWS, R.RECEIVED),
     (DISPATCH, BACKWARD): (R.D_RECEIVED, R.D_ROWS),
     (COMBINE, FORWARD): (R.COMPUTED, R.RETURNED),

@@ -112,16 +112,15 @@ class PlanExecutor:
         self.context, self._waits = context, waits
         self._chunks, self._optimizer, self._recorder = list(context.chunks), context.optimizer, context.recorder
         self._update = StepUpdate(context)
-        self._queue, self._clock, self._pieces = context.weight_gradients, context.clock, context.bucket_reduction
+        self._queue, self._clock, self._buckets = context.weight_gradients, context.clock, context.bucket_reduction
         self._gathers = context.weight_gathers
         config, sequence_length = context.chunks[0].config, context.plan.sequence_length
-        # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert
-        # group, not to a chunk.
-        # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
         self._lists: dict[int, _ListFacts] = {}
         self._streams = streams or (ChannelStreams() if context.device.type == "cuda" else HostOrder())
+        # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert group, not to a chunk.
         self.dispatcher = IrregularDispatcher(
             Wires(context.groups.collection, on_current_stream=True),
+            # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
             takes_bounds=computes_later(context.device),
             in_order=config.deterministic_mode,
             static_capacity=context.plan.static_capacity_factor is not None,
@@ -248,18 +247,18 @@ class PlanExecutor:
         """Start a communication; the answer waits for it. Its span begins where it starts and ends with the wait."""
         with naming(i.name):
             if i.operator.is_bucket:
-                assert self._pieces is not None
-                (piece,) = i.partition
+                assert self._buckets is not None
+                (bucket,) = i.partition
                 span = self._recorder.started(i)
                 wait = self._recorder.ending(
-                    span, self._pieces.start(i.operator.group, piece, state.buffers.partitions(i))
+                    span, self._buckets.start(i.operator.group, bucket, state.buffers.partitions(i))
                 )
             elif i.operator.is_part_gather:
                 assert self._gathers is not None
                 span = self._recorder.started(i)
                 wait = self._recorder.ending(span, self._gathers.start(i.operator.group))
             elif i.kind == "collective":
-                wait = self._operators[i.chunk or 0].exchange(i, state)
+                wait = self._operators[i.chunk or 0].start_all_to_all(i, state)
             else:
                 wait = self._transfers.start(i, state.buffers)
 
