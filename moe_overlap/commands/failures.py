@@ -50,6 +50,10 @@ def kind_of_failure(error: BaseException) -> Kind:
     # An allocation may fail inside of a communication, too.
     if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(_first_line(error)):
         return "memory"
+    # Around a communication a wrong shape, too, is raised as its failure: torch has one class for both.
+    cause = error.__cause__
+    if isinstance(error, CommunicationFailed) and type(cause) is RuntimeError and not _LOST.search(str(cause)):
+        return "other"
     if isinstance(error, (CommunicationFailed, dist.DistError)):
         return "peer"
     # gloo raises plain RuntimeErrors.
@@ -58,19 +62,21 @@ def kind_of_failure(error: BaseException) -> Kind:
 
 def failure_line(error: BaseException, kind: Kind, place: Place) -> str:
     """`error: L0.moe.dispatch: lost a peer: Connection closed by peer [127.0.0.1]:4711 (rank 0, step 3)`."""
+    from moe_overlap.runtime.step import CommunicationFailed
+
     named, reason = f"{place.operation}: " if place.operation else "", _first_line(error)
+    # These messages begin with their operation.
+    is_named = isinstance(error, CommunicationFailed)
     if kind == "memory":
         # Not the message's own head: an error of a communication begins with its operation.
         asked = _ALLOCATION.search(reason)
         reason = f"{int(asked[1]) / 2**20:,.1f} MiB more were asked for" if asked else reason
         text = f"{named}out of memory{f': {reason}' if reason else ''}; a smaller --micro-batch-size or recomputation needs less"
     elif kind == "peer":
-        from moe_overlap.runtime.step import CommunicationFailed
-
-        # These messages begin with their operation.
-        text = reason if isinstance(error, CommunicationFailed) else f"{named}lost a peer: {reason}"
+        text = reason if is_named else f"{named}lost a peer: {reason}"
     else:
-        text = f"{named}{type(error).__name__}{f': {reason}' if reason else ''}{_kept_traceback(error, place.rank)}"
+        text = reason if is_named else f"{named}{type(error).__name__}{f': {reason}' if reason else ''}"
+        text += _kept_traceback(error, place.rank)
     return f"error: {text} (rank {place.rank}, {place.activity})"
 
 

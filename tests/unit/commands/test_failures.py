@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.training.report.reports import start_command
 from moe_overlap.commands.exits import LaunchFolder
 from moe_overlap.commands.failures import Place, failure_line, kind_of_failure
-from moe_overlap.runtime.step import CommunicationFailed
+from moe_overlap.runtime.step import CommunicationFailed, naming
 
 GLOO = (
     "[/__w/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711. "
@@ -21,6 +21,17 @@ ALLOCATION = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
     "you tried to allocate 1048576 bytes. Error code 12 (Cannot allocate memory)"
 )
+
+
+def named(cause: str) -> Exception:
+    """What `naming` makes of an error of torch inside of a communication."""
+    try:
+        with naming("L1.y"):
+            raise RuntimeError(cause)
+    except CommunicationFailed as error:
+        return error
+
+
 LESS = "a smaller --micro-batch-size or recomputation needs less"
 LINES = [
     (RuntimeError(GLOO), "L0.x: lost a peer: Connection closed by peer [127.0.0.1]:4711"),
@@ -30,6 +41,8 @@ LINES = [
     ),
     (dist.DistNetworkError("store is gone"), "L0.x: lost a peer: store is gone"),
     (CommunicationFailed(f"L1.y: rank 0 could not: {GLOO}"), "L1.y: rank 0 could not: Connection closed by peer "),
+    (named(GLOO), "L1.y: Connection closed by peer [127.0.0.1]:4711"),
+    (named("sizes 5 and 4 must match"), "L1.y: sizes 5 and 4 must match; traceback in "),
     (MemoryError(), f"L0.x: out of memory; {LESS}"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried"), f"L0.x: out of memory: CUDA out of memory. Tried; {LESS}"),
     (RuntimeError(ALLOCATION), f"L0.x: out of memory: 1.0 MiB more were asked for; {LESS}"),
