@@ -187,6 +187,9 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
+            owner = owner_of(self._path)
+            if owner is not None and not owner.is_same_process(self._own):
+                return  # Taken while this job stood still: its beat would keep the other's lock alive beyond that job's end.
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 

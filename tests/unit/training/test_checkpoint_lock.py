@@ -189,6 +189,16 @@ def test_a_job_whose_folder_was_taken_does_not_save(tmp_path: Path) -> None:
     assert (tmp_path / LOCK).exists()
 
 
+def test_a_job_whose_folder_was_taken_does_not_beat_for_the_other(tmp_path: Path) -> None:
+    """Its beat would let the other job's lock look alive when that job has been killed."""
+    before = set(threading.enumerate())
+    FolderLock(tmp_path, "--save").acquire()
+    (beating,) = set(threading.enumerate()) - before
+    held_by(tmp_path, host="another", space="another")
+    beating.join(60)
+    assert not beating.is_alive()
+
+
 def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(*names: Any) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
