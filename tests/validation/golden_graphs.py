@@ -83,7 +83,7 @@ class GoldenMaker(Maker):
     def __init__(self, model: ModelDescription, layout: Layout) -> None:
         super().__init__(model, layout)
         self.local = self.tokens / layout.tensor if layout.sequence_parallel else self.tokens
-        self.variant = "none"
+        self.variant, self.is_ahead = "none", False
 
     def layer(self, kind: str, variant: str) -> Part:
         """A layer of a kind; `core_attn` among the modules of a variant is computed again."""
@@ -96,14 +96,24 @@ class GoldenMaker(Maker):
         return first, _with_writers(last)
 
     def attention(self, run: Pass, window: int, phase: str) -> None:
-        """Attention, a forward pass of it in the backward pass being a recomputation."""
+        """Attention, in the backward pass a recomputation where forward; at its edge what a prediction layer projects."""
         self._begin(run, phase)
+        if self.is_ahead and phase == "forward":
+            run.gemm("project", self.tokens, self.hidden, 2 * self.hidden)
         super().attention(run, window, phase)
+        if self.is_ahead and phase == "backward":
+            run.gemm("project", self.tokens, 2 * self.hidden, self.hidden)
+            self.weight(run, "project", self.hidden, 2 * self.hidden)
 
     def mlp(self, run: Pass, width: int, phase: str, operator: str) -> None:
-        """An MLP, alike."""
+        """An MLP, alike; behind it the loss of a prediction layer."""
         self._begin(run, phase)
+        of_layer = self.is_ahead and operator == "mlp"
+        if of_layer and phase == "backward":
+            self.loss(run)
         super().mlp(run, width, phase, operator)
+        if of_layer and run.phase == "forward":
+            self.loss(run)
 
     @staticmethod
     def _begin(run: Pass, phase: str) -> None:
@@ -125,16 +135,33 @@ class GoldenMaker(Maker):
         super().core(run, flops, shape, factor)
 
     def experts(self, run: Pass, phase: str) -> None:
-        """The experts, whose rows the expert-tensor ranks gather before and add up behind."""
+        """The experts, whose rows the expert-tensor ranks gather before and add up behind; then a prediction layer's loss."""
         self._begin(run, phase)
+        if self.is_ahead and phase == "backward":
+            self.loss(run)
         rows = self.local * self.model.router_topk * self.layout.expert_tensor * self.hidden
         run.communicate("all_gather", "etp", rows, "moe.dispatch")
         super().experts(run, phase)
         run.communicate("reduce_scatter", "etp", rows, "moe.combine")
+        if self.is_ahead and run.phase == "forward":
+            self.loss(run)
+
+    def loss(self, run: Pass) -> None:
+        """Logits and loss of a prediction layer, in the pass that runs."""
+        words = self.model.vocab_size // self.layout.tensor
+        if run.phase == "forward":
+            run.gemm("loss", self.tokens, words, self.hidden)
+            run.stream("cross_entropy", "loss", self.tokens * words * 6)
+            return
+        run.stream("cross_entropy", "loss", self.tokens * words * 4)
+        run.gemm("loss", self.tokens, self.hidden, words)
+        self.weight(run, "loss", words, self.hidden)
 
     def prediction(self, kind: str, variant: str) -> Part:
-        """A prediction layer: one of the decoder's, and the word embedding that it reads."""
+        """A prediction layer: one of the decoder's behind what it projects, its loss, and the word embedding that it reads."""
+        self.is_ahead = True
         part = self.layer(kind.removeprefix("mtp."), variant)
+        self.is_ahead = False
         size = Expression.of(self.model.vocab_size // self.layout.tensor * self.hidden * 2)
         words = Storage(id=len(part.storages), bytes=size, role="constant", name=WORDS)
         return dataclasses.replace(part, kind=kind, storages=(*part.storages, words))

@@ -128,6 +128,9 @@ CASES: Mapping[str, Case] = {
     "GPT, scores through memory, dropout": Case(
         f"{GPT} --transformer-impl local --attention-dropout 0.1", gpu="L4", gpus=8
     ),
+    "GPT, narrow heads in 8 bits, plain descent": Case(
+        f"{GPT} --optimizer sgd --sgd-momentum 0.9 --fp8-format e4m3 --fp8-recipe mxfp8", gpu="GB300"
+    ),
     "MoE, ZeRO-0": Case(f"{MOE} {EIGHT}"),
     "MoE, ZeRO-1": Case(f"{MOE} {SHARDED} {EIGHT} --tensor-model-parallel-size 2 --sequence-parallel"),
     "MoE, ZeRO-2": Case(f"{MOE} {FSDP} optim_grads {EIGHT}", gpus=32),
@@ -146,6 +149,15 @@ CASES: Mapping[str, Case] = {
     "MoE, DeepEP": Case(
         f"{MOE} {SHARDED} --expert-model-parallel-size 16 --expert-tensor-parallel-size 1 "
         "--moe-token-dispatcher-type flex --moe-enable-deepep"
+    ),
+    "MoE, DeepEP, routers that choose among groups of experts first": Case(
+        f"{MOE} {SHARDED} --expert-model-parallel-size 16 --expert-tensor-parallel-size 1 --moe-router-num-groups 8 "
+        "--moe-router-group-topk 2 --moe-token-dispatcher-type flex --moe-enable-deepep"
+    ),
+    "MoE, loss and experts as fused kernels, mxfp8": Case(
+        f"{MOE} {SHARDED} {EIGHT} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
+        "--use-transformer-engine-op-fuser --fp8-format e4m3 --fp8-recipe mxfp8",
+        gpu="B200",
     ),
     "MoE, all-to-alls under another micro-batch, partial graphs": Case(
         f"{MOE} {SHARDED} {EIGHT} --overlap-moe-expert-parallel-comm --cuda-graph-impl transformer_engine "
