@@ -83,7 +83,8 @@ def test_nothing_is_faster_than_its_machine_and_weights_are_held() -> None:
     compared = set()
     for run, problem in thousand_runs():
         plan, links = problem.plan, problem.cluster.group_of(0)
-        gpu, held = links.gpu, {}
+        gpu = links.gpu
+        held: dict[int, float] = {}
         for priced in families_of(problem):
             for table in priced.family.tables:
                 check_operators(table, priced, gpu)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from moe_overlap.tuner.capture.expression import B, Expression, S
-from moe_overlap.tuner.capture.graph import Collective, CostClass, Op, Part, Phase, Storage
+from moe_overlap.tuner.capture.graph import CapturedModel, Collective, CostClass, Op, Part, Phase, Storage
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import tabulate
+from tests.unit.tuner.test_cost_predict import by_hand, predicted
 
 ROWS, WIDE, WORDS = 1024, 64, 1000
 """Rows of a micro-batch, width of the layer, and words of the vocabulary."""
@@ -113,7 +115,7 @@ def head() -> Part:
 
 
 def bytes_of(part: Part, **features: object) -> PartBytes:
-    return part_bytes(tabulate(part, 1, ROWS), 1, ROWS, BF16, dataclasses.replace(Features(), **features))  # type: ignore[arg-type]
+    return part_bytes(tabulate(part, 1, ROWS), 1, ROWS, BF16, replace(Features(), **features))  # type: ignore[arg-type]
 
 
 HIDDEN = ROWS * WIDE * BF16
@@ -146,7 +148,7 @@ def test_scores_are_kept_in_bf16_and_with_dropout_its_mask_and_result_too() -> N
 
 
 def test_scores_of_attention_that_is_computed_again_are_not_kept() -> None:
-    again = dataclasses.replace(layer(), variant="core_attn+layernorm")
+    again = replace(layer(), variant="core_attn+layernorm")
     fused, plain = bytes_of(again), bytes_of(again, flash=False)
     assert plain.saved == fused.saved and plain.working - fused.working == 6 * scores_of(again) > 0
 
@@ -166,6 +168,26 @@ def test_placeholders_stand_beside_whatever_works() -> None:
     layers = kinds[0].working + of_layers
     assert working.tolist() == [layers, layers, kinds[2].saved + kinds[2].working + of_layers]
     assert not bytes_of(layer(), fused_gradients=False).placeholders
+
+
+def test_the_heads_placeholder_stands_once_for_all_micro_batches_in_flight() -> None:
+    """Of two chunks a last stage has three passes in flight; its head runs backward right behind its forward pass."""
+
+    def with_placeholder(*asked: Any, **named: Any) -> dict[int, CapturedModel]:
+        graphs = by_hand(*asked, **named)
+        for index, graph in graphs.items():
+            (head,) = (part for part in graph.parts if part.kind == "head")
+            ops = tuple(replace(op, name="te.weight_gradient") if op.is_weight_gradient else op for op in head.ops)
+            parts = tuple(replace(part, ops=ops) if part is head else part for part in graph.parts)
+            graphs[index] = replace(graph, parts=parts)
+        return graphs
+
+    words = "--num-virtual-stages-per-pipeline-rank 2".split()
+    plain, held = (
+        predicted(*words, graphs=graphs).predicted.stages[-1].peak_bytes_by_category.activations
+        for graphs in (by_hand, with_placeholder)
+    )
+    assert held - plain == 32000 * 2048 * BF16
 
 
 def test_two_micro_batches_at_work_hold_a_layer_more() -> None:

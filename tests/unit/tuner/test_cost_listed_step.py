@@ -21,6 +21,7 @@ from moe_overlap.plan.serialize import save_plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.layer import held_bytes
 from moe_overlap.tuner.cost.simulate.memory import flights, highest
 from moe_overlap.tuner.cost.simulate.step import GROUPS, step_of_many
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
@@ -228,6 +229,15 @@ def test_deferral_holds_operands_and_keeps_its_bound() -> None:
     assert bound.peak_bytes_by_category.temporaries - bare.peak_bytes_by_category.temporaries <= 1 << 20
     assert found.not_modelled == () and len(found.computed_early) == 1
     assert held.peak_bytes == sum(dataclasses.asdict(held.peak_bytes_by_category).values())
+
+
+def test_operands_of_experts_are_those_of_the_busiest_rank() -> None:
+    step = simulated([*BASE, *STAGES.split(), "1"], CLUSTER, graphs=by_hand, constants=CONSTANTS)
+    (family,) = {id(prices.priced.family): prices.priced.family for prices in step.prices.values()}.values()
+    table = next(table for table in family.tables if table.part.kind == "moe")
+    even, busy = (held_bytes(table, 2, load) for load in (1.0, 1.5))
+    grown = {key[0]: busy[key] / even[key] for key in even}
+    assert grown.pop("moe.experts") == 1.5 and set(grown.values()) == {1.0}
 
 
 def test_of_a_pair_one_micro_batch_is_held_and_the_layers_at_work() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -120,6 +122,20 @@ def test_shapes_in_blocks_cost_what_they_cost_at_once(monkeypatch: pytest.Monkey
     np.testing.assert_allclose(in_blocks.optimizer_seconds, at_once.optimizer_seconds, rtol=1e-12)
     for name, seconds in at_once.times.items():
         np.testing.assert_allclose(in_blocks.times[name], seconds, rtol=1e-12, atol=1e-15)
+
+
+def test_a_reduce_scatter_that_takes_twice_as_long_is_paid_wherever_one_runs() -> None:
+    """gloo makes it of an all-reduce. Without sharding an all-reduce runs, which stays what it was."""
+    still = np.zeros(STRATEGIES)
+    kept = replace(
+        STRATEGY, offload_weights=still, offload_gradients=still, offload_optimizer=still, offload_activations=still
+    )
+    exposed = replace(RATES, overlap_grad_reduce=False, latency_seconds=0.0)
+    usual, slow = (
+        evaluator(kept, replace(exposed, reduce_scatter=factor)).terms.last_extra_seconds for factor in (1.0, 2.0)
+    )
+    np.testing.assert_allclose(slow, np.where(kept.zero_level > 0, 2.0, 1.0) * usual, rtol=1e-12)
+    assert (usual > 0).all()
 
 
 def test_more_sharding_and_offloading_hold_less_and_cost_time() -> None:
