@@ -52,7 +52,9 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
             is_weight_gradient=op.id in weights,
             is_recomputed=op.is_recomputed,
             needs_gradients=op.needs_gradients,
-            scales_with_load=op.operator in _WITH_LOAD and not all(roles[index] == "gradient" for index in op.writes),
+            # Adding gradients up does not; their products, which may write to the gradient itself, do.
+            scales_with_load=op.operator in _WITH_LOAD
+            and (op.id in weights or not all(roles[index] == "gradient" for index in op.writes)),
             touched=op.touched,
             elements=op.elements,
         )

@@ -16,7 +16,8 @@ from moe_overlap.describe.model import (
     norm_parameters,
     prediction_parameters,
 )
-from moe_overlap.plan.operators import EXPERTS, PROJECT
+from moe_overlap.plan.operators import ATTENTION, EXPERTS, GATE, PROJECT
+from moe_overlap.plan.operators import SHARED as SHARED_EXPERTS
 from moe_overlap.tuner.capture.build import config_for
 from moe_overlap.tuner.capture.capture import capture
 from moe_overlap.tuner.capture.expression import Expression, evaluate
@@ -250,6 +251,17 @@ def test_the_projection_of_a_prediction_layer_is_an_operator_of_its_own() -> Non
     assert [float(op.flops.value(1, 1)) for op in products] == [2.0 * 256 * 128 * 64] * 3
     (weight,) = (storage for storage in part.storages if storage.role == "parameter" and "eh_proj" in storage.name)
     assert float(weight.bytes.value(1, 1)) == 2 * 128 * 64
+
+
+def test_work_of_experts_and_their_all_to_alls_grow_with_the_rows_of_the_busiest_rank() -> None:
+    """In both passes; products of weight gradients, too, which Transformer Engine writes to the gradient itself."""
+    (part,) = recorded(request(f"{MOE} {TP2_EP2} {SHARED}", "te"), [(2, 128)])["moe"]
+    for phase in ("forward", "backward"):
+        ops = [op for op in part.ops if op.phase == phase]
+        sent = [op for op in ops if op.collective is not None and op.collective.kind == "all_to_all"]
+        products = [op for op in ops if op.cost_class == "grouped_gemm"]
+        assert len(sent) >= 2 and len(products) >= 2 and all(op.scales_with_load for op in (*products, *sent)), phase
+        assert not any(op.scales_with_load for op in ops if op.operator in (ATTENTION, GATE, SHARED_EXPERTS))
 
 
 def test_a_kernel_that_is_not_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
