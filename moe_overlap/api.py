@@ -23,8 +23,8 @@ from typing import TypedDict, Unpack
 from megatron.training.cli.arguments import expand_files, parse
 from megatron.training.cli.config import Config
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
+from moe_overlap.describe.errors import ConfigError, require
+from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, read_expert_loads, shares_by_layer
 from moe_overlap.job import (
     Job,
     capturable,
@@ -73,7 +73,7 @@ class Options(TypedDict, total=False):
     software: str | None
     """Release whose losses count; default the GPU's median release."""
     expert_load: str | None
-    """File of --log-expert-load: the busiest ranks set the pace. Default: balanced routing."""
+    """File of --log-expert-load: the busiest ranks set the pace; or `natural`: NATURAL_LOAD. Default: balanced routing."""
     memory_margin: float | None
     """A plan fits where this quantile of its peak is within the capacity; default 0.95."""
     graphs: Graphs | None
@@ -300,11 +300,9 @@ def _read_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     features = features_of(job.config, job.plan.precision, job.flags)
-    expert_load, measured = options.get("expert_load"), cluster.measured
+    measured = cluster.measured
     captured = _captured(job, job.plan, cluster, options)
-    load = (
-        busiest_load(expert_load, job.model.num_experts, job.plan.stages[0].expert) if expert_load is not None else 1.0
-    )
+    load = busiest_load(options.get("expert_load"), job.model.num_experts, job.plan.stages[0].expert)
     keys = operator_keys(job.plan, job.model, captured, features, load) if measured is not None else []
     machine, extrapolating = machine_for(job, cluster, options, load, keys)
     if job.model.num_experts and any(stage.expert * stage.expert_tensor > 1 for stage in job.plan.stages):
@@ -354,15 +352,21 @@ def _captured(job: Job, plan: Plan, cluster: Cluster, options: Options) -> Mappi
     return (cpu_graphs if on_cpu else cached_graphs)(*asked, tell=options.get("tell"))
 
 
-def busiest_load(path: str, experts: int, groups: int) -> float:
+def busiest_load(path: str | None, experts: int, groups: int) -> float:
     """Rows of the busiest rank of an expert group over the mean, averaged over the layers.
 
     Args:
+        path: as `Options.expert_load`.
         experts: of the model.
         groups: ranks that they are spread over.
     Raises:
-        ConfigError: the file holds no load, or is of a model with another number of experts.
+        ConfigError: the file holds no load, or is of a model with another number of experts; a dense model has none.
     """
+    if path is None:
+        return 1.0
+    if path == NATURAL:
+        require(experts, "--routing", NATURAL, "the model has no experts", "drop it")
+        return NATURAL_LOAD if groups > 1 else 1.0
     ratios = []
     layers = shares_by_layer(read_expert_loads(path))
     if not layers:

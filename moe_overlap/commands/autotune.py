@@ -40,9 +40,11 @@ from moe_overlap.commands.job_arguments import (
     PRICES,
     add_job_arguments,
     add_margin_argument,
+    add_routing_arguments,
     assumed_of,
     cluster_of,
     clusters_of,
+    expert_load_of,
     margin_of,
     name_of,
     notes_of,
@@ -246,7 +248,7 @@ def _options(arguments: argparse.Namespace, tell: Tell) -> Options:
         tell=tell,
         name=name_of(arguments),
         software=arguments.software,
-        expert_load=arguments.expert_load,
+        expert_load=expert_load_of(arguments),
         precision=arguments.precision,
         memory_margin=margin_of(arguments),
     )
@@ -382,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     prices.add_argument(
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
     )
-    prices.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    add_routing_arguments(prices)
     add_margin_argument(parser)
     answer = topic(parser, "answer", "what is printed and written")
     answer.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")

@@ -6,13 +6,15 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.training.cli.arguments import expand_files, script_gpus
 from moe_overlap.commands.gpus import ListGpus
 from moe_overlap.commands.help_topics import topic
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
+from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD
 from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.tuner.cost.memory_errors import require_margin
@@ -87,6 +89,33 @@ def margin_of(arguments: argparse.Namespace) -> float | None:
     margin: float | None = arguments.memory_margin
     require_margin(margin)
     return margin
+
+
+def add_routing_arguments(prices: argparse._ArgumentGroup) -> None:
+    """The options that `expert_load_of` reads."""
+    prices.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    prices.add_argument(
+        "--routing",
+        metavar="HOW",
+        help=f"balanced (default); {NATURAL}: the busiest expert rank is assumed to have {NATURAL_LOAD} times the mean; "
+        "or FILE as of --expert-load",
+    )
+
+
+def expert_load_of(arguments: argparse.Namespace) -> str | None:
+    """`api.Options.expert_load` of a command line; ConfigError where it says two."""
+    load: str | None = arguments.expert_load
+    routing: str | None = arguments.routing
+    if routing is not None and load is not None:
+        raise ConfigError("--routing", routing, "stands beside --expert-load", "use one of them")
+    if load == NATURAL:
+        # A file of that name would be taken for the word.
+        raise ConfigError("--expert-load", load, "is the word of --routing", "write --routing natural, or ./natural")
+    if routing in (None, "balanced"):
+        return load
+    rule = f"is neither balanced nor {NATURAL}, nor a file of --log-expert-load"
+    require(routing == NATURAL or Path(routing).is_file(), "--routing", routing, rule, "correct it")
+    return routing
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
@@ -168,11 +197,23 @@ def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple
 
 
 def assumed_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
-    """Sentences on what a model file leaves open: how a run trains it, where no flags and no plan say so; how long samples are.
+    """Sentences on what is assumed: natural routing; what a model file leaves open: how a run trains it, and on which samples.
 
     Args:
         is_predicted: whether one run is predicted; a search decides by itself how to train.
     """
+    return (*_assumed_routing(arguments), *_assumed_training(arguments, is_predicted))
+
+
+def _assumed_routing(arguments: argparse.Namespace) -> tuple[str, ...]:
+    if arguments.routing != NATURAL:
+        return ()
+    return (
+        f"busiest expert ranks with {NATURAL_LOAD} times the mean of rows; --log-expert-load of a run records what they are",
+    )
+
+
+def _assumed_training(arguments: argparse.Namespace, is_predicted: bool) -> tuple[str, ...]:
     if arguments.model is None or getattr(arguments, "plan", None) is not None:
         return ()
     assumed = (USUAL_SAID,) if is_predicted and arguments.megatron_args is None else ()

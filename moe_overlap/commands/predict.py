@@ -25,8 +25,10 @@ from moe_overlap.commands.job_arguments import (
     PRICES,
     add_job_arguments,
     add_margin_argument,
+    add_routing_arguments,
     assumed_of,
     cluster_of,
+    expert_load_of,
     margin_of,
     name_of,
     notes_of,
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = Options(
             precision=arguments.precision,
             software=arguments.software,
-            expert_load=arguments.expert_load,
+            expert_load=expert_load_of(arguments),
             plan=arguments.plan,
             name=name_of(arguments),
             memory_margin=margin_of(arguments),
@@ -145,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     prices.add_argument(
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
     )
-    prices.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    add_routing_arguments(prices)
     add_margin_argument(parser)
     answer = topic(parser, "answer", "what is printed and written")
     answer.add_argument("--train-tokens", metavar="N", help="tokens to train, as 300B; default what the flags train")

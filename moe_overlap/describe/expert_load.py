@@ -29,6 +29,10 @@ from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
 
 SUBJECT = "--expert-load"
 """The flag by which the commands that read such a file are given it."""
+NATURAL = "natural"
+"""The word of `--routing` for a router that decides by itself, and whose loads nobody has recorded."""
+NATURAL_LOAD = 1.2
+"""Rows of the busiest of several expert ranks over the mean, under natural routing: an assumption; no published run tells it."""
 COUNTS = ("first_step", "last_step", "layer", "tokens")
 BY_EXPERT = ("load", "dropped")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.describe.expert_load import expert_load_text
+from moe_overlap.describe.expert_load import NATURAL, expert_load_text
 from moe_overlap.plan.serialize import as_values, content_sha256
 from moe_overlap.plan_search.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
 from moe_overlap.tuner.cost.hardware import shipped_constants
@@ -87,7 +87,7 @@ def job_sha256(asked: tuple[object, ...], cluster: Cluster, options: Options) ->
             "asked": asked,
             "cluster": as_values(cluster),
             "options": [options.get("precision"), options.get("software"), options.get("memory_margin")],
-            "expert load": None if loads is None else expert_load_text(loads),
+            "expert load": loads if loads in (None, NATURAL) else expert_load_text(loads),
             "constants": as_values(constants),
         }
     )

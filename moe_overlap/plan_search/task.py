@@ -127,7 +127,7 @@ def task_of(
 
     @cache
     def load(expert: int) -> float:
-        return 1.0 if recorded is None else busiest_load(recorded, job.model.num_experts, expert)
+        return busiest_load(recorded, job.model.num_experts, expert)
 
     has_modules = space.recomputes and not space.all_layers
     task = UniformTask(

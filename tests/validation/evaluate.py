@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_overlap.api import Job, features_of, read_job
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.describe.expert_load import NATURAL_LOAD
 from moe_overlap.plan.plan import PredictedStage
 from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
@@ -16,9 +17,6 @@ from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.hardware import Constants, Features, scope
 from moe_overlap.tuner.cost.machine import Machine, machine_of
 from tests.validation.rows import Row, flags_of
-
-NATURAL_LOAD = 1.2
-"""Load under natural routing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import moe_overlap.api as api
 import moe_overlap.results as results
 from moe_overlap.commands.autotune import main as tune_main
 from moe_overlap.commands.predict import main
+from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.job import read_job
 from moe_overlap.plan.serialize import save_plan
 from tests.unit.tuner.test_cost_predict import by_hand
@@ -137,6 +138,19 @@ def test_a_model_bears_the_name_of_its_folder_or_of_the_flags_file(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("hand_made")
+def test_routing_is_balanced_natural_or_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "load.jsonl"
+    file.write_text(ExpertLoad(1, 1, 0, 800, (100,) * 8, (0,) * 8, 1.0).to_line() + "\n")
+    told = {}
+    for word in ("", "balanced", str(file), "natural"):
+        assert main([*JOB, *H100, *(["--routing", word] if word else []), "--json"]) == 0
+        told[word] = json.loads(capsys.readouterr().out)
+    assert told[""] == told["balanced"] == told[str(file)]
+    assert told["natural"]["step_seconds"] > told[""]["step_seconds"]
+    assert any("1.2 times the mean of rows" in text for text in told["natural"]["assumed"])
+
+
+@pytest.mark.usefixtures("hand_made")
 def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFixture[str]) -> None:
     main([*JOB, *H100])
     short = capsys.readouterr().out
@@ -176,6 +190,12 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
         ([*JOB, *H100, "--model", "none.json"], "--model none.json: cannot be read"),
         ([*JOB, *H100, "--plan", "none.json"], "error: --plan none.json: cannot be read"),
         ([*JOB, *H100, "--expert-load", "none"], "error: --expert-load none: cannot be read"),
+        ([*JOB, *H100, "--routing", "none"], "error: --routing none: is neither balanced nor natural, nor a file"),
+        (
+            [*JOB, *H100, "--routing", "natural", "--expert-load", "f"],
+            "error: --routing natural: stands beside --expert-",
+        ),
+        ([*JOB, *H100, "--expert-load", "natural"], "error: --expert-load natural: is the word of --routing; write"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatron.training.cli.config import Config
-from moe_overlap.api import Options, predict, simulated
+from moe_overlap.api import Options, busiest_load, predict, read_job, simulated
 from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.cache import Flags, Tell
@@ -153,6 +153,25 @@ def test_recorded_loads_slow_the_experts_down(tmp_path: Path) -> None:
     held, before = (one.predicted.stages[0].peak_bytes for one in (skewed, BASE))
     assert held >= before
     assert json.loads((tmp_path / "load.jsonl").read_text())["load"][0] == 200
+
+
+def test_natural_routing_is_an_assumed_load(tmp_path: Path) -> None:
+    """As of a file that says the same of the ranks; ranks that share no experts have nothing to share unequally."""
+    ranks = read_job(JOB, 32).plan.stages[0].expert
+    assert ranks > 1
+    shares = [NATURAL_LOAD] + [(ranks - NATURAL_LOAD) / (ranks - 1)] * (ranks - 1)
+    load = tuple(round(1e6 * shares[expert * ranks // 16]) for expert in range(16))
+    row = ExpertLoad(1, 1, 0, sum(load), load, (0,) * 16, 1.0)
+    (tmp_path / "load.jsonl").write_text(row.to_line() + "\n")
+    natural = predicted(expert_load=NATURAL).predicted.step_seconds
+    assert natural == pytest.approx(
+        predicted(expert_load=str(tmp_path / "load.jsonl")).predicted.step_seconds, rel=1e-5
+    )
+    assert natural > 1.01 * SECONDS
+    alone = ["--expert-model-parallel-size", "1"]
+    assert predicted(*alone, expert_load=NATURAL).predicted == predicted(*alone).predicted
+    with pytest.raises(ConfigError, match="--routing natural: the model has no experts; drop it"):
+        busiest_load(NATURAL, 0, 1)
 
 
 def test_a_router_whose_loop_depends_on_the_data_is_captured_without_it() -> None:
