@@ -98,7 +98,7 @@ def add_routing_arguments(prices: argparse._ArgumentGroup) -> None:
         "--routing",
         metavar="HOW",
         help=f"balanced (default); {NATURAL}: the busiest expert rank is assumed to have {NATURAL_LOAD} times the mean; "
-        "or FILE as of --expert-load",
+        "or FILE, as recorded",
     )
 
 
