@@ -115,6 +115,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
         ("search_space", "recompute"),
         ("train_tokens", None),
         ("no_imbalance", False),
+        ("allow_micro_batch_change", False),
         ("search_dispatcher", False),
         ("jobs", None),
         ("shard", None),
@@ -172,6 +173,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         overlap_limits=limits,
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
+        changes_micro_batch=arguments.allow_micro_batch_change,
         frees_dispatcher=arguments.search_dispatcher,
         processes=Processes(jobs=_jobs(arguments, shard), shard=shard, folder=Path(arguments.output) / SHARDS),
         progress=progress,
@@ -355,6 +357,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument(
         "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"
+    )
+    search.add_argument(
+        "--allow-micro-batch-change",
+        action="store_true",
+        help="search other micro-batches under an expert capacity, too, where each drops other tokens",
     )
     search.add_argument(
         "--search-dispatcher",

@@ -14,10 +14,11 @@ from typing import Unpack
 
 from moe_overlap.api import Options, require_executable
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
+from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.job import Job, named_by, read_job, without_graphs
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan_search.flags import Target, as_priced, with_precision, without_layout
+from moe_overlap.plan_search.flags import Target, as_priced, flags_of, with_precision, without_layout
 from moe_overlap.plan_search.processes import Processes
 from moe_overlap.plan_search.task import layouts_of, run_of, task_of, with_dispatcher_of
 from moe_overlap.plan_search.upstream_states import UPSTREAM
@@ -50,6 +51,8 @@ class SearchSettings:
         overlap_limits, solver_seconds: of the overlap search for the first few.
         has_baseline: whether the user's own layout is predicted as well.
         averages: whether the objective takes all micro-batches of a stage for their mean.
+        changes_micro_batch: whether other micro-batches than the user's are searched under a capacity of experts, too, where
+            each drops other tokens.
         frees_dispatcher: whether the dispatcher is searched although the flags name one; where they name none it is.
         processes: that search uniform plans.
         progress: called with layouts done, layouts in all, and the best so far.
@@ -62,6 +65,7 @@ class SearchSettings:
     solver_seconds: float = 2.0
     has_baseline: bool = True
     averages: bool = False
+    changes_micro_batch: bool = False
     frees_dispatcher: bool = False
     processes: Processes = Processes()
     progress: Callable[[int, int, RankedLayout | StagedPlan | MeshPlan | None], None] = lambda done, total, best: None
@@ -136,7 +140,8 @@ def asked_of(
     graphs = options.get("graphs") or captured
     # Plans are read from flags of their own, which stand in no file that names the model.
     given = Options(**{**options, "graphs": graphs, "name": job.model.name})
-    space, run = _space(settings), run_of(job, cluster)
+    kept = None if settings.changes_micro_batch else kept_micro_batch(words, job)
+    space, run = _space(settings), run_of(job, cluster, kept)
     return Asked(
         cluster=cluster,
         settings=settings,
@@ -156,6 +161,16 @@ def asked_of(
         layouts=layouts_of(job, run, space),
         replays=without_graphs(words)[1],
     )
+
+
+def kept_micro_batch(words: Sequence[str], job: Job) -> int | None:
+    """The user's micro-batch where another would change what is trained: the capacity of experts is a share of its tokens."""
+    said = flags_of(words).get("--micro-batch-size")
+    if job.config.moe.moe_expert_capacity_factor is None or not said:
+        return None
+    samples = whole_number(said[-1])
+    require(samples, "--micro-batch-size", printable(said[-1]), "must be a whole number from 1", "correct it")
+    return samples
 
 
 def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:

@@ -134,6 +134,7 @@ def search_plan(
         baseline=None if own is None else own[0],
         wider_space="" if own is None else _wider_space(own[1], settings),
         dropped=asked.dropped,
+        kept_micro_batch=asked.run.micro_batch,
         sharding=search_sharding(chosen.problem, wider.task, deadline, answered.is_interrupted) if shards else None,
         seconds=time.monotonic() - begun,
         staged=staged,
@@ -225,7 +226,14 @@ class _Search:
             pairs = self.paired is not None and dispatcher in LIBRARIES
             return Side(task=task, bounds=bounds, paired=paired_task(task, asked.bare) if pairs else None)
 
-        same = (asked.bare, settings.target, str(settings.space), settings.averages, str(settings.seconds))
+        same = (
+            asked.bare,
+            settings.target,
+            str(settings.space),
+            settings.averages,
+            str(settings.seconds),
+            asked.run.micro_batch,
+        )
         found, self.said.refused = search_shards(
             search, settings.processes, partial(job_sha256, same, asked.cluster, asked.given), KEPT
         )

@@ -52,6 +52,10 @@ MODULE_SETS = 1
 """The first so many sets of modules may be recomputed: each is captured on its own."""
 
 
+ALLOWING = "--allow-micro-batch-change"
+"""The flag by which a search may take another micro-batch where that changes what is trained."""
+
+
 def with_dispatcher_of(job: Job, dispatcher: str) -> Job:
     """The job with the dispatcher of a layout."""
     if not dispatcher:
@@ -62,14 +66,15 @@ def with_dispatcher_of(job: Job, dispatcher: str) -> Job:
     return dataclasses.replace(job, config=with_values(job.config, values))
 
 
-def run_of(job: Job, cluster: Cluster) -> Run:
-    """The run that layouts are enumerated for."""
+def run_of(job: Job, cluster: Cluster, micro_batch: int | None = None) -> Run:
+    """The run that layouts are enumerated for, with this micro-batch alone if one is given."""
     links = cluster.group_of(0)
     return Run(
         gpus=cluster.gpus,
         domain_gpus=max(links.domain_gpus, links.gpus_per_node),
         sequence_length=job.plan.sequence_length,
         global_batch_size=job.plan.global_batch_size,
+        micro_batch=micro_batch,
     )
 
 
@@ -91,6 +96,9 @@ def layouts_of(job: Job, run: Run, space: SearchSpace) -> list[UniformLayout]:
             f"a stage on each of {run.gpus} GPUs needs as many layers, and {job.model.name} has {job.model.num_layers}"
         )
         raise ConfigError("--search-space", space.name, rule, "use fewer GPUs, or another space")
+    if run.micro_batch is not None:
+        rule = f"no layout of {run.gpus} GPUs has micro-batches of so many samples, and others drop other tokens"
+        raise ConfigError("--micro-batch-size", run.micro_batch, rule, f"correct it, or allow others by {ALLOWING}")
     rule = f"no layout of {run.gpus} GPUs divides the batch and the model"
     raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
 

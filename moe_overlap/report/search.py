@@ -146,6 +146,7 @@ class PlanSearch:
         sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
         launching: what launches from the host cost the chosen plan.
         wider_space: a search space that has plans like the user's own layout, where this one does not; else empty.
+        kept_micro_batch: the user's, where another would change what is trained; None: all were searched.
     """
 
     target: str
@@ -171,6 +172,7 @@ class PlanSearch:
     sharding: SearchedSharding | None = None
     launching: Launching | None = None
     wider_space: str = ""
+    kept_micro_batch: int | None = None
 
     @property
     def ended_early(self) -> bool:
@@ -478,6 +480,11 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         wider = f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}")
         lines += change_lines(helpful(search.changes, search.baseline)[:SHOWN_CHANGES], search.baseline)
+    if search.kept_micro_batch is not None:
+        lines.append(
+            f"{'kept':<12}--micro-batch-size {search.kept_micro_batch}: under --moe-expert-capacity-factor another drops other "
+            "tokens; --allow-micro-batch-change searches them"
+        )
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
     if apart:
         widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))

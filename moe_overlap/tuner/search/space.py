@@ -165,12 +165,20 @@ class Run:
 
     Attributes:
         domain_gpus: GPUs of an NVLink domain or of a node, whichever has more: the most ranks of a tensor-parallel group.
+        micro_batch: the only one that is looked at; None: every one that divides, MOST_SAMPLES at most.
     """
 
     gpus: int
     domain_gpus: int
     sequence_length: int
     global_batch_size: int
+    micro_batch: int | None = None
+
+    def micro_batches(self, samples: int) -> list[int]:
+        """Sizes of a micro-batch that are looked at, where a data rank has so many samples."""
+        if self.micro_batch is None:
+            return _divisors(samples, MOST_SAMPLES)
+        return [] if samples % self.micro_batch else [self.micro_batch]
 
 
 def uniform_layouts(model: ModelDescription, run: Run) -> Iterator[UniformLayout]:
@@ -184,7 +192,7 @@ def uniform_layouts(model: ModelDescription, run: Run) -> Iterator[UniformLayout
             samples = run.global_batch_size // data
             cuts = [
                 (virtual, micro_batch)
-                for micro_batch in _divisors(samples, MOST_SAMPLES)
+                for micro_batch in run.micro_batches(samples)
                 for virtual in _virtual_stages(model, pipeline, samples // micro_batch)
             ]
             cuts = [(virtual, micro_batch) for virtual, micro_batch in cuts if gcd(context, micro_batch) == 1]

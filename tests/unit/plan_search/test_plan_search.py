@@ -33,7 +33,15 @@ from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import in_order
 from moe_overlap.plan_search.flags import Target, as_priced, without_layout
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import Finalist, PlanSearch, detail_lines, search_json, search_lines, write_search
+from moe_overlap.report.search import (
+    Finalist,
+    PlanSearch,
+    closing_lines,
+    detail_lines,
+    search_json,
+    search_lines,
+    write_search,
+)
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.search.layer.candidates import PLAIN
@@ -409,6 +417,34 @@ def test_a_disk_that_is_full_leaves_earlier_flags_and_script_whole(
     assert {name: (tmp_path / name).read_text() for name in earlier} == earlier
     # The new plan stands beside them: flags that name a plan are compared with it, and a plan is of no flags.
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*earlier, "plan.json"])
+
+
+def test_a_capacity_of_experts_keeps_the_micro_batch(tmp_path: Path) -> None:
+    """Its share of a micro-batch's tokens is what an expert takes: another micro-batch drops others."""
+    words = [*SMALL, "--micro-batch-size", "2"]
+    capacity = [*words, "--moe-expert-capacity-factor", "1.25"]
+    settings = SearchSettings(target="megatron-lm", solver_seconds=0.5)
+    allowing = dataclasses.replace(settings, changes_micro_batch=True)
+    kept, free, dropless = (
+        search_plan(flags, H100, given, **OPTIONS)
+        for flags, given in ((capacity, settings), (capacity, allowing), (words, settings))
+    )
+    sizes = [
+        {ranked.layout.micro_batch for ranked in (*search.found.ranked, *search.found.frontier)}
+        for search in (kept, free, dropless)
+    ]
+    assert sizes[0] == {2} and len(sizes[1]) > 1 and len(sizes[2]) > 1
+    assert kept.found.counts.layouts < free.found.counts.layouts == dropless.found.counts.layouts
+    assert kept.prediction.predicted.step_seconds >= free.prediction.predicted.step_seconds
+    told = ["\n".join(closing_lines(search, tmp_path, [])) for search in (kept, free, dropless)]
+    line = "kept        --micro-batch-size 2: under --moe-expert-capacity-factor another drops other tokens; --allow-"
+    assert [line in text for text in told] == [True, False, False]
+    for size, rule in (
+        ("3", "no layout of 8 GPUs has micro-batches of so many samples"),
+        ("0", "must be a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=f"--micro-batch-size {size}: {rule}"):
+            search_plan([*capacity, "--micro-batch-size", size], H100, settings, **OPTIONS)
 
 
 def test_written_flags_bear_the_name_of_the_model(tmp_path: Path) -> None:
