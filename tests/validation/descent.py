@@ -30,6 +30,8 @@ COARSE = (32, 16, 8)
 """Strides of the first rounds, which find the valley: in steps."""
 WIDEST = 32
 """Largest half width of a box."""
+SOLVERS = ("GLOP", "CLP")
+"""Of linear programs, in the order in which they are asked: the first gives up now and then, for want of precision."""
 FAR_SPAN = 4
 """Half the distance over which slopes are taken while that helps; one step after that."""
 MOST_ROUNDS = 60
@@ -195,11 +197,22 @@ def linear_move(surface: Surface, point: Point, errors: Floats, slopes: Floats, 
 
 
 def least_deviations(surface: Surface, point: Point, errors: Floats, slopes: Floats, width: int) -> Floats:
-    """[K] the minimum of the linearised loss inside a box.
+    """[K] the minimum of the linearised loss inside a box."""
+    for name in SOLVERS:
+        found = least_deviations_by(name, surface, point, errors, slopes, width)
+        if found is not None:
+            return found
+    raise RuntimeError(f"a box has a minimum, and none of {', '.join(SOLVERS)} finds it")
+
+
+def least_deviations_by(
+    name: str, surface: Surface, point: Point, errors: Floats, slopes: Floats, width: int
+) -> Floats | None:
+    """The same by one solver; None where it gives up.
 
     The size of an error is a variable that is no less than the error and no less than its negative; so is that of a step.
     """
-    solver = pywraplp.Solver.CreateSolver("GLOP")
+    solver = pywraplp.Solver.CreateSolver(name)
     infinity, objective = solver.infinity(), solver.Objective()
     places = [solver.NumVar(float(at - width), float(at + width), "") for at in point]
     for place, pull in zip(places, surface.pulls, strict=True):
@@ -218,8 +231,8 @@ def least_deviations(surface: Surface, point: Point, errors: Floats, slopes: Flo
             for axis in np.flatnonzero(slopes[run]):
                 row.SetCoefficient(places[axis], -sign * float(slopes[run, axis]))
     objective.SetMinimization()
-    status = solver.Solve()
-    assert status == pywraplp.Solver.OPTIMAL, f"a box has a minimum, but the solver says {status}"
+    if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        return None
     return np.array([place.solution_value() for place in places])
 
 

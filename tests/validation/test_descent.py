@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,6 +110,30 @@ def test_a_box_has_the_least_deviations_and_the_pulls_of_its_inside() -> None:
     best = min(linearised(point + np.array(offset)) for offset in itertools.product(fine, fine))
     assert linearised(found) <= best + 1e-9
     assert linearised(found) >= best - 0.01
+
+
+def test_a_solver_that_gives_up_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    surface, point = Bent(STEP * rng.normal(size=(7, 2)), rng.normal(size=7) / 10, pull=1.5e-2), np.array([3, -2])
+    errors, slopes = errors_at(surface, point), slopes_of(neighbours(surface, point, 1), 1)
+    usual = least_deviations(surface, point, errors, slopes, 4)
+    stock, asked = descent.least_deviations_by, []
+
+    def gives_up(name: str, *arguments: Any) -> Floats | None:
+        asked.append(name)
+        return None if name == "GLOP" else stock(name, *arguments)
+
+    monkeypatch.setattr(descent, "least_deviations_by", gives_up)
+    found = least_deviations(surface, point, errors, slopes, 4)
+    assert asked == ["GLOP", "CLP"]
+
+    def loss(at: Floats) -> float:
+        return float(surface.weights @ np.abs(errors + slopes @ (at - point)) + surface.pulls @ np.abs(at))
+
+    assert loss(found) == pytest.approx(loss(usual), rel=1e-9)
+    monkeypatch.setattr(descent, "least_deviations_by", lambda *_: None)
+    with pytest.raises(RuntimeError, match="none of GLOP, CLP finds it"):
+        least_deviations(surface, point, errors, slopes, 4)
 
 
 def test_polishing_moves_pairs_as_well() -> None:
