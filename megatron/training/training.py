@@ -27,6 +27,7 @@ from megatron.training.job import Batches, Job, StepResult
 from megatron.training.report.metrics import StepMetrics
 from megatron.training.report.outputs import Sink
 from megatron.training.report.reports import StorageTracker, held_tensors, resident_bytes
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Span, communication_seconds
 
 _PROFILE_END_BYTES = 64
@@ -229,7 +230,11 @@ class TrainingLoop:
         return figures
 
     def evaluate(self, split: str) -> None:
-        """Mean loss over --eval-iters global batches of a split; nothing where the split has no samples."""
+        """Mean loss over --eval-iters global batches of a split; nothing where the split has no samples.
+
+        Raises:
+            ConfigError: no token of these batches counts in the loss.
+        """
         job, iterations = self.job, self._config.training.eval_iters
         size = self._config.training.eval_global_batch_size or job.schedule.global_batch_size
         consumed = self.progress.valid_samples if split == "valid" else 0
@@ -243,6 +248,12 @@ class TrainingLoop:
             result = job.machinery.runner.evaluate(instructions, feed, self.progress.iteration)
             # Weighted by tokens: batches may have unlike numbers of tokens that count.
             loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
+        if not tokens:
+            # Of a whole evaluation: a single batch without such tokens has no weight in the mean.
+            rule = f"no token of these batches of the {split} split counts in the loss"
+            raise ConfigError(
+                "--eval-iters", iterations, rule, "give the split other text, or evaluate more batches or 0"
+            )
         if split == "valid":
             self.progress = replace(self.progress, valid_samples=consumed + iterations * size)
         notes = [f"start {self.first_loss:.4f}"] if self.first_loss is not None else []

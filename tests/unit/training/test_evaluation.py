@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.training.cli.arguments import parse
+from megatron.training.data.datasets import BatchSource
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.commands import train as pretrain_moe
+from moe_overlap.describe.errors import ConfigError
 from tests.unit.runtime.one_process import MOE, small
 
 
@@ -32,6 +36,24 @@ def test_the_size_of_its_batches_changes_no_loss(tmp_path: Path, monkeypatch: py
         for split, loss in told[evaluation::2]:
             assert split == "valid" and loss == pytest.approx(told[evaluation][1], rel=1e-6)
     assert len(told) == 6
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_batches_without_a_token_that_counts_have_no_mean_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    def all_masked(self: BatchSource, split: str, consumed: int) -> Iterator[dict[str, Any]]:
+        feed = as_read(self, split, consumed)
+        assert feed is not None
+        return (batch | {"loss_mask": torch.zeros_like(batch["loss_mask"])} for batch in feed)
+
+    as_read = BatchSource.__call__
+    words = f"{MOE} --eval-iters 3 --data-cache-path {tmp_path} --num-workers 0"
+    small(words)  # makes the group
+    loop = pretrain_moe.assemble(parse(words.split()), 0)
+    monkeypatch.setattr(BatchSource, "__call__", all_masked)
+    with pytest.raises(ConfigError, match=rf"--eval-iters 3: no token of these batches of the {split} split counts"):
+        loop.evaluate(split)
 
 
 def test_a_resumed_run_evaluates_the_samples_that_it_would_have(
