@@ -234,7 +234,7 @@ def _appended(path: str | None) -> IO[str] | None:
     if path is None:
         return None
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return Path(path).open("a")
+    return Path(path).open("a", encoding="utf-8")
 
 
 def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
