@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
@@ -84,7 +85,7 @@ def in_processes(run: Callable[[Shard], Answer], jobs: int) -> list[Answer]:
 
     Raises:
         ConfigError: a process was killed.
-        Exception: what a shard raises.
+        Exception: what a shard raises; a RuntimeError with its class and text where processes cannot hand it on.
     """
     context = multiprocessing.get_context("fork")
     processes, answers = [], []
@@ -110,7 +111,17 @@ def _answer(run: Callable[[Shard], Answer], shard: Shard, sending: Connection) -
     try:
         sending.send((run(shard), None))
     except BaseException as error:
-        sending.send((None, error))
+        sending.send((None, _as_sent(error)))
+
+
+def _as_sent(error: BaseException) -> BaseException:
+    """An error as another process can have it: itself, or its class and text where it does not pickle or is not made again."""
+    try:
+        # Made again here: a class that fails to be would fail where the answer is awaited, as an error of its own.
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _received(receiving: Connection, jobs: int) -> Any:

@@ -130,6 +130,34 @@ def test_an_error_of_any_process_is_raised() -> None:
         in_processes(run, 3)
 
 
+class _NotMadeAgain(Exception):
+    """An error that pickles, and whose class cannot make it again from its message alone."""
+
+    def __init__(self, layout: str, reason: str) -> None:
+        super().__init__(f"{layout}: {reason}")
+
+
+class _NotPickled(Exception):
+    """An error that holds what no other process can have."""
+
+    def __init__(self) -> None:
+        super().__init__("dp2-tp4: no graph")
+        self.compute = lambda: None
+
+
+@pytest.mark.parametrize("error", [_NotMadeAgain("dp2-tp4", "no graph"), _NotPickled()], ids=lambda e: type(e).__name__)
+def test_an_error_that_no_other_process_can_have_is_told_by_its_class_and_text(error: Exception) -> None:
+    """A process that could not send it would end without an answer, as one that was killed for want of memory does."""
+
+    def run(shard: Shard) -> int:
+        if shard.index == 2:
+            raise error
+        return shard.index
+
+    with pytest.raises(RuntimeError, match=f"^{type(error).__name__}: dp2-tp4: no graph$"):
+        in_processes(run, 2)
+
+
 def test_shards_that_found_nothing() -> None:
     case = least_memory(CASE, 0.02)
     together = merged([search_of(case, Shard(index, 2)) for index in (1, 2)], KEEP)
