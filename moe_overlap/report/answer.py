@@ -50,7 +50,7 @@ OVERLAPS: Mapping[Mechanism, str] = MappingProxyType(
     }
 )
 """Mechanisms of layers for a reader."""
-_WIDTH = 12
+_NAME_WIDTH = 12
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 
@@ -119,30 +119,31 @@ class Answer:
 def answer_lines(answer: Answer) -> list[str]:
     """The lines of an answer."""
     prediction = answer.prediction
-    lines = [*figure_lines(answer), _line("waiting", _waiting(answer)), *beware_lines(prediction)]
-    lines += [_line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
+    lines = [*figure_lines(answer), line("waiting", _waiting(answer)), *beware_lines(prediction)]
+    lines += [line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
     suggested = suggestions(answer.plan, prediction, answer.is_upstream, answer.is_searched, answer.leeway)
-    lines += [_line("try next", text) for text in answer.try_next or suggested]
+    lines += [line("try next", text) for text in answer.try_next or suggested]
     return lines
 
 
 def beware_lines(prediction: Prediction) -> list[str]:
     """The warnings that a reader must know before trusting a prediction."""
-    return [_line("beware", text) for text in _beware(prediction)]
+    return [line("beware", text) for text in _beware(prediction)]
 
 
 def figure_lines(answer: Answer, name: str = "plan") -> list[str]:
     """The plan under this name, its step, the training where tokens are known, and its memory."""
     return [
-        _line(name, answer.chosen or plan_sentence(answer.plan)),
-        _line("step", _step(answer)),
-        *([_line("training", _training(answer))] if answer.train_tokens else []),
-        _line("memory", _memory(answer.prediction)),
+        line(name, answer.chosen or plan_sentence(answer.plan)),
+        line("step", _step(answer)),
+        *([line("training", _training(answer))] if answer.train_tokens else []),
+        line("memory", _memory(answer.prediction)),
     ]
 
 
-def _line(name: str, text: str) -> str:
-    return f"{name:<{_WIDTH}}{text}"
+def line(name: str, text: str) -> str:
+    """A line of an answer: its name in a column of its own, then the text; without a name the line before it goes on."""
+    return f"{name:<{_NAME_WIDTH}}{text}"
 
 
 # What runs

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB
+from moe_overlap.report.answer import line
 from moe_overlap.report.prediction import VISIBLE_BYTES, difference
 from moe_overlap.tuner.cost.analytic import Prediction
 
@@ -83,4 +84,4 @@ def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
 
 def change_lines(changes: Sequence[Change], baseline: Prediction) -> list[str]:
     """The changes for a reader, the largest gain first."""
-    return [f"{'change':<12}{change.sentence}: {change.effect(baseline)}" for change in changes]
+    return [line("change", f"{change.sentence}: {change.effect(baseline)}") for change in changes]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.report.answer import DAY_SECONDS, beware_lines, plan_sentence, shown_tokens, training_of
+from moe_overlap.report.answer import DAY_SECONDS, beware_lines, line, plan_sentence, shown_tokens, training_of
 from moe_overlap.report.search import EARLY, PlanSearch, search_json
 
 HEADINGS = ("GPUs", "step", "tokens/s per GPU", "efficiency")
@@ -102,12 +102,12 @@ def scaling_lines(rows: Sequence[ScalingRow], folder: Path, train_tokens: float 
     target = FOR_WHOM[first.search.target]
     seconds = sum(row.search.seconds for row in planned if row.search is not None)
     devices = f"{first.cluster.gpus} × {first.cluster.group_of(0).gpu.name}"
-    lines += dict.fromkeys(line for row in planned if row.search for line in beware_lines(row.search.prediction))
-    lines.append(f"{'efficiency':<12}tokens/s per GPU relative to {devices}; every step trains a batch of {batch}")
+    lines += dict.fromkeys(text for row in planned if row.search for text in beware_lines(row.search.prediction))
+    lines.append(line("efficiency", f"tokens/s per GPU relative to {devices}; every step trains a batch of {batch}"))
     if train_tokens is not None:
-        lines.append(f"{'training':<12}{shown_tokens(train_tokens)} tokens")
-    lines.append(f"{'searched':<12}{seconds:.0f} s, for {target}; everything is predicted, nothing was run")
-    lines.append(f"{'written':<12}{', '.join(str(folder / row.folder) for row in planned)}")
+        lines.append(line("training", f"{shown_tokens(train_tokens)} tokens"))
+    lines.append(line("searched", f"{seconds:.0f} s, for {target}; everything is predicted, nothing was run"))
+    lines.append(line("written", ", ".join(str(folder / row.folder) for row in planned)))
     return lines
 
 

@@ -20,6 +20,7 @@ from moe_overlap.report.answer import (
     Leeway,
     answer_lines,
     exposed_seconds,
+    line,
     plan_sentence,
     runner_up,
     training_json,
@@ -445,7 +446,7 @@ def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
     for plans in by_flag.values():
         (name, rule), more = plans[0], len(plans) - 1
         others = f" (and {more:,} more plan{'s' * (more > 1)} for this flag: --json)" if more else ""
-        lines.append(f"{'refused':<12}{name}: {rule}{others}")
+        lines.append(line("refused", f"{name}: {rule}{others}"))
     return lines
 
 
@@ -456,7 +457,7 @@ def _answers_graphs(search: PlanSearch) -> bool:
 
 def _graphs_lines(search: PlanSearch) -> list[str]:
     """A line on lists that are replayed as CUDA graphs, or not; none where no list is run."""
-    return [f"{'graphs':<12}{line}" for line in graphs_lines(search.graphs, search.prediction)]
+    return [line("graphs", text) for text in graphs_lines(search.graphs, search.prediction)]
 
 
 def _screened_lines(screened: Sequence[Screened]) -> list[str]:
@@ -464,7 +465,7 @@ def _screened_lines(screened: Sequence[Screened]) -> list[str]:
     lines = []
     for layout in screened:
         took = layout.refused if layout.seconds is None else f"{layout.seconds:.3f} s in its simplest form"
-        lines.append(f"{'overlapped':<12}{layout.name}, {layout.way}: at least {layout.least_seconds:.3f} s; {took}")
+        lines.append(line("overlapped", f"{layout.name}, {layout.way}: at least {layout.least_seconds:.3f} s; {took}"))
     return lines
 
 
@@ -478,7 +479,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         gain = before / search.prediction.predicted.step_seconds
         keep = "; keep your flags" if gain < 1.0 - APART and search.baseline.fits else ""
         wider = f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
-        lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}")
+        lines.append(line("your flags", f"{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}"))
         lines += change_lines(helpful(search.changes, search.baseline)[:SHOWN_CHANGES], search.baseline)
     if search.kept_micro_batch is not None:
         lines.append(
@@ -489,45 +490,57 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     if apart:
         widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
         lines.append(
-            f"{'simulated':<12}{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
-            f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
+            line(
+                "simulated",
+                f"{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
+                f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}",
+            )
         )
     lines += _dispatcher_lines(search)
     exposed = exposed_seconds(search.prediction.breakdown).get("expert", 0.0)
     if search.why_plain and exposed >= WORTH_A_LOOK * search.prediction.predicted.step_seconds:
-        lines.append(f"{'overlap':<12}none helps: {search.why_plain}")
+        lines.append(line("overlap", f"none helps: {search.why_plain}"))
     lines += _graphs_lines(search) if _answers_graphs(search) else []
     if search.refusal is None:
-        lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
+        lines += [line("without", f"{name}: {reason}") for name, reason in search.written.left_out]
     else:
-        lines.append(f"{'not run':<12}pretrain_moe.py refuses it today: {search.refusal}")
+        lines.append(line("not run", f"pretrain_moe.py refuses it today: {search.refusal}"))
     pruned = counts.too_large + counts.too_slow
     lines.append(
-        f"{'searched':<12}{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
-        f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} ruled out by bounds"
-        f"{f', {counts.not_reached:,} not reached' if counts.not_reached else ''}{ended}"
+        line(
+            "searched",
+            f"{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
+            f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} ruled out by bounds"
+            f"{f', {counts.not_reached:,} not reached' if counts.not_reached else ''}{ended}",
+        )
     )
     staged = search.staged
     if staged is not None and staged.programs:
         lines.append(
-            f"{'':<12}{staged.programs} programs over cuts and sub-meshes, {staged.mesh_stages:,} stages priced for them, "
-            f"{staged.solution.status.value}"
+            line(
+                "",
+                f"{staged.programs} programs over cuts and sub-meshes, {staged.mesh_stages:,} stages priced for them, "
+                f"{staged.solution.status.value}",
+            )
         )
     if staged is not None and staged.layouts:
         lines.append(
-            f"{'':<12}{staged.layouts} layouts with stages that differ: {staged.candidates:,} candidates for their stages, "
-            f"{staged.kept:,} of them not worse than another in both time and memory, {staged.solution.status.value}"
+            line(
+                "",
+                f"{staged.layouts} layouts with stages that differ: {staged.candidates:,} candidates for their stages, "
+                f"{staged.kept:,} of them not worse than another in both time and memory, {staged.solution.status.value}",
+            )
         )
     if search.sharding is not None:
         lines += sharding_lines(search.sharding)
-    lines.append(f"{'written':<12}{folder}: {', '.join(files)}")
+    lines.append(line("written", f"{folder}: {', '.join(files)}"))
     if search.refusal is not None:
         return lines
     ranks = start_flags(search.plan.world_size, search.cluster.group_of(0).gpus_per_node)
     direct = f"python pretrain_moe.py {ranks}@{folder / ARGUMENTS}"
     start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else direct
     added = words_to_add(search.written.flags, search.written_for)
-    lines.append(f"{'next':<12}{f'{start} {added}'.rstrip()}")
+    lines.append(line("next", f"{start} {added}".rstrip()))
     return lines
 
 
@@ -542,7 +555,7 @@ def _dispatcher_lines(search: PlanSearch) -> list[str]:
     for finalist in (search.chosen, *search.others):
         best.setdefault(finalist.problem.features.dispatcher, finalist.seconds)
     said = [f"{other} {best[other]:.3f} s" if other in best else f"{other} not faster" for other in others]
-    return [f"{'dispatcher':<12}{name}{needed}; {', '.join(said)}"]
+    return [line("dispatcher", f"{name}{needed}; {', '.join(said)}")]
 
 
 # Files

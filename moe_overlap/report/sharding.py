@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB
+from moe_overlap.report.answer import line
 from moe_overlap.tuner.search.layer.intra_only import IntraOnly, NearestLayout
 from moe_overlap.tuner.search.layer.sharding_losses import LostOperator, LostWay
 from moe_overlap.tuner.search.layer.sharding_specs import AxisWords
 from moe_overlap.tuner.search.solution import Status
 
-_WIDTH = 12
 SHARED = 1e-6
 """Share of a step below which two shardings count as equally fast."""
 SHOWN = 3
@@ -139,7 +139,7 @@ def _gaining_parts(searched: SearchedSharding) -> dict[str, float]:
 
 
 def _under(title: str, lines: list[str]) -> list[str]:
-    return [f"{title if place == 0 else '':<{_WIDTH}}{line}" for place, line in enumerate(lines)]
+    return [line(title if place == 0 else "", text) for place, text in enumerate(lines)]
 
 
 def layout_name(layout: NearestLayout) -> str:

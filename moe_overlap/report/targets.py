@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.report.answer import Answer, beware_lines, figure_lines
+from moe_overlap.report.answer import Answer, beware_lines, figure_lines, line
 from moe_overlap.report.search import EARLY, PlanSearch, closing_lines, search_json
 
 UPSTREAM_FOLDER = "megatron-lm"
@@ -61,9 +61,9 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
     # Both plans are of one job on the same machines: most reservations are the same.
     reservations = [*beware_lines(both.upstream.prediction), *beware_lines(both.here.prediction)]
     lines += dict.fromkeys(reservations)
-    lines.append(f"{'gain':<12}{gain_sentence(both)}")
+    lines.append(line("gain", gain_sentence(both)))
     lines += closing_lines(both.here, folder, files)
-    at_written = next(index for index, line in enumerate(lines) if line.startswith("written "))
+    at_written = next(index for index, text in enumerate(lines) if text.startswith("written "))
     lines[at_written] += f"; the same for Megatron-LM in {folder / UPSTREAM_FOLDER}"
     return lines
 

@@ -17,6 +17,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import write_whole
 from moe_overlap.plan.capabilities import GRAPHS_FLAG as GRAPHS
 from moe_overlap.plan.serialize import save_plan
+from moe_overlap.report.answer import line
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.tuner.calibrate.refine import Refinement
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -168,29 +169,32 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
     gained = tuned.plain_seconds / chosen.seconds
     than = "" if chosen.name == PLAIN else f", {gained:.2f} times as fast as {PLAIN} ({tuned.plain_seconds:.4f} s)"
     lines = [] if tuned.refinement is None else [*refined_lines(tuned.refinement)]
-    lines += [f"{'overlap':<12}{'none' if chosen.name == PLAIN else chosen.name}: {_figures(chosen)}{than}"]
-    lines += [f"{'':<12}{text}" for text in chosen.prediction.overflow]
+    lines += [line("overlap", f"{'none' if chosen.name == PLAIN else chosen.name}: {_figures(chosen)}{than}")]
+    lines += [line("", text) for text in chosen.prediction.overflow]
     others = [other for other in tuned.others if other.prediction is not None]
-    lines += [f"{'runner-up':<12}{other.name}: {_why(other, chosen)}" for other in others[:RUNNERS_UP]]
+    lines += [line("runner-up", f"{other.name}: {_why(other, chosen)}") for other in others[:RUNNERS_UP]]
     if _answers_graphs(tuned):
-        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(tuned.graphs, chosen.prediction)]
-    lines += [f"{'without':<12}{flag}: {LEFT_OUT[flag]}" for flag in tuned.dropped]
-    lines += [f"{'assumed':<12}{text}" for text in tuned.assumed]
+        lines += [line("graphs", text) for text in graphs_lines(tuned.graphs, chosen.prediction)]
+    lines += [line("without", f"{flag}: {LEFT_OUT[flag]}") for flag in tuned.dropped]
+    lines += [line("assumed", text) for text in tuned.assumed]
     refused = sum(other.prediction is None for other in tuned.others)
     said = f", {refused} of them refused" if refused else ""
     mixes = 0 if tuned.mix is None else tuned.mix.predictions
     mixed = f" and {mixes} mixes by class of layers" if mixes else ""
     lines += [
-        f"{'searched':<12}{1 + len(tuned.others)} ways{said}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them"
+        line(
+            "searched",
+            f"{1 + len(tuned.others)} ways{said}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them",
+        )
     ]
-    lines += [f"{'written':<12}{folder}: {', '.join(written_files(tuned))}"]
+    lines += [line("written", f"{folder}: {', '.join(written_files(tuned))}")]
     if not chosen.prediction.fits:
         return [
             *lines,
-            f"{'next':<12}tools/predict.py on these flags: it names the cheapest change that makes them fit",
+            line("next", "tools/predict.py on these flags: it names the cheapest change that makes them fit"),
         ]
     ranks = start_flags(chosen.plan.world_size, per_node)
-    return [*lines, f"{'next':<12}python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}"]
+    return [*lines, line("next", f"python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}")]
 
 
 def _answers_graphs(tuned: Tuned) -> bool:
@@ -202,10 +206,10 @@ def _answers_graphs(tuned: Tuned) -> bool:
 def tuned_details(tuned: Tuned) -> list[str]:
     """Lines that --verbose adds: refined prices, decisions of the chosen plan, every other way, every class of layers."""
     lines = [] if tuned.refinement is None else [*kind_lines(tuned.refinement), ""]
-    lines += [f"{'decided':<12}{line}" for line in _decisions(tuned.chosen)]
-    lines += [f"{'not':<12}{other.name}: {_why(other, tuned.chosen)}" for other in tuned.others]
+    lines += [line("decided", text) for text in _decisions(tuned.chosen)]
+    lines += [line("not", f"{other.name}: {_why(other, tuned.chosen)}") for other in tuned.others]
     if tuned.chosen.prediction is not None and not _answers_graphs(tuned):
-        lines += [f"{'graphs':<12}{line}" for line in graphs_lines(tuned.graphs, tuned.chosen.prediction)]
+        lines += [line("graphs", text) for text in graphs_lines(tuned.graphs, tuned.chosen.prediction)]
     return [*lines, *classes_text(tuned.mix)]
 
 
@@ -353,8 +357,12 @@ def refined_lines(refinement: Refinement) -> list[str]:
     for step in refinement.steps:
         before, after = (seconds / step.seconds - 1.0 for seconds in (step.before_seconds, step.after_seconds))
         lines.append(
-            f"{'refined':<12}{step.path}: step of {step.seconds:.4f} s, predicted {step.before_seconds:.4f} s ({before:+.1%}), "
-            f"now {step.after_seconds:.4f} s ({after:+.1%}); ranks wait for slower ones {step.waiting:.1%} of what they compute"
+            line(
+                "refined",
+                f"{step.path}: step of {step.seconds:.4f} s, predicted {step.before_seconds:.4f} s ({before:+.1%}), "
+                f"now {step.after_seconds:.4f} s ({after:+.1%}); ranks wait for slower ones {step.waiting:.1%} of what they "
+                "compute",
+            )
         )
     return lines
 
@@ -394,4 +402,4 @@ def _lines(arguments: Sequence[str]) -> str:
         if word.startswith("--") or not lines:
             lines.append([])
         lines[-1].append(shlex.quote(word))
-    return "".join(" ".join(line) + "\n" for line in lines)
+    return "".join(" ".join(words) + "\n" for words in lines)
