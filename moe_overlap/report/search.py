@@ -28,7 +28,7 @@ from moe_overlap.report.answer import (
 from moe_overlap.report.changes import Change, change_lines, changes_json, helpful
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
-from moe_overlap.report.tuning import GRAPHS, Tuned, graphs_help, graphs_json, graphs_lines
+from moe_overlap.report.tuning import GRAPHS, Tuned, answers_graphs, graphs_json, graphs_lines
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.host import Launching
 from moe_overlap.tuner.problem import Problem
@@ -430,7 +430,7 @@ def detail_lines(search: PlanSearch) -> list[str]:
     sharding = [] if search.sharding is None else sharding_details(search.sharding)
     return [
         *changes,
-        *([] if _answers_graphs(search) else _graphs_lines(search)),
+        *([] if answers_graphs(search.graphs, search.prediction) else _graphs_lines(search)),
         *_screened_lines(search.screened),
         *sharding,
         *refused_lines(search.refused),
@@ -448,11 +448,6 @@ def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
         others = f" (and {more:,} more plan{'s' * (more > 1)} for this flag: --json)" if more else ""
         lines.append(line("refused", f"{name}: {rule}{others}"))
     return lines
-
-
-def _answers_graphs(search: PlanSearch) -> bool:
-    """Whether the answer has a line on CUDA graphs: where they would gain nothing they are a detail."""
-    return search.graphs is not None and (search.graphs.is_on or graphs_help(search.graphs, search.prediction))
 
 
 def _graphs_lines(search: PlanSearch) -> list[str]:
@@ -500,7 +495,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     exposed = exposed_seconds(search.prediction.breakdown).get("expert", 0.0)
     if search.why_plain and exposed >= WORTH_A_LOOK * search.prediction.predicted.step_seconds:
         lines.append(line("overlap", f"none helps: {search.why_plain}"))
-    lines += _graphs_lines(search) if _answers_graphs(search) else []
+    lines += _graphs_lines(search) if answers_graphs(search.graphs, search.prediction) else []
     if search.refusal is None:
         lines += [line("without", f"{name}: {reason}") for name, reason in search.written.left_out]
     else:

@@ -173,7 +173,7 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
     lines += [line("", text) for text in chosen.prediction.overflow]
     others = [other for other in tuned.others if other.prediction is not None]
     lines += [line("runner-up", f"{other.name}: {_why(other, chosen)}") for other in others[:RUNNERS_UP]]
-    if _answers_graphs(tuned):
+    if answers_graphs(tuned.graphs, chosen.prediction):
         lines += [line("graphs", text) for text in graphs_lines(tuned.graphs, chosen.prediction)]
     lines += [line("without", f"{flag}: {LEFT_OUT[flag]}") for flag in tuned.dropped]
     lines += [line("assumed", text) for text in tuned.assumed]
@@ -197,10 +197,13 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
     return [*lines, line("next", f"python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}")]
 
 
-def _answers_graphs(tuned: Tuned) -> bool:
-    """Whether the answer has a line on CUDA graphs: where they would gain nothing they are a detail."""
-    graphs, prediction = tuned.graphs, tuned.chosen.prediction
-    return graphs is not None and prediction is not None and (graphs.is_on or graphs_help(graphs, prediction))
+def answers_graphs(graphs: GraphsChoice | None, chosen: Prediction) -> bool:
+    """Whether the answer has a line on CUDA graphs: where they would gain nothing they are a detail.
+
+    Args:
+        chosen: the prediction of the plan as it is chosen.
+    """
+    return graphs is not None and (graphs.is_on or graphs_help(graphs, chosen))
 
 
 def tuned_details(tuned: Tuned) -> list[str]:
@@ -208,8 +211,9 @@ def tuned_details(tuned: Tuned) -> list[str]:
     lines = [] if tuned.refinement is None else [*kind_lines(tuned.refinement), ""]
     lines += [line("decided", text) for text in _decisions(tuned.chosen)]
     lines += [line("not", f"{other.name}: {_why(other, tuned.chosen)}") for other in tuned.others]
-    if tuned.chosen.prediction is not None and not _answers_graphs(tuned):
-        lines += [line("graphs", text) for text in graphs_lines(tuned.graphs, tuned.chosen.prediction)]
+    prediction = tuned.chosen.prediction
+    if prediction is not None and not answers_graphs(tuned.graphs, prediction):
+        lines += [line("graphs", text) for text in graphs_lines(tuned.graphs, prediction)]
     return [*lines, *classes_text(tuned.mix)]
 
 
