@@ -298,13 +298,13 @@ def _share(part: float) -> str:
 def exposed_seconds(breakdown: Mapping[str, float]) -> dict[str, float]:
     """Seconds of communication that nothing hides, by kind."""
     return {
-        _term(name).removeprefix("exposed "): seconds
+        term_words(name).removeprefix("exposed "): seconds
         for name, seconds in breakdown.items()
         if name.startswith("exposed_")
     }
 
 
-def _term(name: str) -> str:
+def term_words(name: str) -> str:
     """A key of the breakdown for a reader: `exposed_expert_seconds` is `exposed expert`."""
     return name.removesuffix("_seconds").replace("_", " ")
 
@@ -352,8 +352,8 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
     cheaper = [(name, seconds) for name, seconds in ordered[-1:] if seconds < -visible]
     if not dearer:
         return "no term costs it more"
-    texts = [f"{_term(name)} {difference(seconds)}" for name, seconds in dearer]
-    saved = "".join(f", though {_term(name)} {difference(seconds)}" for name, seconds in cheaper)
+    texts = [f"{term_words(name)} {difference(seconds)}" for name, seconds in dearer]
+    saved = "".join(f", though {term_words(name)} {difference(seconds)}" for name, seconds in cheaper)
     return ", ".join(texts) + saved
 
 

@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.report.answer import Answer, answer_lines, devices
+from moe_overlap.report.answer import Answer, answer_lines, devices, term_words
 from moe_overlap.report.drawings import Point, chart, stacked_bars, stages_and_devices
 from moe_overlap.report.picture import draw, step_of
 from moe_overlap.report.plan import format_plan
@@ -186,7 +186,7 @@ def _memory(report: Report) -> Iterator[str]:
 def _breakdown(report: Report) -> Iterator[str]:
     prediction = report.answer.prediction
     total = prediction.predicted.step_seconds
-    parts = {_words(name): seconds for name, seconds in prediction.breakdown.items()}
+    parts = {term_words(name): seconds for name, seconds in prediction.breakdown.items()}
     yield stacked_bars({"step": parts}, "s", None, "what a step is spent on")
     rows = [[Cell(name), _seconds(seconds), _share(seconds / total)] for name, seconds in parts.items()]
     rows.append([Cell("step"), _seconds(total), _share(1.0)])
@@ -196,10 +196,6 @@ def _breakdown(report: Report) -> Iterator[str]:
         for index, stage in enumerate(prediction.predicted.stages)
     ]
     yield _table("stage-table", ["seconds of a micro-batch", "first", "stable", "last"], stages)
-
-
-def _words(name: str) -> str:
-    return name.removesuffix("_seconds").replace("_", " ")
 
 
 def _share(part: float) -> Cell:
