@@ -40,6 +40,7 @@ from moe_overlap.plan.instructions import (
     PIPELINE,
     Instruction,
     Kind,
+    OfOperator,
     ScheduleError,
     parse_buffer,
     reads_counts,
@@ -189,7 +190,7 @@ class _Waits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
+class Draft(OfOperator):
     """An instruction before it has a place in a list; fields as there."""
 
     kind: Kind
@@ -207,11 +208,6 @@ class Draft:
     def operator(self) -> OperatorId:
         """Its name, taken apart."""
         return parse_operator(self.name, "draft")
-
-    @property
-    def receives(self) -> bool:
-        """Whether it receives over a stage boundary."""
-        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.RECEIVE
 
 
 def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
