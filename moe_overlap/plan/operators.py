@@ -240,11 +240,6 @@ class OperatorId:
         return self.kind in TRANSFER_KINDS
 
     @property
-    def is_copy(self) -> bool:
-        """Whether it moves state between device and host."""
-        return self.kind in COPY_KINDS
-
-    @property
     def is_bucket(self) -> bool:
         """Whether it reduces the gradients of one parameter group, among the passes."""
         return self.kind is OperatorKind.GRADIENTS and bool(self.group)

@@ -15,7 +15,7 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.instructions import Instruction, format_list
 from moe_overlap.plan.lowering.dependencies import check_races
 from moe_overlap.plan.lowering.lower import lower, lower_rank
-from moe_overlap.plan.operators import parse_operator
+from moe_overlap.plan.operators import COPY_KINDS, parse_operator
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Offload, Plan, Recompute
 from moe_overlap.plan.sizes import part_size
@@ -76,7 +76,7 @@ def test_every_list_is_sound_and_finishes() -> None:
             assert [i.id for i in made] == list(range(len(made)))
             for i in made:
                 operator = parse_operator(i.name)
-                assert operator.is_copy == (i.kind == "copy") == (i.channel in ("h2d", "d2h"))
+                assert (operator.kind in COPY_KINDS) == (i.kind == "copy") == (i.channel in ("h2d", "d2h"))
                 assert operator.is_collective == (i.kind == "collective") or plan.world_size == 1
                 assert (i.channel == "optimizer") == (i.kind == "optimizer")
             follow(made)
