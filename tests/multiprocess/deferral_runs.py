@@ -46,7 +46,8 @@ def train_deferred(flags: str, max_bytes: int | None = None, break_queue: Any = 
     Args:
         break_queue: is called with the queue before the first step.
     """
-    from moe_overlap.runtime.weight_grad.queue import WeightGradQueue, drain_after_backward
+    from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
+    from tests.drained import drain_after_backward
 
     queue = WeightGradQueue(max_bytes)
     with _deferring(queue) as names:

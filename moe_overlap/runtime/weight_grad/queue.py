@@ -17,7 +17,6 @@ import contextlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -228,22 +227,3 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     # The address identifies a storage while it is held, and an entry holds it until it is computed.
     return storage.data_ptr(), storage.nbytes()
-
-
-def drain_after_backward(chunk: torch.nn.Module, queue: WeightGradQueue) -> None:
-    """Have the queue run empty at the end of every backward pass of a chunk.
-
-    For tests, and for runners that know no instruction for weight gradients. The closures run inside the backward call of the
-    schedule, hence under the same `no_sync` as the gradients that were not put aside, and before the gradients are reduced.
-
-    Args:
-        chunk: a model chunk, wrapped or not; its output is where a backward pass begins.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-
-    def at_output(_module: Any, _inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            # At the output, not in a layer: inside a recomputed layer the callback would belong to its nested backward pass.
-            output.register_hook(lambda _gradient: engine.queue_callback(queue.run_all))
-
-    chunk.register_forward_hook(at_output)

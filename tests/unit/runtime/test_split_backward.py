@@ -18,8 +18,9 @@ from moe_overlap.plan.operators import parse_operator
 from moe_overlap.runtime.megatron_core.moe_layer import adapt_layer
 from moe_overlap.runtime.routing.gates import TopKGate
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.weight_grad.queue import DeferralError, WeightGradQueue, drain_after_backward
+from moe_overlap.runtime.weight_grad.queue import DeferralError, WeightGradQueue
 from moe_overlap.runtime.weight_grad.split_linear import defer_weight_gradients, products_of
+from tests.drained import drain_after_backward
 from tests.unit.runtime.one_process import MOE, SHARED, SIZES, Small, loss_of, small
 
 LATENT = (

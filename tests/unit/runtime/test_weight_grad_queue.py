@@ -10,12 +10,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moe_overlap.runtime.weight_grad.queue import (
-    DeferralError,
-    DeferredBytesExceeded,
-    WeightGradQueue,
-    drain_after_backward,
-)
+from moe_overlap.runtime.weight_grad.queue import DeferralError, DeferredBytesExceeded, WeightGradQueue
+from tests.drained import drain_after_backward
 
 
 def filled(queue: WeightGradQueue, names: str, size: int = 4) -> list[str]:
