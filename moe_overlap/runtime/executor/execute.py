@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction, stem_of
 from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION, last_uses
@@ -128,7 +127,7 @@ class PlanExecutor:
         self._per_token = config.calculate_per_token_loss
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
         self._context_size = context.groups.collection.cp.size()
-        loss = _summed_loss if self._per_token else _mean_loss
+        loss = partial(micro_batch_loss, per_token=self._per_token)
         self._graphs = graphs
         if graphs is None and context.graph_stream is not None:
             refuse_uncapturable(context)
@@ -346,15 +345,3 @@ class _Started:
 def _is_backward(i: Instruction) -> bool:
     """Whether an evaluation leaves it out: what runs in a backward pass, and the reductions of gradients among the passes."""
     return i.in_backward_pass or i.operator.is_bucket
-
-
-def _summed_loss(losses_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Loss for --calculate-per-token-loss: the gradients are divided by the tokens of the step when all are summed."""
-    total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
-    return total, torch.stack([total.detach(), tokens.detach()])
-
-
-def _mean_loss(losses_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean over the tokens of the micro-batch; where ranks share its sequences, each sums its own part."""
-    total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
-    return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), torch.stack([total.detach(), tokens.detach()])

@@ -23,7 +23,6 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import PIPELINE, Instruction
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_inside
@@ -226,20 +225,15 @@ class MegatronStepRunner:
         return output, partial(self._loss, batch, predicted)
 
     def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Tensor, ...]:
-        """Loss of one micro-batch, and its report: the pair (sum, tokens) that makes the mean over the global batch.
-
-        Where ranks share the sequences, each divides its sum by the tokens of all of them.
+        """Loss of one micro-batch and its report, with the number of its tokens between them for a loss that is a sum.
 
         Args:
-            predicted: the pairs of the prediction layers, where there are any.
+            predicted: the reports of the prediction layers, where there are any.
         """
-        total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
-        report = torch.stack([total.detach(), tokens.detach()])
-        if predicted is not None:
-            report = torch.cat([report, predicted])
-        if self.context.chunks[0].config.calculate_per_token_loss:
-            return total, tokens.to(torch.int), report
-        return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
+        per_token = self.context.chunks[0].config.calculate_per_token_loss
+        loss, own = micro_batch_loss(losses_BS, batch, per_token)
+        report = own if predicted is None else torch.cat([own, predicted])
+        return (loss, own[1].to(torch.int), report) if per_token else (loss, report)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss * self._loss_scale

@@ -35,12 +35,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import OperatorKind
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.routing.balance_report import forget_balance_losses, mean_balance_losses
 from moe_overlap.runtime.state.optimizer import PreparedGradients
-from moe_overlap.runtime.step import StepResult, naming
+from moe_overlap.runtime.step import Batch, StepResult, naming
 
 WHOLE_STAGE, ONE_GROUP = False, True
 """Whether an instruction is of one parameter group."""
@@ -239,10 +240,20 @@ class StepUpdate:
         return loss, int(total[1]), tuple(predictions)
 
 
-def micro_batch_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the losses of one micro-batch that count; returns the sum and their number."""
-    mask = mask_BS.reshape(-1).float()
-    return torch.sum(losses_BS.reshape(-1).float() * mask), mask.sum()
+def micro_batch_loss(losses_BS: Tensor, batch: Batch, per_token: bool) -> tuple[Tensor, Tensor]:
+    """Compute the loss that the backward pass of a micro-batch begins with, and its report.
+
+    Args:
+        per_token: --calculate-per-token-loss: the loss is a sum, since gradients are divided by the tokens of the step when all
+            are summed. Else it is the mean over the tokens of the micro-batch; ranks that share its sequences each divide the sum
+            of their own part by the tokens of all parts.
+    Returns:
+        The loss, and [sum of the losses that count, their number], which make the mean over the global batch.
+    """
+    mask = batch["loss_mask"].reshape(-1).float()
+    total, tokens = torch.sum(losses_BS.reshape(-1).float() * mask), mask.sum()
+    report = torch.stack([total.detach(), tokens.detach()])
+    return total if per_token else total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
 
 
 def micro_batches_of(instructions: Sequence[Instruction]) -> int:
