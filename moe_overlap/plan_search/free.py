@@ -93,66 +93,109 @@ def search_beyond(
     Raises:
         ConfigError: the space has sub-meshes alone, and nodes have none.
     """
-    costs, narrow = UniformCosts(task), found
+    costs, narrow, going = UniformCosts(task), found, _Going(deadline, progress, jobs)
     if narrow_space(task.space) != task.space and found.solution.status is not Status.TIME_LIMIT:
-        before = found.solution.value
-        # States that step by themselves are not priced to a hundredth where chunks interleave.
-        whole, known = [layout for layout in layouts if layout.virtual == 1], found.solution.objective
-
-        def wider(shard: Shard) -> UniformSearch:
-            said = progress if shard.index == 1 else silent
-            return search_uniform(
-                share_of(whole, shard),
-                costs,
-                bounds,
-                keep=keep,
-                deadline=deadline,
-                known=known,
-                progress=lambda done, total, best: said(done, total, best or before),
-            )
-
-        found = widened(found, merged(in_processes(wider, jobs), keep), keep)
-    staged = None
-    if task.space.frees_stages:
-        stopped = found.solution.status is Status.TIME_LIMIT
-        uniform, freed = found.ranked, freed_layouts(found, layouts)
-
-        def freer(shard: Shard) -> StageSearch:
-            return search_stages(
-                costs,
-                freed[shard.index - 1 :: shard.count],
-                uniform,
-                deadline=-math.inf if stopped else deadline,
-                gap=PER_STAGE_GAP,
-                progress=progress if shard.index == 1 else silent,
-            )
-
-        fastest = min((plan.seconds for plan in uniform), default=math.inf)
-        staged = joined_stages(in_processes(freer, jobs), freed, fastest)
+        found = widened(found, _search_wider(found, layouts, costs, bounds, keep, going), keep)
+    staged = _search_freed(found, layouts, costs, going) if task.space.frees_stages else None
     # A space of sub-meshes alone says what is wrong with nodes that have none; a wider one goes without.
     if run is not None and task.space.meshes and (not task.space.frees_stages or _is_halved(run, task)):
-        stopped = found.solution.status is Status.TIME_LIMIT
-        fastest = min([found.solution.objective, *([staged.solution.objective] if staged is not None else [])])
         # The same for every space with the same narrow one, so that a wider space finds no less.
         contexts = sorted({1, *(plan.layout.context for plan in narrow.ranked)})
-        # Where uniform plans are not in the space they are not known either.
-        known = fastest if task.space.uniform else math.inf
-
-        def on_meshes(shard: Shard) -> MeshSearch:
-            return search_meshes(
-                task,
-                run,
-                task.space.meshes,
-                contexts=contexts,
-                deadline=-math.inf if stopped else deadline,
-                progress=progress if shard.index == 1 else silent,
-                known=known,
-                share=(shard.index - 1, shard.count),
-            )
-
-        meshes = joined_meshes(in_processes(on_meshes, jobs))
-        staged = with_meshes(staged, meshes)
+        staged = with_meshes(staged, _search_meshes(found, staged, contexts, task, run, going))
     return FreeSearch(uniform=found if task.space.uniform else _without_plans(found), staged=staged)
+
+
+@dataclass(frozen=True, slots=True)
+class _Going:
+    """How searches go on: until when, who is told of it, and in how many processes."""
+
+    deadline: float
+    progress: Progress
+    jobs: int
+
+    def told(self, shard: Shard) -> Progress:
+        """Who is told of a shard's progress: one process speaks for all."""
+        return self.progress if shard.index == 1 else silent
+
+    def deadline_behind(self, found: UniformSearch) -> float:
+        """Until when a search goes on behind that of uniform plans: with what it has at once, if time had ended there."""
+        return -math.inf if found.solution.status is Status.TIME_LIMIT else self.deadline
+
+
+def _search_wider(
+    found: UniformSearch,
+    layouts: Sequence[UniformLayout],
+    costs: UniformCosts,
+    bounds: Bounding,
+    keep: int,
+    going: _Going,
+) -> UniformSearch:
+    """Step 1: the uniform plans of the wide space that are faster than the best of the narrow one."""
+    before = found.solution.value
+    # States that step by themselves are not priced to a hundredth where chunks interleave.
+    whole, known = [layout for layout in layouts if layout.virtual == 1], found.solution.objective
+
+    def wider(shard: Shard) -> UniformSearch:
+        said = going.told(shard)
+        return search_uniform(
+            share_of(whole, shard),
+            costs,
+            bounds,
+            keep=keep,
+            deadline=going.deadline,
+            known=known,
+            progress=lambda done, total, best: said(done, total, best or before),
+        )
+
+    return merged(in_processes(wider, going.jobs), keep)
+
+
+def _search_freed(
+    found: UniformSearch, layouts: Sequence[UniformLayout], costs: UniformCosts, going: _Going
+) -> StageSearch:
+    """Step 2, plans of unlike stages for the layouts of the fastest uniform ones."""
+    uniform, freed = found.ranked, freed_layouts(found, layouts)
+
+    def freer(shard: Shard) -> StageSearch:
+        return search_stages(
+            costs,
+            freed[shard.index - 1 :: shard.count],
+            uniform,
+            deadline=going.deadline_behind(found),
+            gap=PER_STAGE_GAP,
+            progress=going.told(shard),
+        )
+
+    fastest = min((plan.seconds for plan in uniform), default=math.inf)
+    return joined_stages(in_processes(freer, going.jobs), freed, fastest)
+
+
+def _search_meshes(
+    found: UniformSearch,
+    staged: StageSearch | None,
+    contexts: Sequence[int],
+    task: UniformTask,
+    run: Run,
+    going: _Going,
+) -> MeshSearch:
+    """Step 2, plans whose stages stand on sub-meshes of unlike size, faster than those of both searches before."""
+    fastest = min([found.solution.objective, *([staged.solution.objective] if staged is not None else [])])
+    # Where uniform plans are not in the space they are not known either.
+    known = fastest if task.space.uniform else math.inf
+
+    def on_meshes(shard: Shard) -> MeshSearch:
+        return search_meshes(
+            task,
+            run,
+            task.space.meshes,
+            contexts=contexts,
+            deadline=going.deadline_behind(found),
+            progress=going.told(shard),
+            known=known,
+            share=(shard.index - 1, shard.count),
+        )
+
+    return joined_meshes(in_processes(on_meshes, going.jobs))
 
 
 def _is_halved(run: Run, task: UniformTask) -> bool:
