@@ -136,7 +136,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output)
     write_run(folder, tuned)
     put_away_others(folder, written_files(tuned), on_standard_error)
-    write_trace(folder / "trace.json", tuned.step, "--output")
+    write_trace(folder / "trace.json", tuned.step, "--output", as_new_file=True)
     if arguments.json:
         print(json.dumps(tuned_json(tuned), indent=1))
         return 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import Unreadable, bounded_json
+from moe_overlap.describe.files import Unreadable, bounded_json, write_whole
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.plan import Plan
@@ -69,12 +69,16 @@ def write_ranks(
     spans: Mapping[int, Sequence[Span]],
     memory: Mapping[int, Curve] | None = None,
     about: Mapping[str, Any] | None = None,
+    *,
+    as_new_file: bool = False,
 ) -> None:
     """Write the spans of several ranks to one file.
 
     Args:
         memory: what ranks keep over the step, drawn as one more track of each.
         about: what ran.
+        as_new_file: an earlier file is replaced whole or stays as it was. Else it is written in place: a path that a user names
+            may be a device or a pipe.
     """
     events = [event for rank, ran in spans.items() for event in _span_events(ran, rank)]
     for rank, curve in (memory or {}).items():
@@ -84,7 +88,11 @@ def write_ranks(
         ]
     path.parent.mkdir(parents=True, exist_ok=True)
     further = {"otherData": about} if about else {}
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", **further}))
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", **further})
+    if as_new_file:
+        write_whole(path, text)
+    else:
+        path.write_text(text, encoding="utf-8")
 
 
 def read_traces(path: Path, flag: str = "") -> list[TraceFile]:

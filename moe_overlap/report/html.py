@@ -16,6 +16,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import write_whole
 from moe_overlap.report.answer import Answer, answer_lines, devices, term_words
 from moe_overlap.report.drawings import Point, chart, stacked_bars, stages_and_devices
 from moe_overlap.report.picture import draw, step_of
@@ -88,9 +89,9 @@ class Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the page; ConfigError where it cannot be written."""
+    """Write the page, an earlier one is replaced whole or stays as it was; ConfigError where it cannot be written."""
     try:
-        path.write_text(report_html(report), encoding="utf-8")
+        write_whole(path, report_html(report))
     except OSError as error:
         raise ConfigError("--output", str(path), f"cannot be written: {error.strerror}", "give another") from None
 

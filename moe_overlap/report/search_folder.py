@@ -31,5 +31,5 @@ def write_answer(
     put_away_others(folder, files, tell)
     write_report(folder / "report.html", report)
     if report.step is not None:
-        write_trace(folder / "trace.json", report.step, "--output")
+        write_trace(folder / "trace.json", report.step, "--output", as_new_file=True)
     return files

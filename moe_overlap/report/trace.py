@@ -19,11 +19,12 @@ from moe_overlap.tuner.calibrate.refine import FREE_OF_PLAN, FREE_OF_STAGE
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 
 
-def write_trace(path: str | Path, step: SimulatedStep, flag: str) -> None:
+def write_trace(path: str | Path, step: SimulatedStep, flag: str, *, as_new_file: bool = False) -> None:
     """Spans and kept bytes of a simulated step.
 
     Args:
         flag: what asks for the file.
+        as_new_file: for a file of an answer, as in `write_ranks`.
     Raises:
         ConfigError: it cannot be written.
     """
@@ -34,6 +35,7 @@ def write_trace(path: str | Path, step: SimulatedStep, flag: str) -> None:
             {rank: step.spans(rank) for rank in ranks},
             {rank: step.kept_bytes(rank) for rank in ranks},
             about_run(first.plan, first.model),
+            as_new_file=as_new_file,
         )
     except OSError as error:
         raise ConfigError(flag, str(path), f"cannot be written: {error.strerror}", "give another file") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +138,14 @@ def test_communications_at_the_same_time_have_lanes_of_their_own(tmp_path: Path)
         )
 
 
+def test_a_trace_goes_to_a_pipe_where_its_path_names_one() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as pipe:
+        write_trace(Path(f"/dev/fd/{writing}"), [Span("L0.attention", "compute", 0, 0, 0.0, 1.0)], 0)
+        os.close(writing)
+        assert json.loads(pipe.read())["traceEvents"]
+
+
 def test_files_of_an_earlier_run_beside_a_whole_one_are_not_read(tmp_path: Path) -> None:
     write_ranks(tmp_path / "run.json", {0: spans(1.0), 1: spans(1.0)})
     write_trace(tmp_path / "run.json.rank1", spans(9.0), 1)
@@ -192,7 +201,7 @@ def test_collectives_inside_operators_count_as_computation_where_one_trace_does_
 def test_a_trace_that_cannot_be_written_names_the_flag_that_asks_for_it(
     flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise IsADirectoryError(21, "Is a directory")
 
     step: Any = SimpleNamespace(prices={0: SimpleNamespace(plan=None, model=None)})

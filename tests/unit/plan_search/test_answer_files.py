@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from moe_overlap.commands import autotune
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.search import SearchSettings, search_plan
+from moe_overlap.report import search_folder
 from moe_overlap.report.answer_files import FILES, put_away_others, require_no_other_files
 from moe_overlap.report.search_folder import write_answer
+from tests.faults.fault import room_for
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
 
 
@@ -70,3 +73,19 @@ def test_the_plan_and_script_of_an_answer_are_known_and_a_script_of_others_stays
     put_away_others(tmp_path, (), print)
     assert (tmp_path / "launch.sbatch").read_text() == "srun ours"
     assert names_of(tmp_path) == {"launch.sbatch", *(f"{name}.old" for name in FILES if name != "launch.sbatch")}
+
+
+@pytest.mark.parametrize("name", ["report.html", "trace.json"])
+def test_a_disk_that_is_full_leaves_the_page_and_the_trace_of_an_earlier_answer_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    found = searched("megatron-lm")
+    written = write_answer(tmp_path, found, print)
+    earlier = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = {"report.html": "write_trace", "trace.json": "write_report"}[name]
+    monkeypatch.setattr(search_folder, other, lambda *_, **__: None)
+    monkeypatch.setattr(search_folder, "write_search", lambda *_: [*written])
+    refused = pytest.raises(ConfigError, match=rf"--output {tmp_path / name}: cannot be written: File too large")
+    with room_for(len(earlier[name]) // 2), refused:
+        write_answer(tmp_path, found, print)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == earlier
