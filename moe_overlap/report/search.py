@@ -478,8 +478,11 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         lines += change_lines(helpful(search.changes, search.baseline)[:SHOWN_CHANGES], search.baseline)
     if search.kept_micro_batch is not None:
         lines.append(
-            f"{'kept':<12}--micro-batch-size {search.kept_micro_batch}: under --moe-expert-capacity-factor another drops other "
-            "tokens; --allow-micro-batch-change searches them"
+            line(
+                "kept",
+                f"--micro-batch-size {search.kept_micro_batch}: under --moe-expert-capacity-factor another drops other tokens; "
+                "--allow-micro-batch-change searches them",
+            )
         )
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
     if apart:
