@@ -147,7 +147,7 @@ def test_routing_is_balanced_natural_or_recorded(tmp_path: Path, capsys: pytest.
         told[word] = json.loads(capsys.readouterr().out)
     assert told[""] == told["balanced"] == told[str(file)]
     assert told["natural"]["step_seconds"] > told[""]["step_seconds"]
-    assert any("1.2 times the mean of rows" in text for text in told["natural"]["assumed"])
+    assert any("1.1 times the mean of rows" in text for text in told["natural"]["assumed"])
 
 
 @pytest.mark.usefixtures("hand_made")
