@@ -41,12 +41,14 @@ from moe_overlap.plan.capabilities import GRAPHS_FLAG, require_listable
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.report.answer import Leeway
+from moe_overlap.report.prediction import RUN_BY_MEGATRON_LM, change_flags
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import Graphs, Tell, cached_graphs, cpu_graphs
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.hardware import Constants, measured_constants, shipped_constants
+from moe_overlap.tuner.cost.feasibility import Change
+from moe_overlap.tuner.cost.hardware import Constants, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.machine import Machine, machine_of, require_units
 from moe_overlap.tuner.cost.prediction import predict_plan
@@ -59,6 +61,8 @@ from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
+from moe_overlap.tuner.write.upstream_rules import upstream_errors
+from moe_overlap.tuner.write.upstream_values import values_of
 
 
 class Options(TypedDict, total=False):
@@ -157,9 +161,43 @@ def predict_job(words: Sequence[str], cluster: Cluster, options: Options) -> Pre
     launching = launching_of(problem.plan, problem, prediction.predicted.step_seconds, job.flags)
     prediction = dataclasses.replace(prediction, assumed=job.assumed, not_run=job.not_run, launching=launching)
     if not prediction.fits:
-        remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))
+        remedy, tried = cheapest_change(
+            prediction,
+            problem,
+            lambda plan: _captured(job, plan, cluster, options),
+            lambda change, plan: _features_with(change, plan, words, job, problem, cluster, options),
+        )
         prediction = dataclasses.replace(prediction, remedy=remedy, tried=tried)
     return PredictedJob(job=job, problem=problem, prediction=prediction, leeway=leeway_of(words, job, problem))
+
+
+def _features_with(
+    change: Change, plan: Plan, words: Sequence[str], job: Job, problem: Problem, cluster: Cluster, options: Options
+) -> Features | None:
+    """The features of a job with the flags of a change; None where they do not make the changed plan, or break a rule that the
+    job kept: this fork's, or Megatron-LM's where that alone runs the change.
+
+    Args:
+        words: of the job.
+        plan: the changed one.
+    """
+    if options.get("plan") is not None or "--plan" in job.flags:
+        # The file decides, not flags.
+        return problem.features
+    try:
+        changed = _job_on((*expand_files(words), *change_flags(change).split()), cluster, options)
+    except ConfigError:
+        return None
+    if changed.plan.stages != plan.stages:
+        return None
+    before, broken = (set(each.not_run) for each in (job, changed))
+    if change.kind in RUN_BY_MEGATRON_LM:
+        before, broken = (
+            set(map(str, upstream_errors(values_of(each.flags), cluster.gpus))) for each in (job, changed)
+        )
+    if not broken <= before:
+        return None
+    return features_of(changed.config, changed.plan.precision, changed.flags)
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:

@@ -15,6 +15,8 @@ VISIBLE_BYTES = GIB / 20
 """Less is none, where a tenth of a GiB is shown."""
 WHOLE_FROM = 10.0
 """From here on figures are shown as whole numbers."""
+RUN_BY_MEGATRON_LM = (ChangeKind.SHARD_ALL, ChangeKind.HOST_OPTIMIZER)
+"""Changes whose flags training refuses here."""
 FEW_SECONDS = 0.01
 """Below them differences are shown in ms, to a hundredth."""
 
@@ -167,13 +169,11 @@ def change_name(change: Change) -> str:
 
 def change_advice(change: Change) -> str:
     """The flags of a change, and that training refuses them where it does."""
-    theirs = "Megatron-LM runs it, this fork does not"
-    notes = {
-        ChangeKind.SHARD_ALL: theirs,
-        ChangeKind.HOST_OPTIMIZER: f"{theirs}; its step on the host's cores takes longer than is counted",
-    }
-    note = notes.get(change.kind)
-    return change_flags(change) + (f" ({note})" if note else "")
+    if change.kind not in RUN_BY_MEGATRON_LM:
+        return change_flags(change)
+    longer = "; its step on the host's cores takes longer than is counted"
+    note = longer if change.kind is ChangeKind.HOST_OPTIMIZER else ""
+    return f"{change_flags(change)} (Megatron-LM runs it, this fork does not{note})"
 
 
 def change_flags(change: Change) -> str:
@@ -185,6 +185,8 @@ def change_flags(change: Change) -> str:
         ChangeKind.EVERY_LAYER: f"{again} full --recompute-method uniform --recompute-num-layers 1",
         ChangeKind.MICRO_BATCH: f"--micro-batch-size {change.number}",
         ChangeKind.SHARD_OPTIMIZER: "--use-distributed-optimizer",
-        ChangeKind.SHARD_ALL: "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
-        ChangeKind.HOST_OPTIMIZER: "--optimizer-cpu-offload",
+        ChangeKind.SHARD_ALL: "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+        "--ckpt-format fsdp_dtensor",
+        ChangeKind.HOST_OPTIMIZER: "--optimizer-cpu-offload --optimizer-offload-fraction 1.0 "
+        "--use-precision-aware-optimizer",
     }[change.kind]

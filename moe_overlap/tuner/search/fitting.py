@@ -2,8 +2,9 @@
 
 1. `memory_changes` derives plans from the one that does not fit: modules or whole layers are recomputed, micro-batches halved,
    states sharded, the optimizer moved to host memory.
-2. Each is predicted as any other plan; of those that fit the fastest is the answer. Of whole layers as few are recomputed as
-   fit, found by bisection: a layer more never needs more memory.
+2. Each is predicted as any other plan, with the features that the job has with the flags of the change; one whose flags make no
+   such job is left out. Of those that fit the fastest is the answer. Of whole layers as few are recomputed as fit, found by
+   bisection: a layer more never needs more memory.
 """
 
 from __future__ import annotations
@@ -27,24 +28,29 @@ Capture = Callable[[Plan], Mapping[int, CapturedModel]]
 """A plan -> the captured models of its stages."""
 
 
+Said = Callable[[Change, Plan], Features | None]
+"""A change and its plan -> the features of the job with the flags of the change; None where they make no such job."""
+
+
 Degrees = Sequence[tuple[Change, Plan]]
 """A change by degrees, each needing no more memory than the one before; often a single one."""
 
 
 def cheapest_change(
-    failing: Prediction, problem: Problem, capture: Capture
+    failing: Prediction, problem: Problem, capture: Capture, said: Said
 ) -> tuple[Remedy | None, tuple[Change, ...]]:
     """The change that fits with the shortest step.
 
     Args:
         failing: the prediction of the problem's plan.
         capture: called for every changed plan, since it may recompute what the problem's graphs do not.
+        said: what the flags of a change make of the job.
     Returns:
         The change, None where none fits alone; and all changes that were tried.
     """
     remedies, tried = [], []
     for degrees in memory_changes(problem.plan, problem.model, problem.features):
-        change, prediction = _least_that_fits(degrees, problem, capture)
+        change, prediction = _least_that_fits(degrees, problem, capture, said)
         if change is None:
             continue
         tried.append(change)
@@ -61,20 +67,25 @@ def cheapest_change(
     return min(remedies, key=lambda remedy: remedy.step_seconds, default=None), tuple(tried)
 
 
-def _least_that_fits(degrees: Degrees, problem: Problem, capture: Capture) -> tuple[Change | None, Prediction | None]:
+def _least_that_fits(
+    degrees: Degrees, problem: Problem, capture: Capture, said: Said
+) -> tuple[Change | None, Prediction | None]:
     """The least degree of a change that fits, and its prediction.
 
     Returns:
-        The last degree without a prediction where none fits; nothing where the change cannot be predicted.
+        The last degree without a prediction where none fits; nothing where the change cannot be said or predicted.
     """
     most = degrees[-1][1]
+    features = said(*degrees[-1])
+    if features is None:
+        return None, None
     graphs = dict(capture(most))
     if not all(_has_variants(stage, graphs[index]) for index, stage in enumerate(most.stages)):
         return None, None
 
     def predicted(degree: int) -> Prediction:
         plan = degrees[degree][1]
-        return predict_plan(plan, replace(problem, plan=plan, graphs=graphs))
+        return predict_plan(plan, replace(problem, plan=plan, graphs=graphs, features=features))
 
     try:
         first, last = 0, len(degrees) - 1

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from moe_overlap import api
 from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
-from moe_overlap.plan.plan import PeakBytes, PredictedStage, Provenance
+from moe_overlap.plan.plan import PeakBytes, Plan, PredictedStage, Provenance
 from moe_overlap.report.answer import _memory
 from moe_overlap.report.prediction import change_flags, change_name, prediction_json, prediction_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import (
+    Change,
     ChangeKind,
     MemoryQuantiles,
     fullest_stage,
@@ -146,6 +148,60 @@ def test_what_is_offered_for_unlike_stages_is_accepted_as_flags() -> None:
     gib = min(predicted(80, *unlike, *change_flags(change).split()).fullest.needed_bytes for change, _ in offered) / GIB
     remedy = predicted(gib * 1.001, *unlike).remedy
     assert remedy is not None and remedy.change.kind is ChangeKind.EVERY_LAYER
+
+
+HALF_ON_HOST = "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-optimizer"
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
+ONE_STAGE = "--pipeline-model-parallel-size 1"
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        ("", ""),
+        (ONE_STAGE, ""),
+        (HALF_ON_HOST, ""),
+        (f"{ONE_STAGE} {FSDP} no_shard", "shard the optimizer's states"),
+        ("--optimizer sgd", "keep the optimizer's states in host memory"),
+        ("--fp8-format hybrid --fp8-recipe delayed", "recompute layernorm, moe_act"),
+    ],
+)
+def test_flags_of_every_change_make_the_run_that_is_predicted(
+    words: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing that Megatron-LM refuses beside them, as far as its rules are known; others are not tried."""
+    said: list[tuple[Change, Plan]] = []
+    given = api._features_with
+    monkeypatch.setattr(api, "_features_with", lambda *args: said.append(args[:2]) or given(*args))  # type: ignore[func-returns-value]
+    job = [*JOB, "--micro-batch-size", "2", *words.split()]
+    options: dict[str, Any] = {"graphs": by_hand, "constants": CONSTANTS}
+    failing = predict(job, cluster_of(0.1), **options)
+    tried = [change_name(change) for change in failing.tried]
+    assert len(tried) >= 2 and left_out not in tried
+    assert left_out in ("", *(change_name(change) for change, _ in said))
+    for change, plan in said:
+        if change not in failing.tried:
+            continue
+        again = predict([*job, *change_flags(change).split()], cluster_of(80), **options)
+        problem = problem_of([*job, *change_flags(change).split()], cluster_of(80), options)  # type: ignore[arg-type]
+        assert problem.plan.stages == plan.stages
+        assert set(again.not_run) <= set(failing.not_run), change_flags(change)
+
+
+def test_a_named_change_has_the_step_and_the_bytes_of_its_flags() -> None:
+    """Beside a share that is on the host already, and without the overlap that FSDP brings along."""
+    for words in (
+        HALF_ON_HOST,
+        f"{ONE_STAGE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ):
+        job = [word for word in JOB if not word.startswith("--overlap-")] + words.split()
+        options: dict[str, Any] = {"graphs": by_hand, "constants": CONSTANTS}
+        needed = predict(job, cluster_of(80), **options).fullest.needed_bytes / GIB
+        remedy = predict(job, cluster_of(needed * 0.9), **options).remedy
+        assert remedy is not None
+        again = predict([*job, *change_flags(remedy.change).split()], cluster_of(needed * 0.9), **options)
+        assert again.fits and again.fullest.high_bytes == remedy.high_bytes
+        assert again.predicted.step_seconds == pytest.approx(remedy.step_seconds)
 
 
 def test_no_change_is_named_where_none_fits_alone_and_none_is_tried_where_the_plan_fits() -> None:

@@ -258,8 +258,12 @@ def test_a_change_that_this_fork_refuses_says_who_runs_it() -> None:
     sharded = Remedy(change=Change(kind=ChangeKind.SHARD_ALL), step_seconds=1.0, slower_by=0.1, high_bytes=2**30)
     on_host = dataclasses.replace(sharded, change=Change(kind=ChangeKind.HOST_OPTIMIZER))
     said = [suggestions(planned(), dataclasses.replace(predicted(), remedy=it))[0] for it in (sharded, on_host)]
-    assert said[0].endswith(" optim_grads_params (Megatron-LM runs it, this fork does not)")
-    assert "; --optimizer-cpu-offload (Megatron-LM runs it" in said[1] and said[1].endswith("longer than is counted)")
+    assert said[0].endswith(" optim_grads_params --ckpt-format fsdp_dtensor (Megatron-LM runs it, this fork does not)")
+    assert (
+        "; --optimizer-cpu-offload --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer (Megatron-LM"
+        in said[1]
+    )
+    assert said[1].endswith("longer than is counted)")
 
 
 def test_suggestions_follow_the_largest_term() -> None:
