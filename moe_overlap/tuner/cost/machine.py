@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from moe_overlap.describe.cluster import GIB, Cluster, Gpu
+from moe_overlap.describe.cluster import GIB, Cluster, Gpu, known_gpus
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.cost.expected_error import ExpectedError, shipped_errors
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
@@ -32,6 +32,8 @@ from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup
 
 WITHOUT_BLOCK_SCALES = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "CDNA2", "CDNA3")
 """Generations without units for mxfp8, whose blocks of 32 elements have a scale each; Transformer Engine refuses it there."""
+RATES = ("bf16_tflops", "fp8_tflops", "fp4_tflops", "memory_gb_per_s")
+"""What efficiencies are fractions of; the capacity decides no second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +102,7 @@ def machine_of(
     of_gpu, other_gpu = constants.of_gpu(gpu)
     software = constants.of_release(release, gpu.architecture, precision, is_moe)
     reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
+    reasons += _redescribed(gpu) if cluster.measured is None else []
     reasons += [*constants.uncalibrated(gpu, precision, is_moe), *software.extrapolating]
     if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
         reasons.append(f"groups of unlike GPUs or links: all are priced as {gpu.name}, and fit or not as {gpu.name}")
@@ -123,6 +126,13 @@ def machine_of(
         lookup=lookup,
     )
     return machine, tuple(reasons)
+
+
+def _redescribed(gpu: Gpu) -> list[str]:
+    """Why constants of a GPU type do not hold for a description that has its name and other peak rates."""
+    known = known_gpus().get(gpu.name, {})
+    others = [name for name in RATES if name in known and known[name] != getattr(gpu, name)]
+    return [f"no measured steps of {gpu.name} with another {' and '.join(others)}"] if others else []
 
 
 def _lacks_units(gpu: Gpu, precision: str) -> bool:

@@ -319,3 +319,20 @@ def test_units_that_a_gpu_has_not_and_unlike_groups_are_named() -> None:
     assert any(reason.startswith("groups of unlike GPUs") for reason in reasons)
     _, reasons = machine_of(dataclasses.replace(cluster, groups=(group, group)), SHIPPED)
     assert not any(reason.startswith("groups of unlike GPUs") for reason in reasons)
+
+
+def test_a_description_with_the_name_of_a_gpu_and_other_rates_is_extrapolated() -> None:
+    cluster = shipped_cluster("H100", 16)
+    (group,) = cluster.groups
+    for changed, reasons in (
+        ({}, ()),
+        ({"memory_gib": 40.0}, ()),
+        ({"bf16_tflops": 5000.0}, ("no measured steps of H100 with another bf16_tflops",)),
+        (
+            {"bf16_tflops": 5000.0, "memory_gb_per_s": 1e4},
+            ("no measured steps of H100 with another bf16_tflops and memory_gb_per_s",),
+        ),
+    ):
+        other = dataclasses.replace(group, gpu=dataclasses.replace(group.gpu, **changed))  # type: ignore[arg-type]
+        _, said = machine_of(dataclasses.replace(cluster, groups=(other,)), SHIPPED, is_moe=True)
+        assert said == reasons, changed
