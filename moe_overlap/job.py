@@ -35,6 +35,7 @@ from moe_overlap.describe.readers.predicted_flags import (
     zero_level,
 )
 from moe_overlap.plan.capabilities import GRAPHS_FLAG, ListedRun, require_listed_recipe
+from moe_overlap.plan.operators import ATTENTION, GATE, MLP, SHARED
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.rules.stages import require_stages, validate_plan
 from moe_overlap.plan.serialize import load_plan
@@ -375,6 +376,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         context_exchange=_context_exchange(flags),
         dispatcher=_dispatcher(config),
         graphs=_cuda_graphs(flags),
+        outside_graphs=_outside_graphs(flags, has_experts=bool(config.moe.num_experts)),
         listed_graphs=config.overlap.moe_overlap_cuda_graphs,
         router_groups=_router_groups(config),
         fused_router="--moe-router-fusion" in flags,
@@ -422,9 +424,31 @@ def _cuda_graphs(flags: Flags) -> CudaGraphs:
         implementation = "local"
     if implementation == "none":
         return "none"
-    # The newer flag names the same modules.
+    scope = _recorded_modules(flags)
+    if implementation == "full_iteration" or scope & {"full", "full_iteration"}:
+        return "full"
+    return "partial" if scope & {"attn", "mlp", "moe", "moe_router"} else "none"
+
+
+def _recorded_modules(flags: Flags) -> frozenset[str]:
+    # The newer flag names the same modules. Lists of upstream's own tests write several values as `[a b]`.
     scope = flags.get("--cuda-graph-modules", flags.get("--cuda-graph-scope", ("full",)))
-    return "full" if implementation == "full_iteration" or {"full", "full_iteration"} & set(scope) else "partial"
+    return frozenset(" ".join(scope).strip("[]").replace(",", " ").split())
+
+
+def _outside_graphs(flags: Flags, has_experts: bool) -> tuple[str, ...]:
+    """The operators of a layer that partial graphs could record and that the flags do not name.
+
+    Dense layers of a model with experts count as recorded with the router, as the constants were fitted.
+    """
+    if _cuda_graphs(flags) != "partial":
+        return ()
+    scope = _recorded_modules(flags)
+    is_routed = has_experts and bool(scope & {"moe", "moe_router"})
+    outside = [] if "attn" in scope else [ATTENTION]
+    outside += [] if is_routed else [GATE, SHARED]
+    outside += [] if is_routed or "mlp" in scope else [MLP]
+    return tuple(outside)
 
 
 def _weight_bytes(precision: Precision, low_weights: bool) -> float:

@@ -59,6 +59,8 @@ class Features:
     dispatcher: Dispatcher = "alltoall"
     graphs: Graphs = "none"
     """CUDA graphs: of all but the experts (partial), or of a whole step."""
+    outside_graphs: tuple[str, ...] = ()
+    """Operators that partial graphs leave to the host, beside those of the experts: flags name other modules alone."""
     listed_graphs: bool = False
     """Operators of instruction lists are replayed as CUDA graphs (--moe-overlap-cuda-graphs); nothing else heeds it."""
     router_groups: RouterGroups = RouterGroups()

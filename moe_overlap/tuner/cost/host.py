@@ -132,7 +132,7 @@ def host_work(
     work = work * np.minimum(1.0, fused_share(table, features))
     launched = table.launches > 0
     if features.graphs == "partial":
-        launched = launched & np.isin(table.operators, UNGRAPHED)
+        launched = launched & np.isin(table.operators, (*UNGRAPHED, *features.outside_graphs))
     work = _replayed(table, np.where(launched, work, 0.0), replays)
     waits = table.waits & replays.counts_rows
     work = work + np.where(waits, WAITING_CALLS, 0.0)

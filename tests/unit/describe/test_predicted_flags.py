@@ -222,6 +222,24 @@ def test_graphs_of_some_modules_are_partial_under_both_names(flag: str) -> None:
     assert features_of(job.config, "bf16", {"--cuda-graph-impl": ("local",)}).graphs == "full"
 
 
+@pytest.mark.parametrize(
+    ("scope", "graphs", "outside"),
+    [
+        ("attn moe_router moe_preprocess", "partial", ()),
+        ("[attn mlp moe_router]", "partial", ()),
+        ("attn", "partial", ("moe.gate", "moe.shared", "mlp")),
+        ("moe_router", "partial", ("attention",)),
+        ("mlp", "partial", ("attention", "moe.gate", "moe.shared")),
+        ("mamba", "none", ()),
+        ("full", "full", ()),
+    ],
+)
+def test_graphs_record_what_their_scope_names(scope: str, graphs: str, outside: tuple[str, ...]) -> None:
+    flags = {"--cuda-graph-impl": ("transformer_engine",), "--cuda-graph-scope": tuple(scope.split())}
+    features = features_of(read_job(JOB, 32).config, "bf16", flags)
+    assert (features.graphs, features.outside_graphs) == (graphs, outside)
+
+
 def test_our_overlap_without_the_distributed_optimizer_says_what_it_has() -> None:
     said = read_job([*LISTED, *CUT.split()], 32).assumed
     assert any(text.startswith("ZeRO-1, as this fork runs") for text in said)

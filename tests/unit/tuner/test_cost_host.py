@@ -119,6 +119,16 @@ def test_partial_graphs_leave_what_depends_on_the_routing_to_the_host() -> None:
         assert host_work(table, Features(graphs="partial"), COMMON, 1.0).seconds.sum() > 0, name
 
 
+def test_partial_graphs_leave_what_their_flags_do_not_name_to_the_host() -> None:
+    table = table_of(layer_ops())
+    attention = np.array([op.operator == "attention" for op in table.ops])
+    none = host_work(table, Features(), COMMON, 1.0).seconds
+    scoped = host_work(table, Features(graphs="partial", outside_graphs=("attention",)), COMMON, 1.0).seconds
+    both = host_work(table, Features(graphs="partial"), COMMON, 1.0).seconds
+    assert both[attention].sum() == 0 < scoped[attention].sum() == none[attention].sum()
+    assert (scoped[~attention] == both[~attention]).all()
+
+
 def test_the_host_waits_for_counts_once_in_every_forward_pass() -> None:
     ops = layer_ops()
     assert list(np.flatnonzero(calls_of(ops).waits)) == [4]
