@@ -113,6 +113,14 @@ EFFECTS = (
     _effect("bytes of the gradients that FSDP reduces", "megatron-fsdp-grad-comm-dtype"),
     _effect("context ranks by the length of each sequence", "*hybrid-context-parallel *dynamic-context-parallel"),
     _effect("no weight gradients and no update of the layers", "freeze-all-layers"),
+    _effect("the MLP in pieces of the sequence: less memory, and more launches", "mlp-chunks-for-training"),
+    _effect("attention by another release's kernels", "flash-attention-version"),
+    _effect(
+        "priority of hidden all-to-alls over computation: more of them is hidden, and computation is slower",
+        "high-priority-a2a-comm-stream",
+    ),
+    _effect("attention inside documents: less work", "dataloader-inter-document-masking"),
+    _effect("sums of some gradients in four bytes: more memory", "ddp-param-name-patterns-for-fp32-local-accumulation"),
     _effect("attention by kernels that read a mask of documents: slower than those without", "reset-attention-mask"),
     _effect(
         "the optimizer's step on the host's cores, which takes longer; counted is a GPU's, with copies of its states",

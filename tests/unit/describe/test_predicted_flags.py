@@ -204,6 +204,14 @@ def test_optimizer_states_wait_on_the_host_as_the_flags_say() -> None:
     """Whole, or the written share; the advice to offload them is priced when it is followed, but for the step on the CPU."""
     assert not_modelled({"--optimizer-cpu-offload": ()}) == ("--optimizer-cpu-offload",)
     assert not_modelled({"--reset-attention-mask": ()}) == ("--reset-attention-mask",)
+    # What training does without, for it changes no loss, may change seconds and bytes.
+    for flag, values in (
+        ("--mlp-chunks-for-training", ("4",)),
+        ("--flash-attention-version", ("3",)),
+        ("--high-priority-a2a-comm-stream", ()),
+        ("--dataloader-inter-document-masking", ()),
+    ):
+        assert not_modelled(read_job([*JOB, flag, *values], 32).flags) == (flag,)
     job = read_job([*JOB, "--optimizer-cpu-offload"], 32)
     assert {stage.offload.optimizer for stage in job.plan.stages} == {1.0}
     half = read_job([*JOB, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"], 32)
