@@ -421,13 +421,20 @@ def measured_constants(measured: Measured, gpu: str) -> Constants:
     """The constants of a measured machine.
 
     Raises:
-        ConfigError: a constant is missing or unknown.
+        ConfigError: a constant is missing or unknown, or a share of a rate is 0.
     """
     names = {field.name for field in dataclasses.fields(GpuConstants)}
     # A file of another version is refused: a missing constant must not be taken from a fitted GPU unnoticed.
     for name in names ^ (set(measured.constants) - {REDUCE_SCATTER}):
         rule = "is missing" if name in names else "is unknown"
         raise ConfigError(f"measured.constants.{name}", "", rule, "run tools/profile_cluster.py again")
+    # Seconds may be 0. Shares may exceed 1: what they are of was measured, too.
+    for name in (*LOSSY, "domain", "network", REDUCE_SCATTER):
+        if not measured.constants.get(name, 1.0) > 0:
+            rule = "is a share of a rate, greater than 0"
+            raise ConfigError(
+                f"measured.constants.{name}", measured.constants[name], rule, "run tools/profile_cluster.py again"
+            )
     constants = MeasuredConstants(
         **measured.constants,
         latency_seconds=measured.latency_seconds,

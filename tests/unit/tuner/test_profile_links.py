@@ -218,6 +218,16 @@ def test_every_constant_is_asked_for(tmp_path: Path) -> None:
         measured_constants(measured, "a processor")
 
 
+@pytest.mark.parametrize("name", ["gemm", "memory", "domain", "all_to_all_network", "reduce_scatter"])
+def test_no_share_of_a_rate_is_0(tmp_path: Path, name: str) -> None:
+    content = measured_content(tmp_path / "here.jsonl")
+    content["measured"]["constants"] |= {name: 0, "host_seconds": 0}
+    measured = cluster_of(content, "c.json").measured
+    assert measured is not None
+    with pytest.raises(ConfigError, match=rf"measured.constants.{name} 0: is a share of a rate, greater than 0"):
+        measured_constants(measured, "a processor")
+
+
 def test_an_all_to_all_beside_products_has_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks share no power of two, and both backends refuse unequal parts."""
     sizes = set()
