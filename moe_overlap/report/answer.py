@@ -210,7 +210,10 @@ def _step(answer: Answer) -> str:
         interval = f" ± {expected.relative * 100:.0f} % in the mean ({interval_text(prediction)})"
     tokens, tflops = figure(predicted.tokens_per_second_per_gpu), figure(predicted.model_tflops_per_gpu)
     rate = f"{tokens} tokens/s and {tflops} TFLOP/s per GPU"
-    return f"{seconds:.3f} s{interval}, {rate}, MFU {_share(prediction.mfu)} on {devices(answer.cluster)}"
+    software = prediction.software
+    which = " (the median)" if software.is_median else ""
+    release = f", release {software.release}{which}" if software.release else ""
+    return f"{seconds:.3f} s{interval}, {rate}, MFU {_share(prediction.mfu)} on {devices(answer.cluster)}{release}"
 
 
 def devices(cluster: Cluster) -> str:

@@ -135,6 +135,17 @@ def test_the_figures_are_those_of_the_prediction() -> None:
     assert sum(waiting[1:-1]) == pytest.approx(waiting[0], abs=0.3)
 
 
+def test_the_release_of_the_software_is_said() -> None:
+    median = Software(release="26.04", is_median=True)
+    for software, said in (
+        (Software(), "× H100"),
+        (median, "× H100, release 26.04 (the median)"),
+        (dataclasses.replace(median, is_median=False), "× H100, release 26.04"),
+    ):
+        answer = Answer(plan=planned(), prediction=dataclasses.replace(predicted(), software=software), cluster=CLUSTER)
+        assert answer_lines(answer)[1].endswith(f" on 64 {said}")
+
+
 def test_a_run_of_one_stage_has_no_bubble() -> None:
     one_stage = ("--pipeline-model-parallel-size", "1")
     answer = Answer(plan=planned(*one_stage), prediction=predicted(*one_stage), cluster=CLUSTER)
