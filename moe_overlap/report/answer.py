@@ -320,6 +320,9 @@ def _beware(prediction: Prediction) -> list[str]:
     # Beside the first, the release that takes the place of one that the user wrote.
     reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
     texts += [f"extrapolating: {reason}" for reason in reasons]
+    untold = [reason for reason in prediction.extrapolating if reason not in reasons]
+    if untold:
+        texts[-1] += _more((texts[-1], *untold))
     if prediction.expected_error is None and not reasons:
         texts.append("error not known: no prediction for this machine has been compared with a step measured on it")
     if prediction.not_modelled:

@@ -159,7 +159,8 @@ def test_a_release_that_was_replaced_is_said_behind_another_reason() -> None:
     software = Software(release="26.04", extrapolating=(replaced,), is_median=True)
     said = beware_lines(dataclasses.replace(predicted(), extrapolating=reasons, software=software))
     assert [line[12:] for line in said if "extrapolating" in line] == [
-        f"extrapolating: {reason}" for reason in (reasons[0], replaced)
+        f"extrapolating: {reasons[0]}",
+        f"extrapolating: {replaced} (and 1 more: --verbose)",
     ]
     again = beware_lines(dataclasses.replace(predicted(), extrapolating=(replaced,), software=software))
     assert sum(replaced in line for line in again) == 1
