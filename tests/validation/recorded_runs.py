@@ -9,8 +9,6 @@ recomputes is not in the data: `_again`.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +18,7 @@ from typing import Any
 from moe_overlap.api import Job, read_job
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.plan.plan import Devices, Offload, Recompute, StagePlan
-from tests.validation.rows import DATA, models
+from tests.validation.rows import models, records, table
 
 MEASURED = ("measured", "derived_from_measured")
 ACESO_SIZES = {"gpt-1_3B": "1.3b", "gpt-2_6B": "2.7b", "gpt-6_7B": "7b", "gpt-13B": "13b", "gpt-22B": "22b"}
@@ -118,8 +116,7 @@ def measured_links() -> dict[str, float]:
 
 @cache
 def _rows() -> tuple[dict[str, str], ...]:
-    with gzip.open(DATA / "mist_runs.csv.gz", "rt", encoding="utf-8", newline="") as file:
-        return tuple(csv.DictReader(file))
+    return tuple(records(table("mist_runs.csv.gz")))
 
 
 @cache
