@@ -32,7 +32,7 @@ PLAYED = 0.04
 """Of a step that plays of uses price: where slowdowns are read off a play of other lengths, longer uses may end earlier. Of 197
 such runs the worst gets shorter by 3.4 % with twice the tokens, and its list longer by 0.7 %; answers are those of lists."""
 MOST_SHORTER = 0.05
-"""Share of such runs that get shorter by any of the changes."""
+"""Share of such runs that get shorter by any of the changes, or no longer with more layers or tokens."""
 GIGA = 1e9
 
 
@@ -177,7 +177,9 @@ def test_more_work_and_slower_links_take_longer(third: int) -> None:
             is_shorter |= more < seconds * (1 - ROUNDING)
             longer[name] += more > seconds * 1.0001
         shorter += is_shorter
-    assert shorter <= MOST_SHORTER * sum(run.is_decoupled for run, _ in runs)
-    assert longer["layers"] >= len(runs) - shorter and longer["tokens"] >= len(runs) - shorter
+    few = MOST_SHORTER * sum(run.is_decoupled for run, _ in runs)
+    assert shorter <= few
+    # Copies of states may last longer than all passes, so that more tokens are hidden under them.
+    assert longer["layers"] >= len(runs) - few and longer["tokens"] >= len(runs) - few
     # Not every run has each link, experts, or copies to its host; what is there is paid for.
     assert min(longer.values()) >= len(runs) // 20, longer
