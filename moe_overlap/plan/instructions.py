@@ -234,30 +234,8 @@ def boundary_channel(transfer: OperatorId) -> str:
     return f"{PIPELINE}.{transfer.boundary}"
 
 
-class OfOperator:
-    """The answers that an instruction and a draft of it share: what their kind and operator say."""
-
-    __slots__ = ()
-    kind: Kind
-
-    @property
-    def operator(self) -> OperatorId:
-        """Its name, taken apart."""
-        raise NotImplementedError
-
-    @property
-    def sends(self) -> bool:
-        """Whether it sends over a stage boundary."""
-        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.SEND
-
-    @property
-    def receives(self) -> bool:
-        """Whether it receives over a stage boundary."""
-        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.RECEIVE
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Instruction(OfOperator):
+class Instruction:
     """One entry of a list.
 
     Attributes:
@@ -300,6 +278,16 @@ class Instruction(OfOperator):
     def in_backward_pass(self) -> bool:
         """Whether it belongs to a backward pass."""
         return self.operator.in_backward_pass
+
+    @property
+    def sends(self) -> bool:
+        """Whether it sends over a stage boundary."""
+        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.SEND
+
+    @property
+    def receives(self) -> bool:
+        """Whether it receives over a stage boundary."""
+        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.RECEIVE
 
     @property
     def channel_group(self) -> str:

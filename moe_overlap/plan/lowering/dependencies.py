@@ -40,7 +40,6 @@ from moe_overlap.plan.instructions import (
     PIPELINE,
     Instruction,
     Kind,
-    OfOperator,
     ScheduleError,
     parse_buffer,
     reads_counts,
@@ -190,7 +189,7 @@ class _Waits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draft(OfOperator):
+class Draft:
     """An instruction before it has a place in a list; fields as there."""
 
     kind: Kind
@@ -208,6 +207,11 @@ class Draft(OfOperator):
     def operator(self) -> OperatorId:
         """Its name, taken apart."""
         return parse_operator(self.name, "draft")
+
+    @property
+    def receives(self) -> bool:
+        """Whether it receives over a stage boundary."""
+        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.RECEIVE
 
 
 def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
