@@ -238,7 +238,7 @@ def _appended(path: str | None) -> IO[str] | None:
 
 
 def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
-    """What the console tells of some steps in a row: losses and times on average, as Megatron-LM does, else the last one's."""
+    """Average the losses and times of steps in a row, as Megatron-LM's console does; everything else is the last step's."""
     last, seconds = steps[-1], [each.step_seconds for each in steps]
     tokens = [each.tokens_per_second * each.step_seconds for each in steps]
     return replace(

@@ -437,7 +437,7 @@ def test_a_capacity_of_experts_keeps_the_micro_batch(tmp_path: Path) -> None:
     assert kept.found.counts.layouts < free.found.counts.layouts == dropless.found.counts.layouts
     assert kept.prediction.predicted.step_seconds >= free.prediction.predicted.step_seconds
     told = ["\n".join(closing_lines(search, tmp_path, [])) for search in (kept, free, dropless)]
-    line = "kept        --micro-batch-size 2: under --moe-expert-capacity-factor another drops other tokens; --allow-"
+    line = "kept        --micro-batch-size 2: with --moe-expert-capacity-factor another size drops different tokens; --allow-"
     assert [line in text for text in told] == [True, False, False]
     for size, rule in (
         ("3", "no layout of 8 GPUs has micro-batches of so many samples"),
