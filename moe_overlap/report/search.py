@@ -480,8 +480,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         lines.append(
             line(
                 "kept",
-                f"--micro-batch-size {search.kept_micro_batch}: with --moe-expert-capacity-factor another size drops different tokens; "
-                "--allow-micro-batch-change searches the others",
+                f"--micro-batch-size {search.kept_micro_batch}: with --moe-expert-capacity-factor another size drops different "
+                "tokens; --allow-micro-batch-change searches the others",
             )
         )
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
