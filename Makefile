@@ -8,7 +8,7 @@ LINK ?= auto
 ARGS ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PYTHONS := use Python 3.11, 3.12 or 3.13: apt install python3 python3-venv, or make PYTHON=python3.12
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: train test test-slow test-sweep test-gpu check format clean
@@ -36,20 +36,26 @@ test-gpu: .venv/installed
 	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
 	$(BIN)/python -m tests.gpu.benchmark
 
+# The check of the pins waits for the network most of the time: the others run meanwhile.
 check: .venv/installed
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy megatron/training moe_overlap tools pretrain_moe.py
-	$(BIN)/python tools/check_size.py
+	@set -e; $(BIN)/python tools/check_pins.py "$(TORCH)" & \
+	trap 'kill $$! 2> /dev/null' EXIT; set -x; \
+	$(BIN)/ruff format --check .; \
+	$(BIN)/ruff check .; \
+	$(BIN)/mypy megatron/training moe_overlap tools pretrain_moe.py; \
+	$(BIN)/python tools/check_size.py; \
+	wait $$!
 
 format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# What any Python can read says which one is needed; tools/install.py says the rest.
 .venv/installed: setup.py constraints.txt
-	$(PYTHON) -m venv .venv
-	$(PIP) $(TORCH)
-	$(PIP) --editable ".[dev]"
+	@command -v $(PYTHON) > /dev/null || { echo "error: PYTHON $(PYTHON): is not installed; $(PYTHONS)" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(1)' || \
+	{ echo "error: PYTHON $(PYTHON): is `$(PYTHON) -V 2>&1`; $(PYTHONS)" >&2; exit 2; }
+	@$(PYTHON) tools/install.py .venv "$(TORCH)"
 	@touch $@
 
 clean:

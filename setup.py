@@ -12,7 +12,13 @@ setup(
     ),
     description="A Megatron-LM fork for Mixture-of-Experts training with overlapped communication and an auto-tuner",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.14",
+    classifiers=[
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Operating System :: POSIX :: Linux",
+    ],
     packages=find_namespace_packages(include=["megatron.training*", "moe_overlap*"]),
     package_data={
         "moe_overlap.describe": ["*.json"],
@@ -45,6 +51,16 @@ setup(
         "data": ["pyarrow", "sentencepiece", "tiktoken", "tokenizers", "transformers<5"],
         "logging": ["tensorboard", "wandb"],
         "gpu": ["transformer-engine[pytorch]", "triton"],
-        "dev": ["mypy", "pytest", "pytest-xdist", "ruff", "setuptools", "tensorboard", "transformers<5", "wheel"],
+        "dev": [
+            "mypy",
+            "pip>=25",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "setuptools",
+            "tensorboard",
+            "transformers<5",
+            "wheel",
+        ],
     },
 )

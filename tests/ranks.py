@@ -19,8 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.end_to_end.program import PROGRAM, ROOT, Ended, environment, free_port, line_count
-
-PATIENCE_SECONDS = 120.0
+from tests.spawn import HANGS_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Ranks:
 
     def wait_until_lines(self, path: Path, count: int) -> None:
         """Until a file holds so many lines, or a rank has ended."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + HANGS_SECONDS
         while line_count(path) < count and all(process.is_alive() for process in self.processes):
             assert time.monotonic() < deadline, f"{path} has {line_count(path)} lines, not {count}"
             time.sleep(0.005)
@@ -96,10 +95,10 @@ class Ranks:
             # A rank that has no session of its own yet.
             self.signal(number)
         for process in self.processes:
-            process.join(PATIENCE_SECONDS)
+            process.join(HANGS_SECONDS)
         return all(process.exitcode == -signal.SIGKILL for process in self.processes)
 
-    def wait(self, timeout_seconds: float = PATIENCE_SECONDS, only: int | None = None) -> list[Ended]:
+    def wait(self, timeout_seconds: float = HANGS_SECONDS, only: int | None = None) -> list[Ended]:
         """How the ranks ended, in their order; those that do not end in time are killed, and their status says so.
 
         Args:

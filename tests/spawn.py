@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+HANGS_SECONDS = 600.0
+"""What takes longer hangs. It is many times what anything takes, as the machine may be slow and busy with something else."""
 PATIENCE_SECONDS = 5.0
 """How long the others may take to report after the first failure: the first one is rarely the one that tells most."""
 
@@ -29,7 +31,9 @@ class ProcessFailed(Exception):
     """A process raised, died or did not end in time; the message holds each report."""
 
 
-def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120.0) -> list[Any]:
+def run(
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = HANGS_SECONDS
+) -> list[Any]:
     """Call `function(*arguments)` in `world_size` processes of one group.
 
     Returns:

@@ -159,6 +159,7 @@ def main(argv: Sequence[str]) -> int:
             "-m",
             "torch.distributed.run",
             "--standalone",
+            "--local-addr=127.0.0.1",
             "--nproc-per-node",
             str(arguments.nproc_per_node),
         ]

@@ -125,6 +125,7 @@ def run_layouts(layouts: Sequence[Layout], steps: int, folder: Path) -> dict[str
             "-m",
             "torch.distributed.run",
             "--standalone",
+            "--local-addr=127.0.0.1",
             "--nproc-per-node",
             str(world_size),
         ]

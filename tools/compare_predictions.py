@@ -120,7 +120,8 @@ def _train(flags: Sequence[str], steps: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.jsonl"
         run = ["--train-iters", str(steps), "--lr-decay-iters", "240", "--eval-iters", "0", "--log-json", str(log)]
-        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node", str(RANKS)]
+        command = [sys.executable, "-P", "-m", *launcher]
         done = subprocess.run(
             [*command, str(ROOT / "pretrain_moe.py"), *flags, *run],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

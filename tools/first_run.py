@@ -98,6 +98,7 @@ class FirstRun:
 
     Attributes:
         link: namespaces, emulator or none.
+        no_namespaces: why `auto` took the emulator; empty where it did not.
         ranks: processes, all in one group of expert parallelism.
         words: flags of pretrain_moe.py, files expanded.
         train_steps: of the tuned run.
@@ -106,6 +107,7 @@ class FirstRun:
     """
 
     link: str
+    no_namespaces: str
     ranks: int
     words: tuple[str, ...]
     train_steps: int
@@ -160,21 +162,21 @@ def probe_of(steps: Sequence[Sequence[dict[str, float]]]) -> Probe:
     )
 
 
-def settled_link(asked: str) -> str:
-    """The link that is used: the one asked for, or the first that this machine allows.
+def settled_link(asked: str) -> tuple[str, str]:
+    """The link that is used, the one asked for or the first that this machine allows; and why that is not namespaces.
 
     Raises:
         ConfigError: namespaces are asked for and cannot be made.
     """
     if asked not in ("auto", "namespaces"):
-        return asked
+        return asked, ""
     try:
         with Bed(1, None):
-            return "namespaces"
-    except ConfigError:
+            return "namespaces", ""
+    except ConfigError as error:
         if asked == "namespaces":
             raise
-        return "emulator"
+        return "emulator", error.rule
 
 
 def read_command(argv: Sequence[str]) -> FirstRun:
@@ -221,9 +223,9 @@ def read_command(argv: Sequence[str]) -> FirstRun:
     steps = parsed.config.training.train_iters
     if steps is None:
         raise ConfigError("--train-samples", "", "the comparison counts steps", "use --train-iters")
-    link = settled_link(arguments.link)
+    link, no_namespaces = settled_link(arguments.link)
     folder = arguments.folder.resolve()
-    return FirstRun(link, ranks, words, steps, min(arguments.plain_steps, steps), folder)
+    return FirstRun(link, no_namespaces, ranks, words, steps, min(arguments.plain_steps, steps), folder)
 
 
 def micro_batch_size(words: Sequence[str]) -> int:
@@ -324,6 +326,8 @@ def make_link(run: FirstRun, ranks: RanksOnBed, console: Console) -> float | Non
     limited = probe()
     place = {"namespaces": "network namespaces behind rate-limited exits", "emulator": "emulated inside the processes"}
     console.say("1 link", f"{mbit:g} Mbit/s out of each rank: {place[run.link]}")
+    if run.no_namespaces:
+        console.say("", f"not in namespaces: {run.no_namespaces}")
     alone, sent = limited.sent_bytes * 8 / (mbit * 1e6), limited.sent_bytes / 2**20
     share = f"{alone / free.compute_seconds:.2f} of the {free.compute_seconds:.2f} s of its computation"
     console.say("", f"a step sends {sent:.0f} MiB, {alone:.2f} s at this rate: {share}")
@@ -432,6 +436,15 @@ def compare(
     return facts
 
 
+def torch_build() -> str:
+    """One line: the installed torch, and the devices that it trains on."""
+    import torch
+
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
+    gpus = torch.cuda.device_count()
+    return f"torch {torch.__version__}, {built}; it trains on {f'{gpus} GPUs' if gpus else 'the CPU'} here"
+
+
 def go(run: FirstRun, console: Console) -> Facts:
     """The whole way."""
     try:
@@ -443,6 +456,7 @@ def go(run: FirstRun, console: Console) -> Facts:
         raise ConfigError("--folder", run.folder, f"cannot be written: {error.strerror}", "give another") from None
     place = f"files: {run.folder}"
     console.say("first run", f"{run.ranks} ranks of pretrain_moe.py share the experts of {JOB.stem}; {place}")
+    console.say("", torch_build())
     mbit, bed, cluster = measure(run, console)
     tuned = tune_job(run, cluster, console)
     words = plain_words(run), tuned_words(run, tuned)

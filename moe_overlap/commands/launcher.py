@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 ENDED_BY_SIGNAL = 128
 """The status of a process that a signal ended, as shells count it: this and the signal's number."""
+THIS_MACHINE = "127.0.0.1"
+"""Where the ranks of a job on one machine meet: an address, which needs no name to be resolved."""
 STOPS_WITHIN = datetime.timedelta(seconds=30)
 """Time for a rank to end after a signal; one that saves first (--exit-signal-handler) has as long as a collective."""
 
@@ -95,7 +97,9 @@ def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
         nproc_per_node=launch.processes_per_node,
         run_id=str(uuid.uuid4()) if apart else launch.job,
         rdzv_backend=launch.backend,
-        rdzv_endpoint="localhost:0" if apart else launch.endpoint,
+        rdzv_endpoint=f"{THIS_MACHINE}:0" if apart else launch.endpoint,
+        # Else the agent asks for the address of this machine's own name, which not every machine can resolve.
+        local_addr=THIS_MACHINE if apart else None,
         rdzv_configs=configs,
         max_restarts=launch.max_restarts,
         shutdown_timeout=int((patience if config.training.exit_signal_handler else STOPS_WITHIN).total_seconds()),

@@ -17,7 +17,6 @@ import gzip
 import json
 import sys
 import time
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from typing import IO
 import numpy
 
 from megatron.training.cli.packages import is_installed
+from megatron.training.cli.start import quiet_libraries
 from megatron.training.data.tokenizers import TYPES, Tokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import interruptible
@@ -304,10 +304,8 @@ def encode_all(encoding: Encoding, documents: Iterator[Document], workers: int) 
 
 def write(options: argparse.Namespace, encoding: Encoding) -> None:
     """Tokenize everything and write one dataset per key, with progress on stderr and a summary on stdout."""
-    with warnings.catch_warnings():
-        # megatron-core mentions at import that a GPU's packages are missing.
-        warnings.filterwarnings("ignore", category=UserWarning, module="megatron.core")
-        from megatron.training.data.indexed import indexed_dataset
+    quiet_libraries()
+    from megatron.training.data.indexed import indexed_dataset
 
     started, read, text_bytes, empty, last_shown = time.monotonic(), 0, 0, 0, 0
     prefixes = [f"{options.output_prefix}_{key}_document" for key in encoding.keys]

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PATIENCE_SECONDS = 60.0
+from tests.spawn import HANGS_SECONDS
+
 """A rank that never starts its dispatch is a failure of the test, which then shows what the ranks said."""
 
 
@@ -50,7 +51,7 @@ def lose_at(number: int, how: str, others: Sequence[Path]) -> None:
         come_to_grief(how.removesuffix(PLAIN))
 
     def fail(start: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + HANGS_SECONDS
         while not all(path.exists() for path in others) and time.monotonic() < deadline:
             time.sleep(0.005)
         come_to_grief(how)

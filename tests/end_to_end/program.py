@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.spawn import HANGS_SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_moe.py"
 SMALL_ARGS = f"@{Path(__file__).with_name('small.args')}"
@@ -25,7 +27,8 @@ SMALL_ARGS = f"@{Path(__file__).with_name('small.args')}"
 STEPS = 40
 SMALL = (SMALL_ARGS, "--train-iters", str(STEPS), "--lr-warmup-iters", "2")
 """The command line that all runs share which are compared with the undisturbed one."""
-PATIENCE_SECONDS = 300.0
+STANDALONE = ("--standalone", "--local-addr", "127.0.0.1")
+"""torchrun's flags for one machine: without the address it resolves the machine's own name, which some cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +56,15 @@ def alone(words: Sequence[str], extra: Mapping[str, str] | None = None) -> Ended
 def torchrun(
     words: Sequence[str],
     ranks: int = 2,
-    options: Sequence[str] = ("--standalone",),
-    timeout_seconds: float = PATIENCE_SECONDS,
+    options: Sequence[str] = STANDALONE,
+    timeout_seconds: float = HANGS_SECONDS,
 ) -> Ended:
     """Run the program under torchrun; its stderr holds torchrun's own remarks, too."""
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(ranks)]
     return _run([*command, str(PROGRAM), *words], None, timeout_seconds)
 
 
-def _run(command: Sequence[str], extra: Mapping[str, str] | None, timeout_seconds: float = PATIENCE_SECONDS) -> Ended:
+def _run(command: Sequence[str], extra: Mapping[str, str] | None, timeout_seconds: float = HANGS_SECONDS) -> Ended:
     ended = subprocess.run(
         command, cwd=ROOT, env=environment(extra), capture_output=True, text=True, timeout=timeout_seconds
     )
@@ -110,7 +113,7 @@ class Launch:
 
     def wait_until_lines(self, path: Path, count: int) -> None:
         """Until a file holds so many lines, or a rank has ended."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + HANGS_SECONDS
         while line_count(path) < count and all(process.poll() is None for process in self.processes):
             assert time.monotonic() < deadline, f"{path} has {line_count(path)} lines, not {count}"
             time.sleep(0.005)
@@ -120,10 +123,10 @@ class Launch:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        statuses = [process.wait(PATIENCE_SECONDS) for process in self.processes]
+        statuses = [process.wait(HANGS_SECONDS) for process in self.processes]
         return all(status == -signal.SIGKILL for status in statuses)
 
-    def wait(self, timeout_seconds: float = PATIENCE_SECONDS) -> list[Ended]:
+    def wait(self, timeout_seconds: float = HANGS_SECONDS) -> list[Ended]:
         """How every rank ended, in order of rank; a rank that does not end in time fails the test."""
         deadline = time.monotonic() + timeout_seconds
         try:

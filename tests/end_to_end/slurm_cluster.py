@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.end_to_end.program import ROOT, environment
+from tests.spawn import HANGS_SECONDS
 
 PROGRAMS = "slurmctld slurmd munged sbatch scontrol unshare nsenter setpriv ip".split()
 NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-PATIENCE_SECONDS = 180.0
 
 CONTROLLER = """
 ClusterName=bed
@@ -113,7 +113,7 @@ class SlurmCluster:
         place = f"/proc/{self._namespaces.pid}/ns"
         enter = ["nsenter", f"--mount={place}/mnt", f"--net={place}/net", f"--pid={place}/pid_for_children"]
         words = [*enter, "env", f"--chdir={ROOT}", *command]
-        ended = subprocess.run(words, env=self._environment, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(words, env=self._environment, capture_output=True, text=True, timeout=HANGS_SECONDS)
         if ended.returncode != 0:
             raise subprocess.SubprocessError(f"{' '.join(command)}: {ended.stderr.strip()}")
         return ended.stdout.strip()
@@ -129,7 +129,7 @@ class SlurmCluster:
 
     def wait_for(self, job: str, states: Sequence[str]) -> str:
         """The first of these states that a job reaches."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + HANGS_SECONDS
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"job {job} is {state}, not {' or '.join(states)}"
             time.sleep(0.2)
@@ -137,7 +137,7 @@ class SlurmCluster:
 
     def wait_until_up(self) -> None:
         """Until every node takes jobs."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + HANGS_SECONDS
         states: list[str] = []
         while states != ["idle"] * self._nodes:
             assert time.monotonic() < deadline and self._namespaces.poll() is None, (

@@ -117,7 +117,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with indexed_dataset(str(folder / "text"), ByteTokenizer().vocab_size) as writer:
         for start in range(0, len(text), 500):
             writer.add_document(list(text[start : start + 500]))
-    first, _ = run(2, train_lists, str(folder), timeout_seconds=300.0)
+    first, _ = run(2, train_lists, str(folder))
     assert isinstance(first, dict)
     assert sorted(path.name for path in folder.glob("*/step-000020")) == ["step-000020"] * len(OVERRIDES)
     return first

@@ -26,9 +26,10 @@ from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.serialize import save_plan
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import PROGRAM, SMALL, Ended, alone, environment, torchrun
+from tests.spawn import HANGS_SECONDS
 
 ONE = (*SMALL, "--expert-model-parallel-size", "1")
-WITHIN_SECONDS = 120.0
+WITHIN_SECONDS = 300.0
 """A rank that waited for one that has ended would wait ten minutes, the timeout of a collective."""
 """The small job in a single process."""
 
@@ -234,5 +235,7 @@ def test_under_torchrun_rank_0_prints_the_line_and_every_process_ends(wrong: Wro
 
 def python(source: str, *words: str) -> Ended:
     command = [sys.executable, "-c", source, *words]
-    ended = subprocess.run(command, cwd=PROGRAM.parent, env=environment(), capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        command, cwd=PROGRAM.parent, env=environment(), capture_output=True, text=True, timeout=HANGS_SECONDS
+    )
     return Ended(ended.returncode, ended.stdout, ended.stderr)

@@ -15,6 +15,7 @@ import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from tests.end_to_end.program import ROOT
+from tests.spawn import HANGS_SECONDS
 from tools.bench.bed import require_namespaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -58,6 +59,6 @@ def test_smallest_case(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["--models gpt", "--steps 0", "--ranks 1", "--mbit -1"])
 def test_mistakes_are_one_line(words: str) -> None:
-    ended = subprocess.run([*COMMAND, *words.split()], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*COMMAND, *words.split()], capture_output=True, text=True, timeout=HANGS_SECONDS)
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1].startswith(f"error: {words.split()[0]} ")

@@ -10,6 +10,7 @@ import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from tests.end_to_end.program import ROOT
+from tests.spawn import HANGS_SECONDS
 from tools.bench.bed import require_namespaces
 
 PROGRAM = ROOT / "tools" / "benchmark_gradient_gaps.py"
@@ -42,5 +43,5 @@ def test_a_gradient_of_100_megabytes_fills_the_gaps() -> None:
 
 def test_a_mistake_is_one_line() -> None:
     command = [sys.executable, str(PROGRAM), "--emulator", "--num-layer", "4"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_SECONDS, check=False)
     assert ended.returncode == 2 and ended.stderr == "error: --num-layer: unknown flag; did you mean --num-layers?\n"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.program import ROOT
+from tests.spawn import HANGS_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -123,7 +124,7 @@ def check_commands(python: Path, folder: Path) -> None:
 
     def printed(name: str, *words: str) -> str:
         command = [python.parent / name, *words]
-        ended = subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True, timeout=300)
+        ended = subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True, timeout=HANGS_SECONDS)
         assert ended.returncode == 0, f"{name}: {ended.stdout}{ended.stderr}"
         return ended.stdout
 

@@ -12,8 +12,9 @@ import pytest
 
 from moe_overlap.commands.compare import compare_losses
 from tests.end_to_end.conftest import Undisturbed
-from tests.end_to_end.program import PATIENCE_SECONDS, SMALL, STEPS, line_count
+from tests.end_to_end.program import SMALL, STEPS, line_count
 from tests.ranks import Ranks
+from tests.spawn import HANGS_SECONDS
 
 
 def train_under_fire(words: Sequence[str], folder: Path, kills: int, seed: int) -> Path:
@@ -32,7 +33,7 @@ def train_under_fire(words: Sequence[str], folder: Path, kills: int, seed: int) 
         job.wait_until_lines(losses, line_count(losses) + moments.randint(1, 8))
         time.sleep(moments.uniform(0.0, 0.15))
         assert job.kill(), [ended.err for ended in job.wait()]
-    last = Ranks(command, folder).wait(PATIENCE_SECONDS)
+    last = Ranks(command, folder).wait(HANGS_SECONDS)
     assert [ended.status for ended in last] == [0, 0], last[0].err
     steps = [json.loads(line)["step"] for line in losses.read_text().splitlines()]
     assert set(steps) == set(range(1, max(steps) + 1))
@@ -56,7 +57,7 @@ def test_job_killed_twelve_times_continues_bitwise(tmp_path: Path) -> None:
     """As many as one likes: `python -m tests.faults --kills 50`."""
     words = [*SMALL, "--train-iters", "100"]  # More than all steps between kills.
     calm = tmp_path / "calm.jsonl"
-    undisturbed = Ranks([*words, "--log-json", str(calm)], tmp_path / "calm").wait(PATIENCE_SECONDS)
+    undisturbed = Ranks([*words, "--log-json", str(calm)], tmp_path / "calm").wait(HANGS_SECONDS)
     assert [ended.status for ended in undisturbed] == [0, 0], undisturbed[0].err
     losses = train_under_fire(words, tmp_path, kills=12, seed=20)
     assert compare_losses(["--bitwise", str(calm), str(losses)]) == 0

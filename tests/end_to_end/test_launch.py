@@ -14,7 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.program import PATIENCE_SECONDS, PROGRAM, ROOT, SMALL, environment, line_count
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.launch import Launch
+from moe_overlap.commands.launcher import elastic_config
+from tests.end_to_end.program import PROGRAM, ROOT, SMALL, environment, line_count
+from tests.spawn import HANGS_SECONDS
 
 TWO = "--nproc-per-node 2"
 MISTAKES = {
@@ -83,7 +87,7 @@ def test_mistakes_are_one_line_and_need_no_torch(tmp_path: Path) -> None:
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=PATIENCE_SECONDS,
+            timeout=HANGS_SECONDS,
         )
     assert ended.returncode == 0, ended.stderr
     answers = [json.loads(line) for line in ended.stdout.splitlines()]
@@ -97,10 +101,19 @@ def test_mistakes_are_one_line_and_need_no_torch(tmp_path: Path) -> None:
     assert wrong == []
 
 
+def test_ranks_of_one_machine_meet_where_no_name_must_be_resolved() -> None:
+    """Where a machine's own name does not resolve, torchrun's agent retries until its limit."""
+    config = parse(SMALL).config
+    apart = elastic_config(Launch(processes_per_node=2), config)
+    assert (apart.rdzv_endpoint, apart.local_addr) == ("127.0.0.1:0", "127.0.0.1")
+    named = elastic_config(Launch(processes_per_node=2, nodes=2, endpoint="host:29500"), config)
+    assert (named.rdzv_endpoint, named.local_addr) == ("host:29500", None)
+
+
 def test_a_rank_that_torchrun_started_starts_no_further_ones() -> None:
     rank = environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     command = [sys.executable, str(PROGRAM), *SMALL, "--nproc-per-node", "2"]
-    ended = subprocess.run(command, cwd=ROOT, env=rank, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    ended = subprocess.run(command, cwd=ROOT, env=rank, capture_output=True, text=True, timeout=HANGS_SECONDS)
     line = "error: --nproc-per-node 2: torchrun or Slurm has started this rank already; drop it\n"
     assert (ended.returncode, ended.stderr) == (2, line)
 
@@ -141,7 +154,7 @@ class Started:
     def end(self, ranks: list[int]) -> tuple[int, str]:
         """Exit status and stderr; nothing is left behind."""
         try:
-            status = self.process.wait(PATIENCE_SECONDS)
+            status = self.process.wait(HANGS_SECONDS)
         finally:
             self.process.kill()
         assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
@@ -197,9 +210,7 @@ def test_a_run_that_fails_leaves_its_line_and_status_and_is_started_again_as_oft
         "1",
     ]
     command = [sys.executable, str(PROGRAM), *words]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS
-    )
+    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=HANGS_SECONDS)
     assert ended.returncode == 1
     first, second = ended.stderr.splitlines()
     assert first == second and re.fullmatch(r"error: step \d+: not finite: .*", first)
@@ -211,9 +222,7 @@ def test_mistakes_that_only_a_rank_sees_keep_their_status(tmp_path: Path) -> Non
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / ".lock").mkdir()
     command = [sys.executable, str(PROGRAM), *words]
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS
-    )
+    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=HANGS_SECONDS)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: --save ")

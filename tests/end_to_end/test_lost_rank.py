@@ -18,8 +18,8 @@ OVERLAPPED = """
     --attention-dropout 0 --hidden-dropout 0 --moe-gate topk --moe-token-dispatcher-type irregular --moe-overlap-partitions 2
     --defer-weight-gradients --max-deferred-bytes 60000 --train-iters 100
 """.split()
-FROZEN_MINUTES, LOST_MINUTES = 1, 5
-PROMPT_SECONDS = 150.0
+FROZEN_MINUTES, LOST_MINUTES = 1, 10
+PROMPT_SECONDS = 300.0
 """A busy machine takes long to start a job; a rank that waited for its timeout to find a peer lost would take twice as long."""
 STEPS = 2
 WAITED_FOR = "L0.moe.count"

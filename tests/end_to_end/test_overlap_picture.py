@@ -11,6 +11,7 @@ import pytest
 
 from moe_overlap.plan.trace import read_traces
 from tests.end_to_end.program import ROOT
+from tests.spawn import HANGS_SECONDS
 
 SMALL = """
     --emulator --timer-compute --compute-seconds 0.4 --repeats 1 --ratio 0.5 --json --hidden-size 64 --moe-ffn-hidden-size 64
@@ -38,6 +39,6 @@ def test_traces_of_a_benchmark_are_drawn(tmp_path: Path) -> None:
         "--output",
         str(picture),
     ]
-    subprocess.run(draw, check=True, timeout=120)
+    subprocess.run(draw, check=True, timeout=HANGS_SECONDS)
     drawn = picture.read_text()
     assert "Without overlap" in drawn and "hidden communication" in drawn and "exposed communication" in drawn

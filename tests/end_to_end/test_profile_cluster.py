@@ -15,11 +15,12 @@ import pytest
 from moe_overlap.api import predict
 from moe_overlap.describe.cluster import load_cluster
 from moe_overlap.tuner.profile.database import Database
+from tests.end_to_end.program import STANDALONE
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = str(ROOT / "tools" / "profile_cluster.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", *STANDALONE, "--nproc-per-node", "2"]
 
 
 def run(*words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,8 @@ from moe_overlap.commands.compare import compare_losses
 from moe_overlap.tuner.write.argument_file import argument_file
 from moe_overlap.tuner.write.slurm import SlurmJob, slurm_script
 from tests.end_to_end.program import SMALL, line_count
-from tests.end_to_end.slurm_cluster import PATIENCE_SECONDS, SlurmCluster, lacking, slurm_cluster
+from tests.end_to_end.slurm_cluster import SlurmCluster, lacking, slurm_cluster
+from tests.spawn import HANGS_SECONDS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.alone]
 STEPS = 100
@@ -72,7 +73,7 @@ def steps_of(losses: Path) -> list[int]:
 
 def wait_for_steps(cluster: SlurmCluster, job: str, losses: Path, further: int) -> None:
     """Until a job has made so many steps from now on."""
-    count, deadline = line_count(losses) + further, time.monotonic() + PATIENCE_SECONDS
+    count, deadline = line_count(losses) + further, time.monotonic() + HANGS_SECONDS
     while line_count(losses) < count:
         log = losses.with_name("log")
         said = log.read_text() if log.exists() else ""

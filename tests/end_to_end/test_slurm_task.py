@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.end_to_end.program import ROOT
+from tests.end_to_end.program import ROOT, STANDALONE
+from tests.spawn import HANGS_SECONDS
 
 RANK = """
 import os, signal, sys, time
@@ -32,7 +33,7 @@ def test_a_signal_to_the_task_alone_reaches_every_rank_that_has_a_handler(tmp_pa
     assert written is not None
     (tmp_path / "rank.py").write_text(RANK)
     script = f'CONTAINER= PYTHON={sys.executable}\n{written[0]}\nexec bash -c "$on_node" bash "$@"'
-    launcher = ["--standalone", "--nproc-per-node", "2", str(tmp_path / "rank.py")]
+    launcher = [*STANDALONE, "--nproc-per-node", "2", str(tmp_path / "rank.py")]
     said = tmp_path / "log"
     with said.open("w") as log:
         task = subprocess.Popen(
@@ -41,7 +42,7 @@ def test_a_signal_to_the_task_alone_reaches_every_rank_that_has_a_handler(tmp_pa
             stdout=log,
             stderr=log,
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANGS_SECONDS
         while task.poll() is None and time.monotonic() < deadline:
             time.sleep(0.3)
             # Bash loses the status of a child that ends while a signal ends its `wait`: none is sent to a task that is ending.

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.program import PATIENCE_SECONDS, ROOT
+from tests.end_to_end.program import ROOT
 from tests.ranks import Ranks
+from tests.spawn import HANGS_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ SHORT = (
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_ten_steps_lower_the_loss(path: Path, tmp_path: Path) -> None:
     log = tmp_path / "steps.jsonl"
-    ended = Ranks(["--model", str(path), *SHORT.split(), "--log-json", str(log)], tmp_path).wait(PATIENCE_SECONDS)
+    ended = Ranks(["--model", str(path), *SHORT.split(), "--log-json", str(log)], tmp_path).wait(HANGS_SECONDS)
     assert [rank.status for rank in ended] == [0, 0], ended[0].err
     losses = [entry["loss"] for entry in map(json.loads, log.read_text().splitlines()) if "loss" in entry]
     assert len(losses) == 10

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.program import ROOT
+from tests.spawn import HANGS_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,9 @@ def test_marked_blocks(tmp_path: Path) -> None:
     printed = []
     for block in blocks:
         command = ["bash", "-e", "-c", block]
-        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_SECONDS
+        )
         assert ended.returncode == 0, f"{block}\n{ended.stdout}{ended.stderr}"
         printed.append(ended.stdout)
     assert "8 experts top-2, 795.4 M parameters" in printed[1]

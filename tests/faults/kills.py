@@ -15,12 +15,12 @@ from pathlib import Path
 
 from tests.end_to_end.program import SMALL, line_count
 from tests.ranks import Ranks
+from tests.spawn import HANGS_SECONDS
 
 KEPT = 2
 """Checkpoints that --keep-last-checkpoints keeps."""
 MOST_STEPS_BETWEEN = 4
 AFTER = 8
-PATIENCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def undisturbed_losses(words: Sequence[str], folder: Path) -> dict[int, str]:
         words: the length of the run, and where it ends.
     """
     log = folder / "undisturbed.jsonl"
-    ended = Ranks([*SMALL, *words, "--log-json", str(log)], folder / "undisturbed").wait(PATIENCE_SECONDS)
+    ended = Ranks([*SMALL, *words, "--log-json", str(log)], folder / "undisturbed").wait(HANGS_SECONDS)
     assert [rank.status for rank in ended] == [0, 0], ended[0].err
     return dict(_losses(log))
 
@@ -87,7 +87,7 @@ def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object
             # What a save has not yet given its name.
             ending = "a save" if any(saved.glob(".tmp-*")) else "a step"
         else:
-            ended = job.wait(PATIENCE_SECONDS)
+            ended = job.wait(HANGS_SECONDS)
             if [rank.status for rank in ended] != [0, 0]:
                 problems.append(f"the last start failed: {ended[0].err[-300:]}")
         now = _losses(log)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.program import PROGRAM, SMALL, SMALL_ARGS, Ended, alone, environment, line_count
+from tests.end_to_end.program import PROGRAM, SMALL, SMALL_ARGS, STANDALONE, Ended, alone, environment, line_count
+from tests.spawn import HANGS_SECONDS
 
 ONE = (SMALL_ARGS, "--expert-model-parallel-size", "1", "--lr-warmup-iters", "2")
 
@@ -65,7 +66,7 @@ def test_a_second_job_is_told_of_the_first(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_end_with_their_launcher_and_the_restart_resumes(tmp_path: Path) -> None:
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *STANDALONE, "--nproc-per-node", "2"]
     files = ["--save", str(saved), "--load", str(saved), "--save-interval", "2", "--log-json", str(log)]
     launcher = subprocess.Popen(
         [*torchrun, str(PROGRAM), *SMALL, "--train-iters", "100000", "--override-opt-param-scheduler", *files],
@@ -79,7 +80,7 @@ def test_ranks_end_with_their_launcher_and_the_restart_resumes(tmp_path: Path) -
     assert len(ranks) >= 2
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_SECONDS
     while any(map(is_alive, ranks)):
         assert time.monotonic() < deadline, "ranks outlive their launcher"
         time.sleep(0.05)
@@ -90,7 +91,7 @@ def test_ranks_end_with_their_launcher_and_the_restart_resumes(tmp_path: Path) -
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_SECONDS,
     )
     assert again.returncode == 0, again.stderr
     assert "loaded " in again.stdout and not (saved / ".lock").exists()

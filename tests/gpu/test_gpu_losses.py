@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moe_overlap.commands.compare import read_losses, relative_differences
+from tests.end_to_end.program import STANDALONE
 from tests.gpu.cases import CASES, Case
 from tests.gpu.train import log_of
 
@@ -29,7 +30,7 @@ LAUNCH_SECONDS = 300
 def launch(folder: Path, device: str, cases: list[Case]) -> str:
     """Train cases of as many ranks in one launch; what it said where it failed."""
     hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cases[0].ranks)]
+    command = [sys.executable, "-m", "torch.distributed.run", *STANDALONE, "--nproc-per-node", str(cases[0].ranks)]
     command += ["-m", "tests.gpu.train", str(folder), str(STEPS), *(case.name for case in cases)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | hidden
     try:

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.spawn import HANGS_SECONDS
+
 RANKS, STEPS, MICRO_BATCHES = 2, 2, 2
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 32
@@ -43,7 +45,7 @@ def engine_run(cases: Mapping[str, str]) -> dict[str, dict[str, Any]]:
             for rank in range(RANKS)
         ]
         try:
-            errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+            errors = [rank.communicate(timeout=HANGS_SECONDS)[1] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

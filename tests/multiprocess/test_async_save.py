@@ -10,9 +10,8 @@ import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from tests.multiprocess.checkpoint_runs import Steps, train
-from tests.spawn import run
+from tests.spawn import HANGS_SECONDS, run
 
-PATIENCE_SECONDS = 60.0
 EP2 = "--expert-model-parallel-size 2"
 
 
@@ -29,7 +28,7 @@ def held_back(folder: Path, flags: str) -> tuple[Seen, Steps]:
     write, step, save = Saver._finish, TrainingLoop.step, Saver.open
 
     def patient_write(self: Any, *arguments: Any) -> None:
-        assert may_write.wait(PATIENCE_SECONDS), "training waits for the writer"
+        assert may_write.wait(HANGS_SECONDS), "training waits for the writer"
         write(self, *arguments)
 
     def watched_step(self: Any, iteration: int, feed: Any) -> Any:

@@ -204,7 +204,7 @@ def more_resumes(place: str, runs: dict[str, str], others: list[tuple[str, str]]
     ids=["more features", "mixed layouts"],
 )
 def test_more_checkpoints(tmp_path: Path, processes: int, runs: dict[str, str], others: list[tuple[str, str]]) -> None:
-    seen = run(processes, more_resumes, str(tmp_path), runs, others, timeout_seconds=900)[0]
+    seen = run(processes, more_resumes, str(tmp_path), runs, others)[0]
     for name, (whole, again) in seen["same"].items():
         assert list(whole) == [1, 2, 3, 4] and again == {3: whole[3], 4: whole[4]}, name
     for (source, _), steps in zip(others, seen["other"], strict=True):
@@ -214,7 +214,7 @@ def test_more_checkpoints(tmp_path: Path, processes: int, runs: dict[str, str], 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return run(2, all_resumes, str(folder), timeout_seconds=400), folder
+    return run(2, all_resumes, str(folder)), folder
 
 
 Launch = tuple[list[dict[str, Any]], Path]

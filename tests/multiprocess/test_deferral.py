@@ -103,7 +103,7 @@ def everything(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> list[dict[str, Any]]:
-    return run(2, everything, str(tmp_path_factory.mktemp("deferral")), timeout_seconds=400)
+    return run(2, everything, str(tmp_path_factory.mktemp("deferral")))
 
 
 def pairs_of(seen: list[dict[str, Any]], name: str) -> list[Pair]:

@@ -40,7 +40,7 @@ PASSES = 3
 @pytest.fixture(scope="module")
 def on_two() -> tuple[list[Any], list[Any]]:
     """Results by rank, then case; and the outputs of the passes in flight, by rank."""
-    ran = [dispatch_runs.from_bytes(results) for results in run(2, _two, timeout_seconds=300.0)]
+    ran = [dispatch_runs.from_bytes(results) for results in run(2, _two)]
     return [results for results, _ in ran], [outputs for _, outputs in ran]
 
 
@@ -52,7 +52,7 @@ def _two() -> bytes:
 @pytest.fixture(scope="module")
 def on_four() -> tuple[list[Any], list[Any]]:
     """Results by rank, then case; and what the ranks saw when one stayed away."""
-    ran = [dispatch_runs.from_bytes(results) for results in run(4, _four, timeout_seconds=300.0)]
+    ran = [dispatch_runs.from_bytes(results) for results in run(4, _four)]
     return [results for results, _ in ran], [lost for _, lost in ran]
 
 

@@ -41,7 +41,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         name: f"{flags} {common} --log-expert-load {folder}/{index}.jsonl"
         for index, (name, flags) in enumerate(VARIANTS.items())
     }
-    first, second = run(2, loads, variants, timeout_seconds=300)
+    first, second = run(2, loads, variants)
     assert first == second
     return first
 

@@ -14,12 +14,12 @@ Ranks = list[dict[str, Rows]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run(2, fast_runs, str(tmp_path_factory.mktemp("fp16")), timeout_seconds=200)
+    return run(2, fast_runs, str(tmp_path_factory.mktemp("fp16")))
 
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows]:
-    return run(2, slow_runs, str(tmp_path_factory.mktemp("fp16-layouts")), timeout_seconds=500)[0]
+    return run(2, slow_runs, str(tmp_path_factory.mktemp("fp16-layouts")))[0]
 
 
 def near(rows: Rows, others: Rows) -> None:

@@ -61,7 +61,7 @@ def gathers_of_two_steps(flags: str) -> tuple[list[str], bool, bool]:
 
 @pytest.fixture(scope="module")
 def found():
-    first, second = run(2, curves, with_and_without(OVERLAPPED), None, 2, timeout_seconds=400)
+    first, second = run(2, curves, with_and_without(OVERLAPPED), None, 2)
     assert first == second, "loss and norm are known to every rank"
     return first
 
@@ -86,16 +86,14 @@ def test_weights_that_arrive_under_the_first_passes_are_the_same(found, name):
 
 def test_the_update_leaves_the_gather_to_the_next_step():
     """Else there would be nothing to hide: replicas differ between two steps, unless a checkpoint asks for all weights."""
-    for names, between, saved in run(
-        2, gathers_of_two_steps, f"{OVERLAPPED['deferred']} {GATHERED}", timeout_seconds=200
-    ):
+    for names, between, saved in run(2, gathers_of_two_steps, f"{OVERLAPPED['deferred']} {GATHERED}"):
         assert names == [f"parameters.{part}" for part in ("embedding", "L0", "L1", "L2", "head")]
         assert not between and saved
 
 
 def test_pieces_travel_alone():
     """No bucket shares the link with an all-to-all, and what is complete before the last one is on its way by then."""
-    for spans in run(2, spans_of_a_step, f"{OVERLAPPED['deferred']} {PIECES}", timeout_seconds=200):
+    for spans in run(2, spans_of_a_step, f"{OVERLAPPED['deferred']} {PIECES}"):
         exchanges = [(start, end) for name, channel, start, end in spans if channel == "ep"]
         pieces = [(start, end) for name, channel, start, end in spans if name.startswith("gradients.")]
         between = [name for name, _, start, _ in spans if name.startswith("gradients.") and start < exchanges[-1][0]]
@@ -107,7 +105,7 @@ def test_pieces_travel_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGER)
 def test_other_layouts_of_four_ranks(name):
-    found = run(4, curves, with_and_without({name: LARGER[name]}), timeout_seconds=600)[0]
+    found = run(4, curves, with_and_without({name: LARGER[name]}))[0]
     whole, pieces = found[name], found[f"{name}, in pieces"]
     assert found[f"{name}, gathered"] == found[f"{name}, at once"] == pieces
     assert [value for step in pieces for value in step] == pytest.approx([v for step in whole for v in step], rel=1e-5)

@@ -24,7 +24,7 @@ FOUR_RANKS = {
 
 @pytest.mark.parametrize(("ranks", "variants"), [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)])
 def test_graphs_train_as_segments_do(ranks: int, variants: dict[str, str]) -> None:
-    for found in run(ranks, trained, variants, timeout_seconds=300):
+    for found in run(ranks, trained, variants):
         for name, ((plain, graphed), captures, replays) in found.items():
             assert graphed == plain, name
             assert captures and replays > 2 * captures, name

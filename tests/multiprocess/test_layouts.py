@@ -184,7 +184,7 @@ def test_features(tmp_path: Path) -> None:
 
     SGD shows a gradient that is wrong by a factor, which Adam's first steps hide.
     """
-    results = run(2, train_alone_then_together, tmp_path, FEATURES, TOGETHER, timeout_seconds=600)
+    results = run(2, train_alone_then_together, tmp_path, FEATURES, TOGETHER)
     assert results[0] == results[1] and len(results[0]) == len(TOGETHER)
     worst = {}
     for name, (reference, spread, losses) in results[0].items():

@@ -42,7 +42,7 @@ def trained(place: str) -> dict[str, tuple[Losses, Losses, Losses]]:
 
 @pytest.mark.slow
 def test_losses_equal_those_of_one_process(tmp_path: Path) -> None:
-    results = run(2, trained, str(tmp_path), timeout_seconds=300)[0]
+    results = run(2, trained, str(tmp_path))[0]
     assert len(results) == len(LAYOUTS)
     for name, (reference, _, losses) in results.items():
         assert list(losses) == [1, 2, 3]

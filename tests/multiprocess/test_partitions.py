@@ -87,7 +87,7 @@ def found(tmp_path_factory):
     for number, (name, (flags, layers)) in enumerate(PLANS.items()):
         variants[name] = f"{EP} --plan {write_plan(folder / f'{number}.json', flags, layers)}"
     crowded = {"crowded": EP} | {f"crowded: {name}": f"{EP} {flags}" for name, flags in CROWDED.items()}
-    first, second = run(2, curves, variants, crowded, 2, timeout_seconds=400)
+    first, second = run(2, curves, variants, crowded, 2)
     assert first == second, "loss and norm are known to every rank"
     return first
 
@@ -232,14 +232,14 @@ VARIED = {
 def test_every_recomputation_keeps_the_training(steps):
     base = f"{EP} --train-iters {steps}"
     variants = {"plain": base} | {name: f"{base} {flags}" for name, flags in RECOMPUTED.items()}
-    answers = run(2, curves, variants, None, steps, timeout_seconds=600)
+    answers = run(2, curves, variants, None, steps)
     for name in RECOMPUTED:
         assert_same(answers[0][name], answers[0]["plain"])
 
 
 @pytest.mark.slow
 def test_what_a_model_may_have_survives_the_cut():
-    answers = run(2, curves, pairs(VARIED), timeout_seconds=600)
+    answers = run(2, curves, pairs(VARIED))
     for name in VARIED:
         assert_same(answers[0][name], answers[0][f"plain: {name}"])
 
@@ -255,7 +255,7 @@ OF_GPT_OSS = {
 
 @pytest.mark.slow
 def test_gpt_oss_survives_the_cut():
-    answers = run(2, curves, pairs(OF_GPT_OSS), None, 3, GPT_OSS, timeout_seconds=600)
+    answers = run(2, curves, pairs(OF_GPT_OSS), None, 3, GPT_OSS)
     for name in OF_GPT_OSS:
         assert_same(answers[0][name], answers[0][f"plain: {name}"])
 
@@ -275,7 +275,7 @@ def test_recomputed_activations_are_not_kept():
     recomputes = {"nothing": "", "layers": f"{UNIFORM} 1", "MoE layers": f"{SELECTIVE} moe"}
     overlaps = {"plain": "", "deferred": DEFER, "two parts": TWO}
     variants = {f"{o}, {r}": f"{deep} {overlaps[o]} {recomputes[r]}" for o in overlaps for r in recomputes}
-    held = run(2, peak_bytes, variants, timeout_seconds=600)[0]
+    held = run(2, peak_bytes, variants)[0]
     for name in ("deferred", "two parts"):
         for again in ("layers", "MoE layers"):
             assert held[f"{name}, {again}"] < 1.05 * held[f"plain, {again}"], held
@@ -304,7 +304,7 @@ def test_a_pipeline_of_four_ranks():
     both |= {"virtual": (virtual, "--moe-overlap-capacity-chunks 2 --defer-weight-gradients")}
     gate = f"{every} --moe-gate batch_prioritized --moe-expert-capacity-factor 1"
     both |= {"whole gate": (gate, f"{overlap} --moe-overlap-range after")}
-    answers = run(4, curves, pairs(both), timeout_seconds=600)
+    answers = run(4, curves, pairs(both))
     for name in both:
         assert_same(answers[0][name], answers[0][f"plain: {name}"])
 
@@ -327,6 +327,6 @@ def test_an_interleaved_pipeline_of_four_ranks(every):
         "pairs that send late": (gated, f"{PAIRS} {DEFER} --moe-overlap-forward-send late"),
     }
     variants = {name: variants[name] for name in [*variants][every - 1 :: every]}
-    answers = run(4, curves, pairs(variants), timeout_seconds=900)
+    answers = run(4, curves, pairs(variants))
     for name in variants:
         assert_same(answers[0][name], answers[0][f"plain: {name}"])

@@ -71,7 +71,7 @@ def on_two_ranks() -> tuple[dict[str, dict[str, str]], list[list[int]], list[dic
 
 
 def test_two_ranks() -> None:
-    for rank, (order, broken, evaluation, inside) in enumerate(run(2, on_two_ranks, timeout_seconds=300.0)):
+    for rank, (order, broken, evaluation, inside) in enumerate(run(2, on_two_ranks)):
         assert order == dict.fromkeys((name for name in TWO_RANKS if name not in COVERED), {}), rank
         assert evaluation == [{}, {}], rank
         for missed, attempts in broken:
@@ -82,7 +82,7 @@ def test_two_ranks() -> None:
 @pytest.mark.slow
 def test_two_ranks_under_flags_whose_operators_others_have() -> None:
     covered = {name: TWO_RANKS[name] for name in COVERED}
-    for rank, order in enumerate(run(2, check_order, covered, timeout_seconds=300.0)):
+    for rank, order in enumerate(run(2, check_order, covered)):
         assert order == dict.fromkeys(COVERED, {}), rank
 
 

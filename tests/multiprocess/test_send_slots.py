@@ -74,7 +74,7 @@ def found(tmp_path_factory):
         file = folder / f"{len(variants)}.json"
         plan = write_plan(file, LAYOUTS[layout], kind != "none", bounds[kind])
         variants[f"{layout}, {kind}"] = f"{LAYOUTS[layout]} --plan {plan}"
-    return run(2, everything, variants, variants["1f1b, all"], timeout_seconds=300)
+    return run(2, everything, variants, variants["1f1b, all"])
 
 
 @pytest.mark.parametrize(("layout", "other"), [*((layout, "none") for layout in LAYOUTS), ("1f1b", "bounded")])

@@ -117,7 +117,7 @@ def test_flags_in_sentences_exist(path: Path) -> None:
     """A flag in a sentence belongs to training, to a program that the page names, or to upstream, whose runs are predicted."""
     text = path.read_text()
     prose = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    codes = [code for code in re.findall(r"`([^`]+)`", prose) if not code.startswith("make ")]
+    codes = [code for code in re.findall(r"`([^`]+)`", prose) if not code.startswith(("make ", "torchrun --standalone"))]
     unknown = {flag for code in codes for flag in FLAG.findall(code)} - options(TRAINING)
     for program in sorted({match[0] for match in PROGRAM.finditer(text)}):
         if unknown:  # asking a program costs a process
@@ -165,7 +165,7 @@ def fragments(symptom: str) -> list[str]:
 def sources() -> str:
     """The code of everything that prints, with strings that go on in the next line joined."""
     paths = [path for folder in ("moe_overlap", "megatron/training", "tools") for path in (ROOT / folder).rglob("*.py")]
-    text = "\n".join(path.read_text() for path in paths)
+    text = "\n".join(path.read_text() for path in (*paths, ROOT / "Makefile"))
     return re.sub(r'"\s*\n\s*f?"', "", text)
 
 

@@ -243,9 +243,8 @@ def require_namespaces() -> None:
         raise ConfigError("--namespaces", os.geteuid(), "network namespaces need root (user id 0)", fix)
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
-        raise ConfigError(
-            "--namespaces", ", ".join(missing), "not installed", f"install iproute2 and util-linux, or {fix}"
-        )
+        rule = f"{', '.join(missing)} not installed"
+        raise ConfigError("--namespaces", "", rule, f"install iproute2 and util-linux, or {fix}")
 
 
 def _remove(chosen: Callable[[Path, int], bool]) -> None:
@@ -268,7 +267,7 @@ def _run(*command: str) -> None:
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().replace("\n", " ")
         fix = "the machine forbids it: use --emulator"
-        raise ConfigError("--namespaces", " ".join(_short(command)), f"failed: {reason}", fix)
+        raise ConfigError("--namespaces", "", f"{' '.join(_short(command))} failed: {reason}", fix)
 
 
 def _short(command: Sequence[str]) -> Sequence[str]:

@@ -6,6 +6,8 @@ A dry run lists them all (`obstacles`); a start raises the first (`require_start
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import threading
 import warnings
 from collections.abc import Iterator
@@ -33,6 +35,8 @@ class Machine:
     cuda: bool
     packages: frozenset[str]
     """The installed ones of `PACKAGES`."""
+    compiler: bool = True
+    """Whether Triton finds a C compiler."""
 
     def lacks(self, need: str) -> str | None:
         """The GPU or package that is missing for a need of `cli/config_fields.py`; None if nothing is."""
@@ -44,7 +48,8 @@ class Machine:
 def this_machine() -> Machine:
     """Describe this machine from its devices and installed packages, without torch."""
     packages = (name for name in PACKAGES if is_installed(name))
-    return Machine(cuda_is_there(), frozenset(packages))
+    compiler = bool(os.environ.get("CC")) or any(map(shutil.which, ("clang", "gcc")))
+    return Machine(cuda_is_there(), frozenset(packages), compiler)
 
 
 def cuda_is_there() -> bool:
@@ -62,7 +67,7 @@ def obstacles(parsed: ParsedArguments, machine: Machine) -> list[ConfigError]:
     """Everything that stops a start of a valid configuration on this machine."""
     config = parsed.config
     awaited = (ConfigError(flag, "", f"{feature}: not executed yet", DRY_RUN) for flag, feature in parsed.awaited)
-    return [*_not_given(config), *_needed(config, machine), *awaited, *_not_executed(config)]
+    return [*_not_given(config), *_needed(config, machine), *_no_compiler(machine), *awaited, *_not_executed(config)]
 
 
 def _not_given(config: Config) -> Iterator[ConfigError]:
@@ -97,6 +102,13 @@ def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
         yield from _lacking("--moe-token-dispatcher-type flex", "DeepEP", machine)
     if "moe_act" in (config.parallel.recompute_modules or ()):
         yield from _lacking("--recompute-modules moe_act", "Transformer Engine", machine)
+
+
+def _no_compiler(machine: Machine) -> Iterator[ConfigError]:
+    """megatron-core's `jit_fuser` is torch.compile; on a GPU its Triton compiles a launcher in C for every kernel."""
+    if machine.cuda and not machine.compiler:
+        rule = "none is found, and torch compiles megatron-core's fused functions in the first step on a GPU"
+        yield ConfigError("C compiler", "", rule, "apt install gcc python3-dev, or set CC")
 
 
 def _lacking(flag: str, need: str, machine: Machine) -> Iterator[ConfigError]:
@@ -142,10 +154,14 @@ def _optimizers_not_executed(config: Config) -> Iterator[ConfigError]:
 
 
 def quiet_libraries() -> None:
-    """Silence the import-time remarks of torch and megatron-core (missing apex, missing Transformer Engine, spec types)."""
+    """Silence the import-time remarks of torch and megatron-core (missing apex, missing Transformer Engine, spec types).
+
+    `torch.utils.cpp_extension`, which megatron-core imports, remarks that no CUDA runtime is found where torch is a CUDA
+    build, a CUDA toolkit is installed, and no GPU is there.
+    """
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b.*")
     warnings.filterwarnings("ignore", message=r".*(Apex|apex|Transformer Engine|nvidia_resiliency|multi-storage).*")
-    for name in ("megatron.core", "torch.distributed"):
+    for name in ("megatron.core", "torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     threading.excepthook = _tell_of_thread
 

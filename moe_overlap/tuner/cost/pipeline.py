@@ -41,9 +41,10 @@ Source: Mist, section 5.3, equation (1), third term, which is the last stage's c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
+from operator import add
 from typing import TypeAlias
 
 import numpy as np
@@ -185,6 +186,11 @@ def warm_up(stages: int, stage: int, micro_batches: int, virtual: int) -> tuple[
     return rounds, warm, left - warm
 
 
+def _left_to_right(terms: Iterable[Seconds]) -> Seconds:
+    """Sum in the order of the terms, for one plan and arrays of plans alike: since Python 3.12 `sum` compensates floats alone."""
+    return reduce(add, terms, 0.0)
+
+
 def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], count: int, virtual: int) -> Seconds:
     """The longest chain over the stages that have this number of micro-batches."""
     shares = [max(1.0, each / count) / virtual for each in micro_batches]
@@ -192,9 +198,9 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
     backward = [stage.backward * share for stage, share in zip(stages, shares, strict=True)]
     entered = _entered(stages, forward, count, virtual)
     left, gone = _ends(stages, backward, virtual)
-    round_back: Seconds = sum(backward)
+    round_back: Seconds = _left_to_right(backward)
     if virtual > 1:
-        round_back = round_back + sum(stage.round for stage in stages) / virtual
+        round_back = round_back + _left_to_right(stage.round for stage in stages) / virtual
     longest: Seconds = float("-inf")
     # Of the stages behind: forward passes of the last micro-batch, backward passes of the first.
     there: Seconds = 0.0
@@ -222,7 +228,8 @@ def _entered(stages: Sequence[StageTimes], forward: Sequence[Seconds], count: in
     rounds, _, _ = warm_up(len(stages), 0, count, virtual)
     around: Seconds = 0.0
     if rounds:
-        around = (virtual - 1) * (sum(forward) + sum(stage.waited for stage in stages[1:]) / virtual)
+        waited = _left_to_right(stage.waited for stage in stages[1:])
+        around = (virtual - 1) * (_left_to_right(forward) + waited / virtual)
         # The first stage's passes are short there as long as nothing runs backward; what it updates is not waited for.
         around = around + (virtual - 1) * np.minimum(stages[0].enter, 0.0) / rounds
     passed: Seconds = 0.0

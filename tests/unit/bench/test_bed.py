@@ -15,6 +15,7 @@ import pytest
 from moe_overlap.describe.errors import ConfigError
 from tests.link_hosts import left_by, namespaces_allowed
 from tests.signals import restore_interruptions
+from tests.spawn import HANGS_SECONDS
 from tools.bench import bed as bed_module
 from tools.bench.bed import Bed, CpuGroup
 from tools.bench.launch import RankFailed, Ranks
@@ -106,12 +107,15 @@ def test_without_root_or_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(refused.value) == "--namespaces 1000: network namespaces need root (user id 0); use --emulator"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(ConfigError, match="ip, tc, nsenter, setpriv: not installed; install iproute2"):
+    with pytest.raises(ConfigError, match="ip, tc, nsenter, setpriv not installed; install iproute2"):
         Bed(2, 100.0)
 
 
 def test_ranks_answer_and_end_together() -> None:
-    with CpuGroup() as group, Ranks([sys.executable, "-c", ECHO], 2, None, group, timeout_seconds=60.0) as ranks:
+    with (
+        CpuGroup() as group,
+        Ranks([sys.executable, "-c", ECHO], 2, None, group, timeout_seconds=HANGS_SECONDS) as ranks,
+    ):
         answers = ranks.tell(do="say", value=1.5)
         assert [answer[:3] for answer in answers] == [
             [{"do": "say", "value": 1.5}, str(rank), "2"] for rank in range(2)

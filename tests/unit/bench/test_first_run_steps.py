@@ -94,7 +94,12 @@ def test_emulation_is_taken_where_there_are_no_namespaces(monkeypatch: pytest.Mo
         raise ConfigError("--namespaces", 1000, "network namespaces need root", "use --emulator")
 
     monkeypatch.setattr(first_run, "Bed", refuse)
-    assert [first_run.settled_link(asked) for asked in ("auto", "emulator", "none")] == ["emulator", "emulator", "none"]
+    reason = "network namespaces need root"
+    assert [first_run.settled_link(asked) for asked in ("auto", "emulator", "none")] == [
+        ("emulator", reason),
+        ("emulator", ""),
+        ("none", ""),
+    ]
     with pytest.raises(ConfigError, match="namespaces need root"):
         first_run.settled_link("namespaces")
 

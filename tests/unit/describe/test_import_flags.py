@@ -14,6 +14,7 @@ from moe_overlap.commands.train import main as train
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.shell_conditions import compared, evaluated
 from moe_overlap.describe.readers.shell_script import script_flags
+from tests.spawn import HANGS_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests/golden/train_moe.sh"
@@ -188,7 +189,7 @@ def test_the_tool_writes_a_file_that_parses_alike(tmp_path: Path) -> None:
         "--set",
         "LAYERS=6",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{out}: 18 flags\n", "unresolved: ${3}\n")
     assert (
         parse([f"@{out}", "--moe-layer-freq", "2"]).config

@@ -22,6 +22,7 @@ from moe_overlap.describe.model import (
     model_parameters,
     training_flops_per_token,
 )
+from tests.spawn import HANGS_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = {
@@ -72,7 +73,9 @@ def megatron_core() -> Any:
     """The facts that megatron_core_facts.py prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("megatron_core_facts.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=HANGS_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -14,6 +14,7 @@ from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
 from moe_overlap.commands.train import main
 from moe_overlap.describe.errors import ConfigError
+from tests.spawn import HANGS_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 LISTS = {
@@ -96,7 +97,9 @@ def test_torch_is_not_imported(words: list[str]) -> None:
         "try:\n    pretrain_moe.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "assert not {'torch', 'numpy', 'megatron.core'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=HANGS_SECONDS
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
 from megatron.training.cli.flags.without_effect import idle_flags
-from megatron.training.cli.start import Machine, obstacles
+from megatron.training.cli.start import Machine, obstacles, this_machine
 from megatron.training.cli.validation import validate
 from moe_overlap.describe.errors import ConfigError
 
@@ -149,3 +149,17 @@ def test_flags_that_fp32_scores_make_idle_are_listed() -> None:
     listed = dict(idle_flags(parse(f"{BASE} {words}".split())))
     assert {"--fp16-lm-cross-entropy", "--attention-softmax-in-fp32", "--apply-query-key-layer-scaling"} <= set(listed)
     assert dict(idle_flags(parse(f"{BASE} --loss-scale 4".split())))["--loss-scale"] == "counts with --fp16 only"
+
+
+def test_a_gpu_without_a_c_compiler_is_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = parse(BASE.split())
+    (obstacle,) = obstacles(parsed, Machine(cuda=True, packages=frozenset(), compiler=False))
+    assert str(obstacle).startswith("C compiler: none is found, and torch compiles ") and "apt install gcc" in str(
+        obstacle
+    )
+    assert obstacles(parsed, Machine(cuda=False, packages=frozenset(), compiler=False)) == []
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CC", raising=False)
+    assert not this_machine().compiler
+    monkeypatch.setenv("CC", "icx")
+    assert this_machine().compiler

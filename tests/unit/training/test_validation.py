@@ -12,6 +12,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.validation import validate
 from moe_overlap.describe.errors import ConfigError
+from tests.spawn import HANGS_SECONDS
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE_FLAGS = (
@@ -540,7 +541,7 @@ def test_broken_rules(words: str, world_size: int, line: str) -> None:
 @pytest.mark.parametrize(("words", "line"), [WORDS[0], WORDS[3], (RULES[0][0], RULES[0][2])])
 def test_the_command_prints_one_line_and_exits_with_2(words: str, line: str) -> None:
     command = [sys.executable, "pretrain_moe.py", *BASE, *words.split()]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=HANGS_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {line}\n")
 
 

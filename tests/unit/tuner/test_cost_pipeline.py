@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from functools import reduce
+from operator import add
 
 import numpy as np
 import pytest
@@ -228,6 +230,11 @@ def test_layers_in_flight_where_chunks_differ(count: int) -> None:
             assert in_flight(stages, stage, count, layers) == most / sum(layers)
 
 
+def left_to_right(terms: Iterable[float]) -> float:
+    """Python's `sum` up to 3.11: later ones compensate for rounding."""
+    return reduce(add, terms, 0.0)
+
+
 def by_hand(
     stages: list[StageTimes], optimizer: list[float], one_way: list[float], counts: list[int], rules: PipelineRules
 ) -> float:
@@ -241,7 +248,7 @@ def by_hand(
         b = [(stage.backward + wait / 2) * x for stage, wait, x in zip(stages, waits, shares, strict=True)]
         delays, gone, left = [stages[0].first], [b[0] + (stages[0].drain / v + stages[0].tail)], [stages[0].tail]
         for i in range(1, size):
-            delays.append(max(delays[-1] + stages[i].waited / v, stages[i].first - sum(f[:i])))
+            delays.append(max(delays[-1] + stages[i].waited / v, stages[i].first - left_to_right(f[:i])))
             left.append(max(stages[i].tail, gone[-1]))
             gone.append(b[i] + (stages[i].drain / v + left[-1]))
         rounds = (v - 1) * min(size, count)
@@ -249,17 +256,17 @@ def by_hand(
         steady = count * v - 1 - rounds - warm
         again, rush = f[s] + here.again / v, b[s] + here.rush / v
         cycles = 0.0
-        around = (v - 1) * (sum(f) + sum(stage.waited for stage in stages[1:]) / v)
+        around = (v - 1) * (left_to_right(f) + left_to_right(stage.waited for stage in stages[1:]) / v)
         if rounds:
             around = around + (v - 1) * min(stages[0].enter, 0.0) / rounds
-            back = sum(b) + sum(stage.round for stage in stages) / v
+            back = left_to_right(b) + left_to_right(stage.round for stage in stages) / v
             cycles = max(rounds * rush, (v - 1) * back)
         there = back = 0.0
         for i in range(size - 1, s, -1):
             there, back = there + f[i], back + (b[i] + stages[i].turn / v)
         entered, given = [], float("-inf")
         for i, stage in enumerate(stages):
-            ended, busy = sum(f[: i + 1]) + delays[i], f[i] + stage.first
+            ended, busy = left_to_right(f[: i + 1]) + delays[i], f[i] + stage.first
             if rounds:
                 more = max(0, rounds - 2 * (v - 1)) * stage.again / v
                 busy = busy + (rounds * f[i] + stage.enter + more)

@@ -21,6 +21,7 @@ from moe_overlap.report.html import CandidateRow, Report, Sensitivity, report_ht
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import needed_bytes
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
+from tests.spawn import HANGS_SECONDS
 from tests.unit.tuner.test_cost_predict import by_hand
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -190,7 +191,7 @@ def test_a_page_that_cannot_be_written_is_one_line(played: tuple[Prediction, Sim
 def test_a_browser_renders_it(played: tuple[Prediction, SimulatedStep], tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", report(played))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={tmp_path / 'page.png'}"]
-    subprocess.run([str(CHROMIUM), *options, str(tmp_path / "report.html")], check=True, timeout=60)
+    subprocess.run([str(CHROMIUM), *options, str(tmp_path / "report.html")], check=True, timeout=HANGS_SECONDS)
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
