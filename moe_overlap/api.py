@@ -34,6 +34,7 @@ from moe_overlap.job import (
     may_interleave,
     named_by,
     read_job,
+    with_stages_of,
     without_graphs,
 )
 from moe_overlap.launching import launching_of
@@ -72,6 +73,8 @@ class Options(TypedDict, total=False):
     """Precision in place of what the flags say."""
     plan: str | None
     """File of a plan that decides in place of the flags."""
+    decided: Plan | None
+    """A plan that the flags say but for what its stages recompute, which they leave open."""
     name: str | None
     """Name of the model, where no file of flags names it."""
     software: str | None
@@ -333,7 +336,9 @@ def _job_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
 
 def _read_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
     given = options.get("precision"), options.get("plan")
-    return read_job(words, cluster.gpus, *given, host_runs_ahead=cluster.queues, name=options.get("name"))
+    job = read_job(words, cluster.gpus, *given, host_runs_ahead=cluster.queues, name=options.get("name"))
+    decided = options.get("decided")
+    return job if decided is None else with_stages_of(job, decided)
 
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:

@@ -20,7 +20,13 @@ from megatron.training.cli.rules.moe import listed_run, static_capacity_factor
 from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
 from megatron.training.cli.validation import validate, validate_model
 from megatron.training.plan_argument import with_plan
-from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run, require_world
+from megatron.training.plan_flags import (
+    gradient_chunk_bytes,
+    plan_from_flags,
+    plan_of_run,
+    require_each_recomputation,
+    require_world,
+)
 from megatron.training.plan_model import require_model
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.files import whole_number
@@ -225,6 +231,16 @@ def _with_offloaded(plan: Plan, activations: float, optimizer: float) -> Plan:
             for stage in plan.stages
         ),
     )
+
+
+def with_stages_of(job: Job, plan: Plan) -> Job:
+    """The job with the stages of a plan that its flags say but for the recomputation.
+
+    Raises:
+        ConfigError: what a stage recomputes breaks a rule across flags.
+    """
+    require_each_recomputation(plan, job.config, plan.world_size)
+    return dataclasses.replace(job, plan=dataclasses.replace(job.plan, stages=plan.stages))
 
 
 def with_zero_level(plan: Plan, level: int) -> Plan:

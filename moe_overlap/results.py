@@ -227,7 +227,7 @@ def tune(
     gpu: str | None = None,
     num_gpus: int | None = None,
     target: Target = "moe-overlap",
-    search_space: str = "recompute",
+    search_space: str = "stages",
     time_limit: float | None = None,
     **options: Unpack[Options],
 ) -> TunedPlan | Tuned:

@@ -17,8 +17,10 @@ from megatron.training.plan_flags import (
     CHUNK_FIELDS,
     layout_values,
     precision_of,
+    recompute_values,
     refuse_flag,
     require_world,
+    says_recomputation,
     with_values,
 )
 from megatron.training.plan_model import require_model_of_flags
@@ -100,16 +102,21 @@ def _written_as_flags(plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
     if stages > 1 and stage.data > 1:
         path, ranks = "parallel.use_tp_pp_dp_mapping", f"({len(stage.devices.ranks)} ranks)"
         yield path, "stages[0].devices.ranks", ranks, values[path]
-    granularity, layers, modules = stage.recompute.granularity, stage.recompute.layers, stage.recompute.modules
-    for name, field, planned in (
-        ("granularity", "granularity", granularity),
-        ("method", "granularity", granularity),
-        ("num_layers", "layers", layers),
-        ("modules", "modules", " ".join(modules)),
-    ):
-        path = f"parallel.recompute_{name}"
-        if name == "granularity" or values[path] is not None:  # Beside another granularity the flag is listed as idle.
-            yield path, f"stages[0].recompute.{field}", planned, values[path]
+    for index, stage in enumerate(plan.stages):
+        if index and says_recomputation(plan):
+            break
+        recompute, said = stage.recompute, recompute_values(stage.recompute)
+        for name, field, planned in (
+            ("granularity", "granularity", recompute.granularity),
+            ("method", "granularity", recompute.granularity),
+            ("num_layers", "layers", recompute.layers),
+            ("modules", "modules", " ".join(recompute.modules)),
+        ):
+            path = f"parallel.recompute_{name}"
+            if (
+                name == "granularity" or said[path] is not None
+            ):  # Beside another granularity the flag is listed as idle.
+                yield path, f"stages[{index}].recompute.{field}", planned, said[path]
 
 
 def _require_precision(plan: Plan, source: str, config: Config, written: frozenset[str]) -> None:

@@ -23,6 +23,7 @@ from megatron.training.cli.rules.moe import (
     unnamed_gate,
 )
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
+from megatron.training.cli.validation import validate
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import (
@@ -257,7 +258,7 @@ def layout_values(plan: Plan, predictions: int) -> Values:
         f"{parallel}pipeline_model_parallel_size": len(plan.stages),
         f"{parallel}use_tp_pp_dp_mapping": not neighbours,
         **_chunk_values(plan, predictions),
-        **_recompute_values(stage.recompute),
+        **(recompute_values(stage.recompute) if says_recomputation(plan) else dict.fromkeys(RECOMPUTE_FIELDS)),
         "optimizer.bf16": False,
         "precision.fp16": False,
         "precision.fp8": None,
@@ -288,19 +289,24 @@ def _chunk_values(plan: Plan, predictions: int) -> Values:
     return values | {"parallel.pipeline_model_parallel_layout": "|".join(parts)}
 
 
-def _recompute_values(recompute: Recompute) -> Values:
+RECOMPUTE_FIELDS = tuple(f"parallel.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
+
+
+def says_recomputation(plan: Plan) -> bool:
+    """Whether flags say what a plan recomputes: the same on every stage."""
+    first, *others = (recompute_values(stage.recompute) for stage in plan.stages)
+    return all(values == first for values in others)
+
+
+def recompute_values(recompute: Recompute) -> Values:
+    """The fields of the flags that recompute what one stage of a plan does."""
     granularity, method, layers, modules = {
         "none": (None, None, None, None),
         "selective": ("selective", None, None, recompute.modules),
         "full": ("full", "block", recompute.layers, None),
         "uniform": ("full", "uniform", recompute.layers, None),
     }[recompute.granularity]
-    return {
-        "parallel.recompute_granularity": granularity,
-        "parallel.recompute_method": method,
-        "parallel.recompute_num_layers": layers,
-        "parallel.recompute_modules": modules,
-    }
+    return dict(zip(RECOMPUTE_FIELDS, (granularity, method, layers, modules), strict=True))
 
 
 def _static_values(plan: Plan, model: ModelDescription) -> Values:
@@ -369,10 +375,13 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     refuse_unsupported(plan, source)
     require_world(plan, source, world_size, "world size", "start")
     from_flags = plan_from_flags(config, model, world_size)
+    if not says_recomputation(plan):
+        require_each_recomputation(plan, config, world_size)
+        from_flags = _with_fields_of(plan, from_flags, "recompute")
     if overlap_flag(config) is None:
         _require_gate(source, plan, config)
         # Flags without overlap say nothing against the plan's. All else must agree, overlap included where flags name one.
-        from_flags = _with_overlap_of(plan, from_flags)
+        from_flags = _with_fields_of(plan, from_flags, "overlap")
     _require_flags_of_overlap(source, plan, config)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
     _require_pairs_in_every_step(config, plan, f"{source} micro_batches_in_flight")
@@ -462,16 +471,26 @@ def _require_gate(source: str, plan: Plan, config: Config) -> None:
                 _require_equal(f"{source} stages[{s}].overlap.layers[{n}].gate", layer.gate, named)
 
 
-def _with_overlap_of(plan: Plan, flagged: Plan) -> Plan:
-    """The plan of flags that decide no overlap, with the overlap of another plan."""
-
-    def overlapped(stage: StagePlan, planned: StagePlan) -> StagePlan:
-        return dataclasses.replace(stage, overlap=planned.overlap)
-
+def _with_fields_of(plan: Plan, flagged: Plan, field: str) -> Plan:
+    """The plan of flags that say nothing of a field of the stages, with that field of another plan."""
     # `_require_equal` then names the difference.
     if len(plan.stages) != len(flagged.stages):
         return flagged
-    return dataclasses.replace(flagged, stages=tuple(map(overlapped, flagged.stages, plan.stages)))
+    pairs = zip(flagged.stages, plan.stages, strict=True)
+    stages = (dataclasses.replace(stage, **{field: getattr(planned, field)}) for stage, planned in pairs)
+    return dataclasses.replace(flagged, stages=tuple(stages))
+
+
+def require_each_recomputation(plan: Plan, config: Config, world_size: int) -> None:
+    """Hold the rules across flags against what every stage recomputes: a stage runs under flags of its own.
+
+    Raises:
+        ConfigError: the first rule that a stage breaks.
+    """
+    for recompute in dict.fromkeys(stage.recompute for stage in plan.stages):
+        # Flags give every stage one number of layers, which the smallest must have; a plan's were held against each stage.
+        one = dataclasses.replace(recompute, layers=1) if recompute.granularity == "full" else recompute
+        validate(with_values(config, recompute_values(one)), world_size)
 
 
 def _require_equal(place: str, planned: Any, flagged: Any) -> None:

@@ -112,7 +112,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     """Decide the overlap of the flags' own layout."""
     for option, default in (
         ("target", "moe-overlap"),
-        ("search_space", "recompute"),
+        ("search_space", SearchSettings().space),
         ("train_tokens", None),
         ("no_imbalance", False),
         ("allow_micro_batch_change", False),
@@ -352,8 +352,9 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--search-space",
         metavar="NAME",
-        default="recompute",
-        help=f"{', '.join(SPACES)}; with --target megatron-lm {', '.join(UPSTREAM)}; with --target any {', '.join(BEYOND)}",
+        default=SearchSettings().space,
+        help=f"{', '.join(SPACES)}; with --target megatron-lm {', '.join(UPSTREAM.keys() - set(SPACES))}; "
+        f"with --target any {', '.join(BEYOND)}",
     )
     search.add_argument(
         "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"

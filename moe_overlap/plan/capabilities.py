@@ -91,6 +91,8 @@ NOTHING_OVERLAPPED = (
     Limit("overlap.overlap_param_gather", _only(False), "no layer of this plan overlaps anything", "write false"),
 )
 """Limits of plans without overlapped layers, which the executor does not run."""
+ONE_NORMED_INPUT = "a layer keeps one normed input to compute again, and partitions are under way together"
+"""Why partitions do not go with recomputed norms."""
 NARROW = ("fp8", "mxfp8", "nvfp4")
 """Precisions whose matrix products have 8 or 4 bits."""
 LISTED_RECIPES = ("tensorwise", "blockwise", "mxfp8")
@@ -104,8 +106,6 @@ UNIFORM_FIELDS = (
     "expert",
     "expert_tensor",
     "zero_level",
-    "recompute.granularity",
-    "recompute.modules",
     "offload",
     "overlap.gradient_chunk_bytes",
     "overlap.reduce_at_once",
@@ -113,7 +113,7 @@ UNIFORM_FIELDS = (
     "overlap.micro_batches_in_flight",
     "overlap.sends_late",
 )
-"""A run of plain flags gives every stage the same."""
+"""Stages may differ in their layers and in what they recompute, in nothing else."""
 
 
 def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None:
@@ -188,8 +188,6 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
         refuse_cuts_of(stage, f"{source} {path}")
     _refuse_differences(plan, UNIFORM_FIELDS, source)
-    if plan.stages[0].recompute.granularity != "selective":  # which counts the layers of each stage
-        _refuse_differences(plan, ("recompute.layers",), source)
     if not plan.is_listed:
         _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 
@@ -230,6 +228,9 @@ def refuse_cuts_of(stage: StagePlan, subject: str) -> None:
         if layer.mechanism == "partitioned" and layer.gate is None:
             rule = "only a gate of ours hands capacity to the next partition"
             raise ConfigError(f"{subject}.overlap.layers[{index}].gate", "null", rule, "write topk")
+        modules = stage.recompute.modules
+        if layer.mechanism == "partitioned" and cuttable(modules) != modules:
+            raise ConfigError(f"{subject}.recompute.modules", " ".join(modules), ONE_NORMED_INPUT, "drop layernorm")
         if layer.mechanism == "tutel" and stage.recompute.granularity != "none":
             rule = "capacity chunks that are recomputed are not executed"
             raise ConfigError(f"{subject}.recompute.granularity", stage.recompute.granularity, rule, "write none")
@@ -359,8 +360,7 @@ def require_cuttable(run: ListedRun) -> None:
     Raises:
         ConfigError: the first setting that disagrees.
     """
-    modules = run.recompute_modules
-    rule = "a layer keeps one normed input to compute again, and parts are under way together"
+    modules, rule = run.recompute_modules, ONE_NORMED_INPUT
     require(cuttable(modules) == tuple(modules), "--recompute-modules", " ".join(modules), rule, "drop layernorm")
     for flag, value in (("--hidden-dropout", run.hidden_dropout), ("--attention-dropout", run.attention_dropout)):
         require(value == 0, flag, value, "its masks would depend on how the micro-batch is cut", "use 0")

@@ -35,7 +35,7 @@ from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
 
-SPACES = ("megatron", "recompute")
+SPACES = ("megatron", "recompute", "stages")
 """Search spaces of plans that are executed."""
 BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
 """Search spaces with plans that no runtime executes today."""
@@ -59,7 +59,7 @@ class SearchSettings:
     """
 
     target: Target = "moe-overlap"
-    space: str | SearchSpace = "recompute"
+    space: str | SearchSpace = "stages"
     seconds: float = math.inf
     overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
     solver_seconds: float = 2.0
@@ -216,7 +216,7 @@ def _space(settings: SearchSettings) -> SearchSpace:
         return settings.space
     if settings.space in UPSTREAM and settings.target == "megatron-lm":
         return UPSTREAM[settings.space]
-    if settings.space in UPSTREAM and settings.target == "moe-overlap":
+    if settings.space in UPSTREAM and settings.space in BEYOND and settings.target == "moe-overlap":
         rule = "has plans that this fork does not execute (ZeRO 0, 2 and 3, offloading)"
         raise ConfigError("--search-space", settings.space, rule, "add --target megatron-lm or --target any")
     if settings.space in BEYOND and settings.target != "any":

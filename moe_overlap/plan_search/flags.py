@@ -12,18 +12,20 @@ from collections.abc import Sequence
 from typing import Literal, cast
 
 from megatron.training.cli.arguments import expand_files
-from megatron.training.plan_flags import arguments_of, layout_values
+from megatron.training.plan_flags import arguments_of, layout_values, says_recomputation
 from moe_overlap.api import Options, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.job import read_job
+from moe_overlap.job import read_job, with_stages_of
 from moe_overlap.plan.plan import Plan, Precision
-from moe_overlap.report.search import Finalist
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.report.finalist import Finalist
 from moe_overlap.tuner.capture.cache import PRECISIONS
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.space import uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
@@ -31,6 +33,7 @@ from moe_overlap.tuner.write.argument_file import argument_file, is_format_of_fs
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
 from moe_overlap.tuner.write.flags_left_out import REPLACED
 from moe_overlap.tuner.write.upstream_rules import PAIRED
+from moe_overlap.tuner.write.upstream_values import unsayable
 
 GROUPED_PRODUCTS = "--moe-grouped-gemm"
 Target = Literal["moe-overlap", "megatron-lm", "any"]
@@ -94,6 +97,21 @@ def as_priced(words: Sequence[str], target: Target) -> list[str]:
     return [*words] if is_told or not flags.keys() >= {"--num-experts", "--bf16"} else [*words, GROUPED_PRODUCTS]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanFlags:
+    """A plan as flags.
+
+    Attributes:
+        arguments: the flags of the whole run, as far as flags say the plan.
+        said: those among them that stand in the written file for the plan.
+        in_file: those that a plan's file says in their place, as flags cannot say what its stages recompute.
+    """
+
+    arguments: list[str]
+    said: tuple[str, ...]
+    in_file: tuple[str, ...] = ()
+
+
 class PlansAsFlags:
     """Plans as flags, which are read again before a plan is kept: rules across flags are asked where they stand.
 
@@ -109,8 +127,8 @@ class PlansAsFlags:
         self._known: dict[str, bool] = {}
         self.refused: list[tuple[str, str]] = []
 
-    def flags(self, ranked: RankedLayout) -> tuple[list[str], tuple[str, ...]]:
-        """The flags of the run, and among them those that say the plan.
+    def flags(self, ranked: RankedLayout) -> PlanFlags:
+        """The flags of a uniform plan.
 
         Raises:
             ConfigError: Megatron-LM refuses them.
@@ -119,38 +137,44 @@ class PlansAsFlags:
         plan = uniform_plan(template, model.num_layers, ranked.layout, ranked.memory)
         return self.of_plan(ranked.layout.dispatcher, plan, model, ranked.layout.paired)
 
-    def of_plan(
-        self, dispatcher: str, plan: Plan, model: ModelDescription, paired: bool = False
-    ) -> tuple[list[str], tuple[str, ...]]:
+    def of_plan(self, dispatcher: str, plan: Plan, model: ModelDescription, paired: bool = False) -> PlanFlags:
         """The same of any plan whose stages have one shape.
 
         Raises:
-            ConfigError: Megatron-LM refuses them.
+            ConfigError: Megatron-LM refuses them, or has none for what single stages recompute.
         """
         values = layout_values(plan, model.mtp_layers)
-        values = {path: value for path, value in values.items() if path not in PRECISION_FIELDS}
+        layout = arguments_of({path: value for path, value in values.items() if path not in PRECISION_FIELDS})
         # The precision is said as the user says it: a plan knows no recipe.
         precise = [(name, each) for name, each in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
-        said = [*arguments_of(values), *(word for name, each in precise for word in (name, *each))]
-        said += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
-        said += PAIRED if paired else ()
-        return argument_file(self._bare, plan, said, self._target).arguments, tuple(said)
+        others = [word for name, each in precise for word in (name, *each)]
+        others += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
+        others += PAIRED if paired else ()
+        if self._target == "megatron-lm":
+            for error in unsayable(plan):
+                raise error
+        arguments = argument_file(self._bare, plan, [*layout, *others], self._target).arguments
+        if says_recomputation(plan):
+            return PlanFlags(arguments, (*layout, *others))
+        return PlanFlags(arguments, tuple(others), tuple(layout))
 
-    def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
+    def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> PlanFlags:
         """The same, read as any command line is.
 
         Raises:
             ConfigError: Megatron-LM or rules across flags refuse them.
         """
-        arguments, said = self.of_plan(dispatcher, plan, model)
-        read_job(arguments, self._gpus)
-        return arguments, said
+        flags = self.of_plan(dispatcher, plan, model)
+        job = read_job(flags.arguments, self._gpus)
+        if flags.in_file:
+            with_stages_of(job, plan)
+        return flags
 
     def is_read(self, ranked: RankedLayout) -> bool:
         """Whether a plan's flags are accepted; what refuses it is noted."""
         if ranked.name not in self._known:
             try:
-                read_job(self.flags(ranked)[0], self._gpus)
+                read_job(self.flags(ranked).arguments, self._gpus)
                 self._known[ranked.name] = True
             except ConfigError as error:
                 self._known[ranked.name] = False
@@ -163,13 +187,31 @@ class PlansAsFlags:
         Raises:
             ConfigError: rules across flags refuse it.
         """
-        arguments, words = self.flags(ranked)
-        problem = problem_of(arguments, cluster, options)
+        return self._predicted(ranked.name, self.flags(ranked), cluster, options)
+
+    def staged_finalist(self, staged: StagedPlan, cluster: Cluster, options: Options) -> Finalist:
+        """The same of a plan whose stages differ in layers and recomputation.
+
+        Raises:
+            ConfigError: rules across flags refuse it, or Megatron-LM has no flags for it.
+        """
+        template, model = self._task.templates(staged.layout.tensor)
+        plan = staged.plan(template, model.num_layers)
+        validate_plan(plan, model)
+        flags = self.of_plan(staged.layout.dispatcher, plan, model)
+        return self._predicted(staged.name, flags, cluster, Options(**{**options, "decided": plan}), is_staged=True)
+
+    def _predicted(
+        self, name: str, flags: PlanFlags, cluster: Cluster, options: Options, is_staged: bool = False
+    ) -> Finalist:
+        problem = problem_of(flags.arguments, cluster, options)
         return Finalist(
-            name=ranked.name,
+            name=name,
             problem=problem,
             prediction=estimate_plan(problem.plan, problem),
-            arguments=tuple(arguments),
-            said=words,
+            arguments=tuple(flags.arguments),
+            said=flags.said,
+            in_file=flags.in_file,
+            is_staged=is_staged,
             lacks_lists=moves_states(problem.plan),
         )

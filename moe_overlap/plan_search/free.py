@@ -19,8 +19,9 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan_search.flags import PlanFlags
 from moe_overlap.plan_search.shards import Shard, in_processes, merged, share_of
-from moe_overlap.report.search import Finalist
+from moe_overlap.report.finalist import Finalist
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.prediction import closed_form, estimate_plan, moves_states
 from moe_overlap.tuner.problem import Problem
@@ -40,8 +41,8 @@ PER_STAGE_GAP = 1e-3
 Bounding = Callable[[UniformLayout], Bounds]
 Candidate = RankedLayout | StagedPlan | MeshPlan
 Progress = Callable[[int, int, Candidate | None], None]
-Flags = Callable[[Plan, ModelDescription], tuple[list[str], tuple[str, ...]]]
-"""A plan and its model -> the flags of the run, and among them those that say the plan; ConfigError where none say it."""
+Flags = Callable[[Plan, ModelDescription], PlanFlags]
+"""A plan and its model -> the flags of the run; ConfigError where none say it."""
 
 
 def silent(done: int, total: int, best: Candidate | None) -> None:
@@ -96,7 +97,7 @@ def search_beyond(
     costs, narrow, going = UniformCosts(task), found, _Going(deadline, progress, jobs)
     if narrow_space(task.space) != task.space and found.solution.status is not Status.TIME_LIMIT:
         found = widened(found, _search_wider(found, layouts, costs, bounds, keep, going), keep)
-    staged = _search_freed(found, layouts, costs, going) if task.space.frees_stages else None
+    staged = search_freed(found, layouts, costs, deadline, progress, jobs) if task.space.frees_stages else None
     # A space of sub-meshes alone says what is wrong with nodes that have none; a wider one goes without.
     if run is not None and task.space.meshes and (not task.space.frees_stages or _is_halved(run, task)):
         # The same for every space with the same narrow one, so that a wider space finds no less.
@@ -150,11 +151,16 @@ def _search_wider(
     return merged(in_processes(wider, going.jobs), keep)
 
 
-def _search_freed(
-    found: UniformSearch, layouts: Sequence[UniformLayout], costs: UniformCosts, going: _Going
+def search_freed(
+    found: UniformSearch,
+    layouts: Sequence[UniformLayout],
+    costs: UniformCosts,
+    deadline: float = math.inf,
+    progress: Progress = lambda done, total, best: None,
+    jobs: int = 1,
 ) -> StageSearch:
     """Step 2, plans of unlike stages for the layouts of the fastest uniform ones."""
-    uniform, freed = found.ranked, freed_layouts(found, layouts)
+    uniform, freed, going = found.ranked, freed_layouts(found, layouts), _Going(deadline, progress, jobs)
 
     def freer(shard: Shard) -> StageSearch:
         return search_stages(
@@ -272,11 +278,10 @@ def free_finalists(
         step = prediction.predicted.step_seconds
         assert task.averages or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
         refusal = refusal_of(plan)
-        arguments: list[str] = []
-        said: tuple[str, ...] = ()
+        said = PlanFlags([], ())
         if refusal is None:
             try:
-                arguments, said = flags(plan, model)
+                said = flags(plan, model)
             except ConfigError as error:
                 refusal = str(error)
         finalists.append(
@@ -284,8 +289,10 @@ def free_finalists(
                 name=candidate.name,
                 problem=problem,
                 prediction=prediction,
-                arguments=tuple(arguments),
-                said=said,
+                arguments=tuple(said.arguments),
+                said=said.said,
+                in_file=said.in_file,
+                is_staged=isinstance(candidate, StagedPlan),
                 refusal=refusal,
                 # What waits for tiles is in no closed form, and what waits for states roughly: lists tell, where it matters.
                 lacks_lists=bool(plan.transfers) or moves_states(plan),

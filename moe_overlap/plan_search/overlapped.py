@@ -19,7 +19,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.report.search import Finalist, Screened, is_paired
+from moe_overlap.report.finalist import Finalist, Screened, is_paired
 from moe_overlap.report.tuning import Tuned, why_plain
 from moe_overlap.tuner.search.hidden import HiddenLayout
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
@@ -46,6 +46,7 @@ class Overlapped:
         why_plain: why the chosen plan overlaps nothing; empty where it does, or was not looked at.
         screened: the layouts that were looked at for what they may hide, the fastest first.
         other_graphs: of the plans that run without CUDA graphs, the fastest with its lists replayed as such.
+        equal_stages_seconds: of the fastest of its plans whose stages share everything but their layers, as far as decided.
         is_late: whether the time limit left something that was not looked at.
         is_interrupted: whether Ctrl-C did.
     """
@@ -55,6 +56,7 @@ class Overlapped:
     why_plain: str = ""
     screened: tuple[Screened, ...] = ()
     other_graphs: GraphsChoice | None = None
+    equal_stages_seconds: float = math.inf
     is_late: bool = False
     is_interrupted: bool = False
 
@@ -110,7 +112,7 @@ def decide_overlaps(
         finalists: in their order; the first is the answer where no overlap is faster.
         hidden: with `bar`, seconds of a step: the layouts that may be faster than that with their all-to-alls hidden.
     """
-    best = Overlapped(chosen=finalists[0], tuned=None)
+    best = undecided(finalists)
     try:
         for so_far in _decisions(best, finalists, hidden, search, options):
             best = so_far
@@ -119,6 +121,12 @@ def decide_overlaps(
     except KeyboardInterrupt:
         return replace(best, is_late=False, is_interrupted=True)
     return best
+
+
+def undecided(finalists: Sequence[Finalist]) -> Overlapped:
+    """The first of the finalists, without overlap."""
+    equal = (finalist.simulated_seconds for finalist in finalists if not finalist.is_staged)
+    return Overlapped(chosen=finalists[0], tuned=None, equal_stages_seconds=min(equal, default=math.inf))
 
 
 def _decisions(
@@ -132,12 +140,14 @@ def _decisions(
     best = replace(best, is_late=True)
     # Step 1.
     executed = [finalist for finalist in finalists if finalist.refusal is None and not is_paired(finalist)]
-    for finalist in executed[:DECIDED]:
+    equal = [finalist for finalist in executed if not finalist.is_staged]
+    first = [*executed[:DECIDED], *(finalist for finalist in equal[:1] if finalist not in executed[:DECIDED])]
+    for finalist in first:
         if finalist.plan.stages[0].expert * finalist.plan.stages[0].expert_tensor > 1:
             best = _faster(best, finalist, search, options)
             yield best
     # Step 2. What was decided above is not looked at again.
-    decided = {finalist.name for finalist in executed[:DECIDED]}
+    decided = {finalist.name for finalist in first}
     known = {finalist.name: finalist for finalist in executed}
     wanted = [layout for layout in hidden(bar=best.seconds) if layout.ranked.name not in decided]
     # Late layouts may be missing among them.
@@ -162,6 +172,8 @@ def _faster(best: Overlapped, finalist: Finalist, search: OverlapSearch, options
     try:
         graphs = (GRAPHS_FLAG,) if search.replayed(finalist) else ()
         words = [*finalist.arguments, *graphs]
+        # What flags cannot say of single stages the plan itself does.
+        options = Options(**{**options, "decided": finalist.plan}) if finalist.in_file else options
         tuned = tune(words, search.cluster, search.limits, search.solver_seconds, **options)
     except ConfigError as error:
         # The rules of overlap refuse the plan; it stays what it is.
@@ -170,7 +182,10 @@ def _faster(best: Overlapped, finalist: Finalist, search: OverlapSearch, options
         own = replace(tuned.graphs, name=f"{finalist.name}, {tuned.graphs.name}")
         known = [own] if best.other_graphs is None else [best.other_graphs, own]
         best = replace(best, other_graphs=min(known, key=lambda choice: choice.order))
-    if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < best.seconds:
+    overlaps = tuned.chosen.name != PLAIN and tuned.chosen.fits
+    if overlaps and not finalist.is_staged:
+        best = replace(best, equal_stages_seconds=min(best.equal_stages_seconds, tuned.chosen.seconds))
+    if overlaps and tuned.chosen.seconds < best.seconds:
         return replace(best, chosen=finalist, tuned=tuned, why_plain="")
     return replace(best, why_plain=why_plain(tuned)) if finalist is best.chosen else best
 

@@ -38,9 +38,9 @@ from moe_overlap.plan_search.finalists import (
     simulated_until_ahead,
 )
 from moe_overlap.plan_search.flags import PlansAsFlags, as_priced, flags_of, flags_of_layout
-from moe_overlap.plan_search.free import FreeSearch, free_finalists, narrow_space, search_beyond
+from moe_overlap.plan_search.free import FreeSearch, free_finalists, narrow_space, search_beyond, search_freed
 from moe_overlap.plan_search.free_sharding import search_sharding
-from moe_overlap.plan_search.overlapped import SCREENED, Overlapped, OverlapSearch, decide_overlaps
+from moe_overlap.plan_search.overlapped import SCREENED, Overlapped, OverlapSearch, decide_overlaps, undecided
 from moe_overlap.plan_search.processes import job_sha256, search_shards
 from moe_overlap.plan_search.shards import Refused, Shard, share_of
 from moe_overlap.plan_search.task import (
@@ -52,7 +52,8 @@ from moe_overlap.plan_search.task import (
     with_dispatcher_of,
 )
 from moe_overlap.plan_search.upstream_states import search_states
-from moe_overlap.report.search import Finalist, PlanSearch, is_paired
+from moe_overlap.report.finalist import Finalist, is_paired
+from moe_overlap.report.search import PlanSearch
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher
@@ -67,7 +68,8 @@ from moe_overlap.tuner.search.dispatchers import (
 )
 from moe_overlap.tuner.search.hidden import search_hidden
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
-from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import UniformLayout
@@ -79,6 +81,8 @@ REFUSALS = 1000
 """Layouts among which the commonest refusal is looked for, where the target runs none."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
+STAGED = 3
+"""Plans of unlike stages that are read as flags: each is faster than those behind it, of layouts of their own."""
 
 
 def search_plan(
@@ -127,6 +131,7 @@ def search_plan(
         tuned=tuned,
         why_plain=answered.why_plain,
         screened=answered.screened,
+        equal_stages_seconds=answered.equal_stages_seconds if staged is not None else None,
         graphs=answered.graphs,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         found=found,
@@ -255,10 +260,11 @@ class _Search:
         """The plans of the whole space, where it is wider than the narrow one."""
         asked, settings = self.asked, self.asked.settings
         if asked.space == narrow_space(asked.space) and settings.target != "any":
-            return _Wider(uniform=found, staged=None, job=asked.job, layouts=asked.layouts, task=self.task)
+            staged = self.freed(found) if asked.space.frees_stages else None
+            return _Wider(uniform=found, staged=staged, job=asked.job, layouts=asked.layouts, task=self.task)
         job, layouts, found = _of_one_dispatcher(asked.job, asked.layouts, found)
         task, bounds = asked.task(job, asked.space)
-        staged: StageSearch | None = None
+        staged = None
         jobs, progress = settings.processes.jobs, settings.progress
         if settings.target == "any":
             # Beyond what runs whole layers are recomputed.
@@ -271,6 +277,18 @@ class _Search:
             found = search_states(found, layouts, task, bounds, rules, KEPT, asked.deadline, jobs, progress)
         return _Wider(uniform=found, staged=staged, job=job, layouts=layouts, task=task)
 
+    def freed(self, found: UniformSearch) -> StageSearch:
+        """Plans whose stages differ in layers and recomputation, for the dispatcher of the best uniform plan."""
+        asked, settings = self.asked, self.asked.settings
+        job, layouts, found = _of_one_dispatcher(asked.job, asked.layouts, found)
+        task, _ = asked.task(job, asked.space)
+        task = dataclasses.replace(task, modules=self.task.modules)
+        if not layouts[0].dispatcher:
+            task = dataclasses.replace(task, operators=self.task.operators)
+        return search_freed(
+            found, layouts, UniformCosts(task), asked.deadline, settings.progress, settings.processes.jobs
+        )
+
     def finalists(self, wider: _Wider) -> list[Finalist]:
         """The ranked plans, predicted, in the order of the search.
 
@@ -279,7 +297,8 @@ class _Search:
         """
         asked = self.asked
         if asked.settings.target != "any":
-            return _finalists(wider.uniform, self.said, asked.cluster, asked.options)
+            staged = () if wider.staged is None else wider.staged.ranked[:STAGED]
+            return _finalists(wider.uniform, staged, self.said, asked.cluster, asked.options)
         dispatcher = wider.layouts[0].dispatcher
         extrapolating = machine_for(wider.job, asked.cluster, asked.options)[1]
         name = dispatcher or wider.task.features.dispatcher
@@ -303,7 +322,7 @@ class _Search:
             finalists = finalists if settings.averages else in_order(finalists)
         except KeyboardInterrupt:
             finalists = listed_alone(finalists)
-            return finalists, Overlapped(chosen=finalists[0], tuned=None, is_interrupted=True)
+            return finalists, dataclasses.replace(undecided(finalists), is_interrupted=True)
         overlaps = OverlapSearch(
             read=partial(self.said.finalist, cluster=asked.cluster, options=options),
             cluster=asked.cluster,
@@ -313,7 +332,7 @@ class _Search:
             replays=asked.replays,
         )
         if overlaps.is_late or settings.target == "megatron-lm" or not asked.space.overlaps:
-            return finalists, Overlapped(chosen=finalists[0], tuned=None, is_late=overlaps.is_late)
+            return finalists, dataclasses.replace(undecided(finalists), is_late=overlaps.is_late)
         hidden = partial(
             search_hidden,
             found,
@@ -357,15 +376,31 @@ def _of_one_dispatcher(
     return with_dispatcher_of(job, name), under, dataclasses.replace(found, ranked=ranked)
 
 
-def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, options: Options) -> list[Finalist]:
+def _finalists(
+    found: UniformSearch,
+    staged: Sequence[StagedPlan | MeshPlan],
+    said: PlansAsFlags,
+    cluster: Cluster,
+    options: Options,
+) -> list[Finalist]:
     """The ranked plans, read from their flags and predicted, in the order of the search.
 
     Raises:
         ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
     """
     finalists = []
-    for ranked in found.ranked:
-        finalist = said.finalist(ranked, cluster, options)
+    for ranked in sorted((*found.ranked, *staged), key=lambda plan: plan.seconds):
+        try:
+            if isinstance(ranked, StagedPlan):
+                finalist = said.staged_finalist(ranked, cluster, options)
+            else:
+                assert isinstance(ranked, RankedLayout)
+                finalist = said.finalist(ranked, cluster, options)
+        except ConfigError as error:
+            if isinstance(ranked, RankedLayout):
+                raise
+            said.refused.append((ranked.name, str(error)))
+            continue
         if not finalist.prediction.fits:
             said.refused.append((ranked.name, finalist.prediction.overflow[0]))
             continue

@@ -153,14 +153,39 @@ def plan_sentence(plan: Plan) -> str:
     """A plan in one sentence: parallel sizes, micro-batches, states, recomputation, offloading and overlap."""
     stage = plan.stages[0]
     words = [_sizes(plan, stage), f"micro-batch {stage.micro_batch_size} × {stage.gradient_accumulation_steps}"]
-    words += [f"ZeRO-{stage.zero_level}", _recomputation(stage)]
+    words += [f"ZeRO-{stage.zero_level}", _recomputations(plan)]
     if stage.offload != Offload():
         shares = {name: getattr(stage.offload, name) for name in ("weights", "gradients", "optimizer", "activations")}
         words += [f"{100 * share:.0f} % of {name} on the host" for name, share in shares.items() if share]
     overlap = _overlap(plan)
     words += [f"overlap: {' and '.join(overlap)}"] if overlap else []
-    unlike = len({(each.tensor, each.data, each.zero_level, each.recompute, each.offload) for each in plan.stages}) > 1
+    unlike = len({(each.tensor, each.data, each.zero_level, each.offload) for each in plan.stages}) > 1
     return ", ".join(words) + (" (stage 0; other stages differ)" if unlike else "")
+
+
+def stages_sentence(plan: Plan) -> str:
+    """The layers of every stage, and how many of them it recomputes, where whole layers are recomputed."""
+    layers = f"{'+'.join(str(len(stage.layers)) for stage in plan.stages)} layers"
+    again = [_layers_again(stage) for stage in plan.stages]
+    return f"{layers}, {'+'.join(map(str, again))} of them recomputed" if any(again) else layers
+
+
+def _layers_again(stage: StagePlan) -> int:
+    """Layers of a stage that are recomputed as a whole."""
+    recompute = stage.recompute
+    if recompute.granularity == "uniform":
+        return len(stage.layers)
+    sizes = [last - first for first, last in stage.chunks]
+    return sum(min(recompute.layers, size) for size in sizes) if recompute.granularity == "full" else 0
+
+
+def _recomputations(plan: Plan) -> str:
+    """What the stages recompute; in one phrase where all do the same."""
+    phrases = list(dict.fromkeys(map(_recomputation, plan.stages)))
+    if len(phrases) == 1:
+        return phrases[0]
+    whole = all(stage.recompute.granularity != "selective" for stage in plan.stages)
+    return stages_sentence(plan) if whole else "recomputation by stage: " + ", ".join(map(_recomputation, plan.stages))
 
 
 def _overlap(plan: Plan) -> list[str]:

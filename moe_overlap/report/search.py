@@ -23,9 +23,11 @@ from moe_overlap.report.answer import (
     line,
     plan_sentence,
     runner_up,
+    stages_sentence,
     training_json,
 )
 from moe_overlap.report.changes import Change, change_lines, changes_json, helpful
+from moe_overlap.report.finalist import APART, Finalist, Screened, is_paired
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
 from moe_overlap.report.tuning import GRAPHS, Tuned, answers_graphs, graphs_json, graphs_lines
@@ -49,79 +51,6 @@ EARLY = "stopped early: better plans may be left"
 SHOWN_CHANGES = 1
 """Changes of the user's flags that the short answer names; --verbose and the JSON have all."""
 MEASURE = "--pipeline-model-parallel-size"
-APART = 0.01
-"""Share of a predicted step by which its simulation may differ without being told."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finalist:
-    """A plan that was written as flags, read again and predicted.
-
-    Attributes:
-        problem: the run under its plan, as read from the flags.
-        arguments: the flags of the whole run; `said` are those that say the plan.
-        refusal: why pretrain_moe.py refuses the plan; None where it, or the target, executes it.
-        simulated: simulated seconds of the step over the predicted ones; None where the plan was not simulated.
-        lacks_lists: whether it is predicted by a closed form as yet, though lists know more: on unlike meshes, in whose closed
-            form nothing waits for tiles, and where states move (tuner/cost/prediction.py).
-    """
-
-    name: str
-    problem: Problem
-    prediction: Prediction
-    arguments: tuple[str, ...]
-    said: tuple[str, ...]
-    refusal: str | None = None
-    simulated: float | None = None
-    lacks_lists: bool = False
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that the flags say."""
-        return self.problem.plan
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of a step."""
-        return self.prediction.predicted.step_seconds
-
-    @property
-    def simulated_seconds(self) -> float:
-        """Simulated seconds of a step, by which finalists are ordered; the predicted ones where it was not simulated."""
-        return self.seconds * (1.0 if self.simulated is None else self.simulated)
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether simulation and prediction differ by more than `APART`."""
-        return self.simulated is not None and abs(self.simulated - 1.0) > APART
-
-
-def is_paired(finalist: Finalist) -> bool:
-    """Whether its layers overlap as Megatron-LM overlaps them; only Megatron-LM runs it then."""
-    return finalist.problem.features.overlap_experts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Screened:
-    """A layout that was looked at for the all-to-alls that it may hide.
-
-    Attributes:
-        way: to overlap.
-        least_seconds: of its step, if all that can be hidden were.
-        seconds: simulated, of the simplest plan of that way; None where it does not fit or a rule refuses it.
-        refused: why there is none.
-    """
-
-    name: str
-    way: str
-    least_seconds: float
-    seconds: float | None
-    refused: str = ""
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """The fastest first; those without a plan behind them."""
-        return math.inf if self.seconds is None else self.seconds, self.least_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +66,7 @@ class PlanSearch:
         baseline: of the user's own layout; None where the flags have none.
         dropped: flags of the user that the run goes without, with the reason.
         staged: the search over plans of unlike stages; None where there was none.
+        equal_stages_seconds: of the fastest plan whose stages recompute alike, with its overlap; None: no others were searched.
         is_interrupted: whether Ctrl-C ended it early.
         is_late: whether the time limit passed while its best plans were simulated and their overlap was decided.
         dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
@@ -174,6 +104,7 @@ class PlanSearch:
     launching: Launching | None = None
     wider_space: str = ""
     kept_micro_batch: int | None = None
+    equal_stages_seconds: float | None = None
 
     @property
     def ended_early(self) -> bool:
@@ -224,9 +155,11 @@ class PlanSearch:
     def written(self) -> WrittenFlags:
         """The flags that run the plan."""
         plan_file, words, said = None, self.words, self.chosen.said
-        in_file: tuple[str, ...] = ()
+        in_file = self.chosen.in_file
+        if in_file:
+            plan_file = "plan.json"
         if self.tuned is not None and self.tuned.chosen.name != PLAIN:
-            plan_file, words, said, in_file = "plan.json", self.tuned.arguments, (), said
+            plan_file, words, said, in_file = "plan.json", self.tuned.arguments, (), (*in_file, *said)
         head = [f"{self.plan.model.name} on {self.cluster.gpus} × {self.cluster.group_of(0).gpu.name}"]
         # Megatron-LM's own overlap may be what the search found, whoever the target is.
         dropped = {name: reason for name, reason in self.dropped.items() if name not in said}
@@ -286,6 +219,7 @@ def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[s
             "why_no_overlap": search.why_plain or None,
             "graphs": graphs_json(search.graphs),
             "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
+            "equal_stages_step_seconds": search.equal_stages_seconds,
             "changes": [] if search.baseline is None else changes_json(search.changes),
             "dropped_flags": [name for name, _ in search.written.left_out] if executed else [],
             "runners_up": [
@@ -476,6 +410,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         wider = f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
         lines.append(line("your flags", f"{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}"))
         lines += change_lines(helpful(search.changes, search.baseline)[:SHOWN_CHANGES], search.baseline)
+    lines += _stages_lines(search)
     if search.kept_micro_batch is not None:
         lines.append(
             line(
@@ -522,13 +457,12 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
             )
         )
     if staged is not None and staged.layouts:
-        lines.append(
-            line(
-                "",
-                f"{staged.layouts} layouts with stages that differ: {staged.candidates:,} candidates for their stages, "
-                f"{staged.kept:,} of them not worse than another in both time and memory, {staged.solution.status.value}",
-            )
+        priced = (
+            f"{staged.candidates:,} candidates for their stages, {staged.kept:,} of them not worse than another in both time and "
+            f"memory, {staged.solution.status.value}"
         )
+        outcome = priced if staged.candidates else "none can be faster, by lower bounds of their steps"
+        lines.append(line("", f"{staged.layouts} layouts with stages that differ: {outcome}"))
     if search.sharding is not None:
         lines += sharding_lines(search.sharding)
     lines.append(line("written", f"{folder}: {', '.join(files)}"))
@@ -540,6 +474,19 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     added = words_to_add(search.written.flags, search.written_for)
     lines.append(line("next", f"{start} {added}".rstrip()))
     return lines
+
+
+def _stages_lines(search: PlanSearch) -> list[str]:
+    """The gain of stages that decide for themselves over the best plan with equal ones; none where no others were searched."""
+    equal, seconds = search.equal_stages_seconds, search.prediction.predicted.step_seconds
+    if equal is None or search.staged is None or not search.staged.layouts:
+        return []
+    if not search.chosen.is_staged:
+        return [line("stages", "equal stages are fastest: other layers and recomputation by stage were searched, too")]
+    if math.isinf(equal):
+        return [line("stages", "they differ in layers or recomputation; no plan with equal stages fits")]
+    gained = f"{equal - seconds:.3f} s ({(equal - seconds) / equal:.1%}) less than the best plan with equal stages"
+    return [line("stages", f"{stages_sentence(search.plan)}: {gained}, {equal:.3f} s")]
 
 
 def _dispatcher_lines(search: PlanSearch) -> list[str]:

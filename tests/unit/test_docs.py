@@ -117,7 +117,9 @@ def test_flags_in_sentences_exist(path: Path) -> None:
     """A flag in a sentence belongs to training, to a program that the page names, or to upstream, whose runs are predicted."""
     text = path.read_text()
     prose = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    codes = [code for code in re.findall(r"`([^`]+)`", prose) if not code.startswith(("make ", "torchrun --standalone"))]
+    codes = [
+        code for code in re.findall(r"`([^`]+)`", prose) if not code.startswith(("make ", "torchrun --standalone"))
+    ]
     unknown = {flag for code in codes for flag in FLAG.findall(code)} - options(TRAINING)
     for program in sorted({match[0] for match in PROGRAM.finditer(text)}):
         if unknown:  # asking a program costs a process

@@ -52,6 +52,7 @@ class SearchSpace:
         offloads: which of `ON_HOST` may wait in host memory.
         frees_stages: whether every stage decides for itself about its layers and its memory.
         equal_layers: whether stages keep as many layers as in a uniform plan nevertheless.
+        one_memory: whether stages decide about memory as the uniform plan does nevertheless.
         only_data: whether all ranks are data ranks.
         one_stage: whether all GPUs are one stage (Alpa's "intra-op only").
         shards_operators: whether the best sharding of every operator is searched beside the plan.
@@ -66,6 +67,7 @@ class SearchSpace:
     offloads: tuple[str, ...] = ()
     frees_stages: bool = False
     equal_layers: bool = False
+    one_memory: bool = False
     only_data: bool = False
     one_stage: bool = False
     shards_operators: bool = False
@@ -88,6 +90,7 @@ SEARCH_SPACES = {
     for space in (
         SearchSpace("megatron", recomputes=False),
         SearchSpace("recompute", recomputes=True),
+        SearchSpace("stages", recomputes=True, frees_stages=True),
         SearchSpace("zero", recomputes=True, zero_levels=LEVELS),
         SearchSpace("offload", recomputes=True, zero_levels=LEVELS, offloads=ON_HOST),
         SearchSpace(

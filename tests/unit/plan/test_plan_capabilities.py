@@ -18,6 +18,7 @@ from moe_overlap.plan.capabilities import (
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Offload, Plan, Recompute
 from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
 from tests.unit.plan import plan_samples
 
 
@@ -181,7 +182,7 @@ def test_chunks_of_capacity_that_are_recomputed() -> None:
 
 @pytest.mark.parametrize(
     ("change", "lowered"),
-    [({"recompute": Recompute(layers=1, granularity="full")}, True), ({"expert": 2}, True), ({"tensor": 2}, False)],
+    [({"expert": 2}, True), ({"tensor": 2}, False)],
 )
 def test_unlike_stages(change: dict[str, Any], lowered: bool) -> None:
     plan = plan_samples.plan(layers=4, stages=2, stage={"data": 2})
@@ -191,6 +192,36 @@ def test_unlike_stages(change: dict[str, Any], lowered: bool) -> None:
         refuse_unsupported(unlike)
     if lowered:
         refuse_what_cannot_be_lowered(unlike)
+
+
+@pytest.mark.parametrize(
+    "recompute", [Recompute(layers=1, granularity="full"), Recompute(layers=2, granularity="selective")]
+)
+def test_stages_recompute_as_they_like(recompute: Recompute) -> None:
+    if recompute.granularity == "selective":
+        recompute = dataclasses.replace(recompute, modules=("core_attn",))
+    plan = plan_samples.plan(layers=4, stages=2, stage={"data": 2})
+    refuse_unsupported(
+        dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(plan.stages[1], recompute=recompute)))
+    )
+
+
+def test_partitions_do_not_go_with_norms_that_their_own_stage_recomputes() -> None:
+    plan = plan_samples.plan(layers=4, stages=2, stage={"data": 2, "expert": 2})
+    words = OverlapWords(partitions=2, range_word="around", gate="topk", dispatcher="irregular")
+    cut = (
+        overlap_from_words(words, stage, plan_samples.model("mmmm"), holds_embedding=index == 0, holds_head=index == 1)
+        for index, stage in enumerate(plan.stages)
+    )
+    stages = (dataclasses.replace(stage, overlap=each) for stage, each in zip(plan.stages, cut, strict=True))
+    plan = dataclasses.replace(plan, stages=tuple(stages))
+    refuse_unsupported(plan)
+    again = Recompute(layers=2, granularity="selective", modules=("layernorm", "moe"))
+    unlike = dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(plan.stages[1], recompute=again)))
+    with pytest.raises(
+        ConfigError, match=r"stages\[1\]\.recompute\.modules layernorm moe: a layer keeps one normed input"
+    ):
+        refuse_unsupported(unlike)
 
 
 def test_the_example_is_refused() -> None:

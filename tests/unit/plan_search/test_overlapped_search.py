@@ -19,11 +19,10 @@ from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import PlansAsFlags, without_layout
 from moe_overlap.plan_search.overlapped import DECIDED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan_search.search import search_plan
+from moe_overlap.report.finalist import Finalist, Screened
 from moe_overlap.report.search import (
     EARLY,
-    Finalist,
     PlanSearch,
-    Screened,
     closing_lines,
     detail_lines,
     refused_lines,
@@ -338,10 +337,14 @@ def test_every_offered_recomputation_is_accepted_as_flags() -> None:
     assert unlike >= 3
 
 
-def made_finalist(name: str, refusal: str | None = None, paired: bool = False, experts: int = 4) -> SimpleNamespace:
+def made_finalist(
+    name: str, refusal: str | None = None, paired: bool = False, experts: int = 4, staged: bool = False
+) -> SimpleNamespace:
     problem = SimpleNamespace(features=SimpleNamespace(overlap_experts=paired))
     plan = SimpleNamespace(stages=[SimpleNamespace(expert=experts, expert_tensor=1)])
-    return SimpleNamespace(name=name, simulated_seconds=4.4, refusal=refusal, problem=problem, plan=plan)
+    return SimpleNamespace(
+        name=name, simulated_seconds=4.4, refusal=refusal, problem=problem, plan=plan, is_staged=staged
+    )
 
 
 def test_only_what_this_runtime_executes_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +355,18 @@ def test_only_what_this_runtime_executes_is_decided(monkeypatch: pytest.MonkeyPa
     ours = [made_finalist(f"ours {number}") for number in range(DECIDED + 1)]
     found = decide_overlaps([*others, *ours], lambda bar: (), SimpleNamespace(is_late=False))  # type: ignore[list-item, arg-type]
     assert decided == [finalist.name for finalist in ours[:DECIDED]] and found.chosen is others[0]
+
+
+def test_the_best_plan_with_equal_stages_is_decided_behind_those_with_unlike_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it nobody would know what unlike stages gain once all-to-alls are hidden."""
+    decided: list[str] = []
+    monkeypatch.setattr(overlapped_search, "_faster", lambda best, finalist, *_: decided.append(finalist.name) or best)
+    unlike = [made_finalist(f"unlike {number}", staged=True) for number in range(DECIDED)]
+    equal = [made_finalist(f"equal {number}") for number in range(2)]
+    decide_overlaps([*unlike, *equal], lambda bar: (), SimpleNamespace(is_late=False))  # type: ignore[list-item, arg-type]
+    assert decided == [*(finalist.name for finalist in unlike), "equal 0"]
 
 
 @pytest.mark.parametrize(("pairs", "expected"), [(4.64, ["pairs", "cut"]), (4.9, ["cut"])])

@@ -33,15 +33,8 @@ from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import in_order
 from moe_overlap.plan_search.flags import Target, as_priced, without_layout
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import (
-    Finalist,
-    PlanSearch,
-    closing_lines,
-    detail_lines,
-    search_json,
-    search_lines,
-    write_search,
-)
+from moe_overlap.report.finalist import Finalist
+from moe_overlap.report.search import PlanSearch, closing_lines, detail_lines, search_json, search_lines, write_search
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.search.layer.candidates import PLAIN

@@ -20,6 +20,7 @@ from megatron.training.plan_flags import (
     layout_values,
     plan_from_flags,
     plan_of_run,
+    says_recomputation,
 )
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -310,6 +311,30 @@ def test_a_written_flag_that_disagrees_is_refused(
         with pytest.raises(ConfigError) as refused:
             with_plan(parse([*words, *dry]), 2)
         assert str(refused.value) == f"p.json {line}; drop the flag or correct the plan"
+
+
+def test_flags_say_nothing_of_stages_that_recompute_unlike_numbers_of_layers(tmp_path: Path) -> None:
+    """The file does; a flag of recomputation beside it is held against every stage."""
+    (_, model), path = two_layers(), tmp_path / "p.json"
+    words = f"{' '.join(facts_of(two_layers()[0], model))} --num-layers 5 --moe-layer-freq 1 --seq-length 64"
+    layout = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 --micro-batch-size 2 --global-batch-size 8"
+    config = parse(f"{words} {layout}".split()).config
+    model = describe_model(config, 256, model.name)
+    plan = plan_from_flags(config, model, 2)
+    again = dataclasses.replace(plan.stages[0], recompute=Recompute(layers=2, granularity="full"))
+    plan = dataclasses.replace(plan, stages=(again, plan.stages[1]))
+    save_plan(plan, path)
+    words = [*words.split(), "--plan", str(path)]
+    parsed = with_plan(parse(words), 2)
+    assert parsed.config.parallel.recompute_granularity is None and not says_recomputation(plan)
+    assert plan_of_run(parsed.config, model, 2).stages == plan.stages
+    for written, line in (
+        ("--recompute-granularity full", "stages[1].recompute.granularity none: --recompute-granularity says full"),
+        ("--recompute-num-layers 1", "stages[0].recompute.layers 2: --recompute-num-layers says 1"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            with_plan(parse([*words, *written.split()]), 2)
+        assert str(refused.value) == f"{path} {line}; drop the flag or correct the plan"
 
 
 @pytest.mark.parametrize(

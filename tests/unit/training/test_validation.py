@@ -452,7 +452,7 @@ RULES = [
         f"{OVERLAP} --moe-gate topk --moe-overlap-partitions 2 --attention-dropout 0 --hidden-dropout 0 "
         "--recompute-granularity selective --recompute-modules moe layernorm",
         2,
-        "--recompute-modules moe layernorm: a layer keeps one normed input to compute again, and parts are under way "
+        "--recompute-modules moe layernorm: a layer keeps one normed input to compute again, and partitions are under way "
         "together; drop layernorm",
     ),
     (

@@ -255,6 +255,7 @@ class _Freed:
         self._plan = uniform_plan(template, model.num_layers, layout)
         self._kinds = costs.layer_kinds(layout, self._plan)
         self._keeps_layers = costs.task.space.equal_layers
+        self._one_memory = _shared(uniform, self._plan) if costs.task.space.one_memory else None
         self._capacity = costs.task.machine.usable_bytes
         self._sent = costs.sent_seconds(layout, self._plan) if layout.pipeline > 1 else 0.0
         self._priced: dict[object, StageCosts] = {}
@@ -328,6 +329,8 @@ class _Freed:
         """The memory choice of a stage in the uniform plan; None where there is no such plan."""
         if self._uniform is None:
             return None
+        if self._one_memory is not None:
+            return self._one_memory
         memory = self._uniform.memory
         sizes = {last - first for first, last in self._plan.stages[index].chunks}
         if memory.every_layer and len(sizes) == 1:
@@ -365,6 +368,8 @@ class _Freed:
             ):
                 if self._differ and not behind and last < self._num_layers:
                     continue
+                if self._one_memory is not None and last - first < self._one_memory.layers:
+                    continue
                 if is_too_slow(index, first, last):
                     break
                 yield self._named(first, last)
@@ -387,6 +392,8 @@ class _Freed:
         return bool((micro_batches - 1) * float(stable.min()) >= self._best)
 
     def _recomputes(self, index: int, chunks: Chunks) -> list[MemoryChoice]:
+        if self._one_memory is not None:
+            return [self._one_memory]
         stage = replace(self._plan.stages[index], chunks=chunks)
         return recompute_choices(self._costs.task, replace(self._plan, stages=(stage,)))
 
@@ -446,6 +453,15 @@ class _Freed:
         strategy = self._costs.strategies.index((memory.zero_level, memory.offload))
         again = MemoryChoice(layers=memory.layers, every_layer=memory.every_layer, modules=memory.modules)
         return strategy * len(recomputes) + recomputes.index(again)
+
+
+def _shared(uniform: RankedLayout | None, plan: Plan) -> MemoryChoice:
+    """The decision about memory of a uniform plan, as stages with other numbers of layers share it; without one the default."""
+    if uniform is None:
+        return MemoryChoice()
+    sizes = {last - first for stage in plan.stages for first, last in stage.chunks}
+    is_every = uniform.memory.every_layer or uniform.memory.layers >= max(sizes)
+    return replace(uniform.memory, layers=0, every_layer=True) if is_every else uniform.memory
 
 
 def _flat(times: StageTimes, size: int) -> StageTimes:
