@@ -73,7 +73,7 @@ def inside(root: Path, command: Sequence[str]) -> str:
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
     words = ["chroot", str(root), "sh", "-c", 'cd /project && exec "$@"', "sh", *command]
     ended = subprocess.run(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert ended.returncode == 0, ended.stdout[-5000:]
+    assert ended.returncode == 0, ended.stdout[-20_000:]
     return ended.stdout
 
 
@@ -82,7 +82,7 @@ def test_both_commands_of_the_readme(machine: Path) -> None:
     for command, expected in (("train", r"same training: over \d+ steps"), ("test", r"\d+ passed, \d+ skipped in")):
         started = time.monotonic()
         printed = inside(machine, ["make", command])
-        assert re.search(expected, printed), printed[-5000:]
+        assert re.search(expected, printed), printed[-20_000:]
         size = subprocess.run(["du", "-sm", str(machine / "project/.venv")], capture_output=True, text=True)
         minutes = (time.monotonic() - started) / 60
         print(f"make {command}: {minutes:.1f} minutes, .venv {int(size.stdout.split()[0]):,} MiB")
