@@ -307,7 +307,7 @@ def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[
         config: what they were read into.
     """
     arguments = tuple(expand_files(words))
-    if not plan.is_listed:
+    if not plan.follows_lists:
         return arguments, ()
     kept: list[str] = []
     dropped: dict[str, None] = {}

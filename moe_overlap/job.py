@@ -102,7 +102,7 @@ def read_job(
     if precision is not None:
         optimizer = dataclasses.replace(config.optimizer, bf16=precision != "fp16")
         config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
-    validate(config, num_gpus)
+    validate(config, parsed.layout_world or num_gpus)
     vocabulary, assumed = vocabulary_of(config)
     named = named_by(words) or name or parsed.name
     model = describe_model(config, vocabulary, named)

@@ -13,22 +13,30 @@ from typing import Any
 from megatron.training.cli.arguments import ParsedArguments
 from megatron.training.cli.config import Config
 from megatron.training.cli.flags.table import spelling
-from megatron.training.plan_flags import (
+from megatron.training.plan_flags import precision_of, refuse_flag, require_world
+from megatron.training.plan_model import require_model_of_flags
+from megatron.training.plan_values import (
     CHUNK_FIELDS,
+    alone,
     layout_values,
-    precision_of,
     recompute_values,
-    refuse_flag,
-    require_world,
     says_recomputation,
     with_values,
 )
-from megatron.training.plan_model import require_model_of_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
+
+SHAPE_FLAGS = (
+    ("training.micro_batch_size", "micro_batch_size"),
+    ("parallel.tensor_model_parallel_size", "tensor"),
+    ("parallel.context_parallel_size", "context"),
+    ("parallel.expert_model_parallel_size", "expert"),
+    ("parallel.expert_tensor_parallel_size", "expert_tensor"),
+)
+"""Configuration fields by which flags say a field of the stages."""
 
 
 def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedArguments:
@@ -53,8 +61,12 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
     else:
         require_world(plan, source, world_size, "world size", "start")
     written = parsed.written_fields()
-    values = layout_values(plan, parsed.config.model.mtp_num_layers or 0)
-    for path, field, planned, expected in _written_as_flags(plan):
+    # Flags say one shape: of stages that differ in it, that of the first as if it were alone.
+    said_by_flags = alone(plan, 0) if plan.transfers else plan
+    values = layout_values(said_by_flags, parsed.config.model.mtp_num_layers or 0)
+    if plan.transfers:
+        _require_no_layout_flags(plan, source, parsed, written)
+    for path, field, planned, expected in _written_as_flags(said_by_flags):
         said = _value_at(parsed.config, path)
         if path in written and said != expected:
             refuse_flag(f"{source} {field}", planned, spelling(path), said)
@@ -65,13 +77,31 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
         del values["parallel.sequence_parallel"]
     if parsed.config.training.step_batch_size_schedule is not None:
         del values["training.global_batch_size"]
-    if any(layer.dispatcher == "irregular" for stage in plan.stages for layer in stage.overlap.layers):
+    lists = plan.transfers and parsed.config.moe.num_experts
+    if lists or any(layer.dispatcher == "irregular" for stage in plan.stages for layer in stage.overlap.layers):
         values["moe.moe_token_dispatcher_type"] = "irregular"
     config = with_values(parsed.config, {path: value for path, value in values.items() if path not in written})
     require_model_of_flags(plan, source, config, parsed.name)
     return dataclasses.replace(
-        parsed, config=config, world_size=plan.world_size if parsed.dry_run else parsed.world_size
+        parsed,
+        config=config,
+        world_size=plan.world_size if parsed.dry_run else parsed.world_size,
+        layout_world=len(plan.stages[0].devices.ranks) if plan.transfers else None,
     )
+
+
+def _require_no_layout_flags(plan: Plan, source: str, parsed: ParsedArguments, written: frozenset[str]) -> None:
+    """Refuse a flag that gives all stages one value of a field in which they differ."""
+    for path, field in SHAPE_FLAGS:
+        values = [getattr(stage, field) for stage in plan.stages]
+        if path in written and len(set(values)) > 1:
+            shown = ", ".join(map(str, values))
+            rule = f"{source} says {shown} for its stages, and a flag one value for all"
+            raise ConfigError(spelling(path), _value_at(parsed.config, path), rule, "drop the flag")
+    for path in ("parallel.pipeline_model_parallel_size", *CHUNK_FIELDS, "parallel.use_tp_pp_dp_mapping"):
+        if path in written:
+            rule = f"{source} has stages of unlike shape, which flags cannot say"
+            raise ConfigError(spelling(path), _value_at(parsed.config, path), rule, "drop the flag")
 
 
 def plan_of_flag(source: str) -> Plan:
@@ -91,13 +121,7 @@ def _written_as_flags(plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
     yield "training.global_batch_size", "global_batch_size", plan.global_batch_size, plan.global_batch_size
     stages = len(plan.stages)
     yield "parallel.pipeline_model_parallel_size", "stages", f"({stages} entries)", stages
-    for path, field in (
-        ("training.micro_batch_size", "micro_batch_size"),
-        ("parallel.tensor_model_parallel_size", "tensor"),
-        ("parallel.context_parallel_size", "context"),
-        ("parallel.expert_model_parallel_size", "expert"),
-        ("parallel.expert_tensor_parallel_size", "expert_tensor"),
-    ):
+    for path, field in SHAPE_FLAGS:
         yield path, f"stages[0].{field}", getattr(stage, field), getattr(stage, field)
     if stages > 1 and stage.data > 1:
         path, ranks = "parallel.use_tp_pp_dp_mapping", f"({len(stage.devices.ranks)} ranks)"

@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.training.cli.config import Config, ModelConfig, OverlapConfig
-from megatron.training.cli.flags.table import config_flags, flag_texts
 from megatron.training.cli.rules.moe import (
     listed_run,
     overlap_flag,
@@ -24,6 +23,15 @@ from megatron.training.cli.rules.moe import (
 )
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from megatron.training.cli.validation import validate
+from megatron.training.plan_values import (
+    Values,
+    alone,
+    config_of_stage,
+    layout_values,
+    recompute_values,
+    says_recomputation,
+    with_values,
+)
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import (
@@ -162,29 +170,8 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
 
 # From a plan to flags
 
-Values = dict[str, Any]
-"""`group.field` of the configuration -> value."""
 _DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh", "search_limits", "host_runs_ahead"})
 """Fields of a plan that say where it comes from, not what runs."""
-CHUNK_FIELDS = (
-    "parallel.pipeline_model_parallel_layout",
-    "parallel.num_layers_per_virtual_pipeline_stage",
-    "parallel.num_virtual_stages_per_pipeline_rank",
-    "parallel.decoder_first_pipeline_num_layers",
-    "parallel.decoder_last_pipeline_num_layers",
-    "parallel.account_for_embedding_in_pipeline_split",
-    "parallel.account_for_loss_in_pipeline_split",
-)
-"""Fields that say together which layers a chunk holds; one of them says nothing alone."""
-_PRECISIONS: dict[Precision, Values] = {
-    "fp32": {},
-    "bf16": {"optimizer.bf16": True},
-    "fp16": {"precision.fp16": True},
-    "fp8": {"optimizer.bf16": True, "precision.fp8": "hybrid"},
-    "mxfp8": {"optimizer.bf16": True, "precision.fp8": "hybrid", "precision.fp8_recipe": "mxfp8"},
-    "nvfp4": {"optimizer.bf16": True, "precision.fp4": "e2m1"},
-}
-"""Flags of a precision. A plan tells mxfp8 from the other recipes of fp8, of which `delayed` is the default."""
 
 
 def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.json") -> Values:
@@ -216,97 +203,6 @@ def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.jso
     place, planned, said_value = differences[0]
     rule = f"flags say one thing for every layer, here {_shown(said_value)}"
     raise ConfigError(place, _shown(planned), rule, "follow the plan by --plan")
-
-
-def arguments_of(values: Mapping[str, Any]) -> list[str]:
-    """The command line of configuration fields; a value that is the default needs no argument."""
-    arguments: list[str] = []
-    for flag in config_flags():
-        value = values.get(f"{flag.group}.{flag.field}", flag.default)
-        if value != flag.default:
-            arguments += flag_texts(flag, value)
-    return arguments
-
-
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """A configuration with other values of some fields."""
-    groups: dict[str, Values] = {}
-    for path, value in values.items():
-        group, field = path.split(".")
-        groups.setdefault(group, {})[field] = value
-    changed = {group: dataclasses.replace(getattr(config, group), **fields) for group, fields in groups.items()}
-    return dataclasses.replace(config, **changed)
-
-
-def layout_values(plan: Plan, predictions: int) -> Values:
-    """The fields of a plan whose stages have one shape, without its overlap.
-
-    Args:
-        predictions: multi-token-prediction layers of the model.
-    """
-    stage, parallel = plan.stages[0], "parallel."
-    neighbours = stage.devices.ranks == tuple(range(len(stage.devices.ranks)))
-    return {
-        "model.seq_length": plan.sequence_length,
-        "training.micro_batch_size": stage.micro_batch_size,
-        "training.global_batch_size": plan.global_batch_size,
-        f"{parallel}tensor_model_parallel_size": stage.tensor,
-        f"{parallel}sequence_parallel": stage.tensor > 1,
-        f"{parallel}context_parallel_size": stage.context,
-        f"{parallel}expert_model_parallel_size": stage.expert,
-        f"{parallel}expert_tensor_parallel_size": None if stage.expert_tensor == stage.tensor else stage.expert_tensor,
-        f"{parallel}pipeline_model_parallel_size": len(plan.stages),
-        f"{parallel}use_tp_pp_dp_mapping": not neighbours,
-        **_chunk_values(plan, predictions),
-        **(recompute_values(stage.recompute) if says_recomputation(plan) else dict.fromkeys(RECOMPUTE_FIELDS)),
-        "optimizer.bf16": False,
-        "precision.fp16": False,
-        "precision.fp8": None,
-        "precision.fp4": None,
-        **_PRECISIONS[plan.precision],
-    }
-
-
-def _chunk_values(plan: Plan, predictions: int) -> Values:
-    """Which layers each chunk holds, by the shortest flags that say it."""
-    values: Values = dict.fromkeys(CHUNK_FIELDS) | {path: False for path in CHUNK_FIELDS if ".account_" in path}
-    sizes = [[last - first for first, last in stage.chunks] for stage in plan.stages]
-    virtual, depths = len(sizes[0]), [sum(chunks) for chunks in sizes]
-    # Upstream's flags give the first and the last stage a depth of their own, and all others one depth.
-    middle = set(depths[1:-1]) or {depths[-1]}
-    if all(len(set(chunks)) == 1 and chunks[0] > 0 for chunks in sizes) and len(middle) == 1:
-        (depth,) = middle
-        if virtual > 1:
-            values["parallel.num_virtual_stages_per_pipeline_rank"] = virtual
-        if depths[0] != depth:
-            values["parallel.decoder_first_pipeline_num_layers"] = depths[0]
-        if depths[-1] != depth:
-            values["parallel.decoder_last_pipeline_num_layers"] = depths[-1]
-        return values
-    # Chunk by chunk over all stages, as the layout flag lists virtual stages.
-    parts = ["t" * chunks[chunk] for chunk in range(virtual) for chunks in sizes]
-    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * predictions + "L"
-    return values | {"parallel.pipeline_model_parallel_layout": "|".join(parts)}
-
-
-RECOMPUTE_FIELDS = tuple(f"parallel.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
-
-
-def says_recomputation(plan: Plan) -> bool:
-    """Whether flags say what a plan recomputes: the same on every stage."""
-    first, *others = (recompute_values(stage.recompute) for stage in plan.stages)
-    return all(values == first for values in others)
-
-
-def recompute_values(recompute: Recompute) -> Values:
-    """The fields of the flags that recompute what one stage of a plan does."""
-    granularity, method, layers, modules = {
-        "none": (None, None, None, None),
-        "selective": ("selective", None, None, recompute.modules),
-        "full": ("full", "block", recompute.layers, None),
-        "uniform": ("full", "uniform", recompute.layers, None),
-    }[recompute.granularity]
-    return dict(zip(RECOMPUTE_FIELDS, (granularity, method, layers, modules), strict=True))
 
 
 def _static_values(plan: Plan, model: ModelDescription) -> Values:
@@ -374,6 +270,9 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     validate_plan(plan, model, source)
     refuse_unsupported(plan, source)
     require_world(plan, source, world_size, "world size", "start")
+    if plan.transfers:
+        hold_unlike_stages(plan, source, config, model)
+        return plan
     from_flags = plan_from_flags(config, model, world_size)
     if not says_recomputation(plan):
         require_each_recomputation(plan, config, world_size)
@@ -386,6 +285,67 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
     _require_pairs_in_every_step(config, plan, f"{source} micro_batches_in_flight")
     return plan
+
+
+def hold_unlike_stages(plan: Plan, source: str, config: Config, model: ModelDescription) -> None:
+    """Hold stages of unlike shape against the rules across flags one by one: flags say one shape for all.
+
+    Raises:
+        ConfigError: a stage breaks a rule across flags, or flags say something else of what all stages share.
+    """
+    for index, stage in enumerate(plan.stages):
+        of_stage, ranks = config_of_stage(config, plan, index), len(stage.devices.ranks)
+        validate(of_stage, ranks)
+        require_each_recomputation(alone(plan, index), of_stage, ranks)
+        from_flags = plan_from_flags(of_stage, model, ranks)
+        for field in ("sequence_length", "global_batch_size", "precision", "static_capacity_factor"):
+            _require_equal(f"{source} {field}", getattr(plan, field), getattr(from_flags, field))
+    _require_alike_balance(plan, source, config)
+    if model.tied_embeddings:
+        _require_exchangeable(plan, source)
+    if overlap_flag(config) is None:
+        _require_gate(source, plan, config)
+    _require_flags_of_overlap(source, plan, config)
+
+
+def _exchanging(config: Config) -> Config:
+    """A dense model's configuration with the dispatcher of lists, which decides nothing there."""
+    return with_values(config, {"moe.moe_token_dispatcher_type": "irregular"})
+
+
+def _require_exchangeable(plan: Plan, source: str) -> None:
+    """Refuse ends of the pipeline that cannot exchange the gradients of a tied embedding."""
+    first, last = plan.stages[0], plan.stages[plan.loss_stage]
+    if first.tensor != last.tensor:
+        rule = f"tied embeddings are exchanged between equal tensor ranks, and stages[0] has {first.tensor}"
+        fix = "give both as many, or add --untie-embeddings-and-output-weights"
+        raise ConfigError(f"{source} stages[{plan.loss_stage}].tensor", last.tensor, rule, fix)
+    for index in (0, plan.loss_stage):
+        size = plan.stages[index].overlap.gradient_chunk_bytes
+        if size:
+            rule = "tied embeddings of stages of unlike shape are exchanged before replicas reduce"
+            raise ConfigError(f"{source} stages[{index}].overlap.gradient_chunk_bytes", size, rule, "write 0")
+
+
+def _require_alike_balance(plan: Plan, source: str, config: Config) -> None:
+    """Refuse a balancing loss that is a mean over other samples on other stages: it would be another one.
+
+    Losses of single sequences do not depend on the micro-batch.
+    """
+    if not config.moe.num_experts or not config.moe.moe_aux_loss_coeff:
+        return
+    kinds = config.moe.moe_router_load_balancing_type
+    # Under a loss per token those of single sequences are weighted by micro-batches, too.
+    per_token = config.training.calculate_per_token_loss
+    batch_level = [kind for kind in kinds if kind in ("aux_loss", "global_aux_loss") or (per_token and kind != "none")]
+    first = plan.stages[0].micro_batch_size
+    for index, stage in enumerate(plan.stages):
+        if batch_level and stage.micro_batch_size != first:
+            rule = (
+                f"{batch_level[0]} is a mean over {stage.micro_batch_size} samples there and over {first} on stages[0]"
+            )
+            fix = "use seq_aux_loss or equal micro-batches"
+            raise ConfigError(f"{source} stages[{index}].micro_batch_size", stage.micro_batch_size, rule, fix)
 
 
 def require_world(plan: Plan, source: str, world_size: int | None, subject: str, verb: str) -> None:
@@ -413,8 +373,9 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
     """Require the flags that the executor of an overlapping plan needs, as they build the model."""
     overlaps = [stage.overlap for stage in plan.stages]
     layers = [layer for overlap in overlaps for layer in overlap.layers]
-    if any(overlap.is_listed for overlap in overlaps):
-        require_executable(config, source)
+    if plan.follows_lists:
+        why = f"{source} has stages of unlike shape, whose list" if plan.transfers else source
+        require_executable(config if config.moe.num_experts else _exchanging(config), why)
         at_the_end = not any(overlap.gradient_chunk_bytes for overlap in overlaps)
         rule = f"{source} reduces gradients at the end of the step (gradient_chunk_bytes 0)"
         require(not (config.parallel.overlap_grad_reduce and at_the_end), "--overlap-grad-reduce", "", rule, "drop it")

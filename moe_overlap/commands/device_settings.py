@@ -57,7 +57,8 @@ def settle_environment(config: Config, environment: MutableMapping[str, str]) ->
         environment[CONNECTIONS] = str(connections)
     elif may_follow_lists(config):
         environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
-    if may_follow_lists(config) and config.parallel.pipeline_model_parallel_size > 1:
+    # Of stages of unlike shape, which a plan joins, flags name the first alone.
+    if may_follow_lists(config) and (config.parallel.pipeline_model_parallel_size > 1 or config.overlap.plan):
         environment.setdefault(LOADING, AT_START)
     if not config.training.deterministic_mode:
         return

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
                 lines = page.getvalue().removesuffix("\n").split("\n")
                 print("\n".join(printable(line, len(line)) for line in lines))
                 return 0
-        validate(parsed.config, world_size)
+        validate(parsed.config, parsed.layout_world or world_size)
         require_startable(parsed, this_machine())
         if launch is None:
             return train(parsed, words)
@@ -237,6 +237,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.initialize import device_of_this_process
     from megatron.training.job import Job, Schedule
     from megatron.training.plan_flags import plan_of_run
+    from megatron.training.plan_values import config_of_stage
     from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
     from moe_overlap.plan.lowering.lower import lower
@@ -248,6 +249,8 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
     plan = on_device(plan_of_run(config, model, dist.get_world_size()), config, device_of_this_process())
+    if plan.transfers:
+        config = config_of_stage(config, plan, plan.stage_of(rank))
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
 
     @functools.cache
@@ -309,7 +312,7 @@ def _nccl_ctas(config: Config, plan: Plan) -> int | None:
     if not torch.cuda.is_available() or config.parallel.distributed_backend != "nccl":
         return None
     multiprocessors = torch.cuda.get_device_properties().multi_processor_count
-    return nccl_ctas(config, os.environ, multiprocessors, is_listed=plan.is_listed)
+    return nccl_ctas(config, os.environ, multiprocessors, is_listed=plan.follows_lists)
 
 
 def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders:
@@ -369,7 +372,6 @@ def reporting_of(
     parsed: ParsedArguments, context: RunContext, rank: int, total_steps: int, data_description: str
 ) -> Reporting:
     """The run's log, opened and with its first lines, and what is reported beside the steps."""
-    import torch.distributed as dist
 
     from megatron.training.job import Reporting
     from megatron.training.report.metrics import MetricsLog
@@ -381,7 +383,7 @@ def reporting_of(
 
     config, plan, model = parsed.config, context.plan, context.model
     log = MetricsLog(config.logging, rank, total_steps, asdict(config))
-    announce(log, parsed, model, dist.get_world_size(), data_description)
+    announce(log, parsed, model, plan, data_description)
     loads = count_expert_loads(context) if uses_expert_loads(config) else None
     trace_path = Path(config.overlap.trace or "")
     return Reporting(

@@ -62,10 +62,7 @@ LOWERED = Limits(
 )
 """Limits of `lower`."""
 EXECUTED = Limits(
-    plan=(
-        Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
-        Limit("precision", lambda value: value != "nvfp4", "not executed", "use bf16, fp8 or mxfp8"),
-    ),
+    plan=(Limit("precision", lambda value: value != "nvfp4", "not executed", "use bf16, fp8 or mxfp8"),),
     stage=(
         Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
         Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
@@ -101,10 +98,10 @@ QUANTIZED_TOKENS = {"fp8": 16, "mxfp8": 32}
 """Products in 8 bits take multiples of so many tokens."""
 SHAPE_FIELDS = ("micro_batch_size", "gradient_accumulation_steps", "tensor", "context", "data")
 """Stages that differ in one of these need resharding between them."""
+UNLIKE_FIELDS = (*SHAPE_FIELDS, "expert", "expert_tensor")
+"""Those in which stages differ whose boundaries have transfers."""
 UNIFORM_FIELDS = (
-    *SHAPE_FIELDS,
-    "expert",
-    "expert_tensor",
+    *UNLIKE_FIELDS,
     "zero_level",
     "offload",
     "overlap.gradient_chunk_bytes",
@@ -147,7 +144,7 @@ def refuse_narrow_precision(plan: Plan, subject: str, value: str, fix: str) -> N
         subject, value: the field or flag that asks for it.
         fix: the rest of the error.
     """
-    if plan.precision == "nvfp4" and plan.is_listed:
+    if plan.precision == "nvfp4" and plan.follows_lists:
         rule = "layers that overlap are not executed in 4 bits: their products would run in the weights' type"
         raise ConfigError(subject, value, rule, fix)
 
@@ -187,8 +184,13 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     for path, stage in _stages(plan):
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
         refuse_cuts_of(stage, f"{source} {path}")
-    _refuse_differences(plan, UNIFORM_FIELDS, source)
-    if not plan.is_listed:
+    _refuse_differences(
+        plan, [field for field in UNIFORM_FIELDS if not (plan.transfers and field in UNLIKE_FIELDS)], source
+    )
+    for index, transfer in enumerate(plan.transfers):
+        rule = "the ranks of a stage are sequence-parallel: each keeps what it receives"
+        require(transfer.all_gather is None, f"{source} transfers[{index}].all_gather", "", rule, "write null")
+    if not plan.follows_lists:
         _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 
 
@@ -236,7 +238,7 @@ def refuse_cuts_of(stage: StagePlan, subject: str) -> None:
             raise ConfigError(f"{subject}.recompute.granularity", stage.recompute.granularity, rule, "write none")
 
 
-def _refuse_differences(plan: Plan, fields: tuple[str, ...], source: str) -> None:
+def _refuse_differences(plan: Plan, fields: Sequence[str], source: str) -> None:
     first = plan.stages[0]
     for path, stage in _stages(plan):
         for field in fields:
@@ -246,7 +248,7 @@ def _refuse_differences(plan: Plan, fields: tuple[str, ...], source: str) -> Non
                 raise ConfigError(
                     f"{source} {path}.{field}",
                     value,
-                    "differs from stages[0]; unlike stages are not executed",
+                    "differs from stages[0]; all stages have one value of it",
                     "make all stages equal",
                 )
 

@@ -18,12 +18,13 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from typing import Any, Literal, get_args
 
 from moe_overlap.plan.operators import FORWARD, NUMBER, WEIGHT_GRADIENT, OperatorId, OperatorKind, parse_operator
+from moe_overlap.plan.overlap import MAY_BE_MISSING
 from moe_overlap.plan.serialize import as_values, read_record
 
 Kind = Literal["compute", "weight-gradient", "collective", "point-to-point", "copy", "optimizer"]
@@ -249,6 +250,8 @@ class Instruction:
         reads, writes: buffers.
         bytes: planned bytes that leave the rank; 0 where nothing does.
         peers: ranks at the other end of a point-to-point transfer.
+        region: of a piece of a boundary tensor the first sample and the one behind the last, then the same of its tokens, among
+            those of the micro-batch that this rank has; empty: the whole.
         after: ids that must have finished.
     """
 
@@ -265,6 +268,7 @@ class Instruction:
     bytes: int = 0
     peers: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    region: tuple[int, ...] = field(default=(), metadata=MAY_BE_MISSING)
 
     def __str__(self) -> str:
         return " ".join(_cells(self))
@@ -307,7 +311,8 @@ def _cells(instruction: Instruction) -> tuple[str, ...]:
     i = instruction
     place = (one("S", i.stage), one("c", i.chunk), one("m", i.micro_batch), "p" + many(i.partition))
     buffers = (many(i.reads), "->", many(i.writes))
-    ends = (f"{i.bytes}B", "@" + many(i.peers), "after", many(i.after))
+    region = f"[{i.region[0]}:{i.region[1]},{i.region[2]}:{i.region[3]}]" if i.region else ""
+    ends = (f"{i.bytes}B", f"@{many(i.peers)}{region}", "after", many(i.after))
     return (str(i.id), i.kind, i.name, *place, i.channel, *buffers, *ends)
 
 
@@ -320,7 +325,8 @@ def parse_line(line: str) -> Instruction:
     cells = line.split()
     if len(cells) != 15 or cells[9] != "->" or cells[13] != "after" or cells[1] not in KINDS:
         raise ValueError(f"not an instruction: {line!r}")
-    number, kind, name, stage, chunk, micro_batch, partition, channel, reads, _, writes, sent, peers, _, after = cells
+    number, kind, name, stage, chunk, micro_batch, partition, channel, reads, _, writes, sent, ends, _, after = cells
+    peers, _, region = ends.removesuffix("]").partition("[")
 
     def one(cell: str) -> int | None:
         return None if cell == "-" else int(cell[1:])
@@ -342,6 +348,7 @@ def parse_line(line: str) -> Instruction:
         bytes=int(sent.removesuffix("B")),
         peers=tuple(map(int, words(peers[1:]))),
         after=tuple(map(int, words(after))),
+        region=tuple(map(int, region.replace(":", ",").split(","))) if region else (),
     )
 
 

@@ -29,9 +29,7 @@ from typing import Literal
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import SHAPE_FIELDS
 from moe_overlap.plan.plan import AllGather, Plan, StagePlan, Tile, Transfer
-from moe_overlap.plan.rules.resharding import boundary_batch, samples_of
-
-Range = tuple[int, int]
+from moe_overlap.plan.rules.resharding import Range, boundary_batch, samples_of, share_of, tokens_of_context_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +63,6 @@ def holdings_of(stage: StagePlan, samples: int, sequence_length: int, repeated: 
         tokens = tokens_of_context_rank(stage.context, context, sequence_length)
         own = tokens if repeated else share_of(tokens, tensor, stage.tensor)
         result.append(Holding(rank, batch, own))
-    return tuple(result)
-
-
-def tokens_of_context_rank(size: int, rank: int, sequence_length: int) -> tuple[Range, ...]:
-    """The early and the late piece of a context rank; the whole sequence where there is one."""
-    if size == 1:
-        return ((0, sequence_length),)
-    piece = sequence_length // (2 * size)
-    pieces = tuple((number * piece, (number + 1) * piece) for number in (rank, 2 * size - 1 - rank))
-    return _joined(pieces)
-
-
-def share_of(ranges: Sequence[Range], number: int, shares: int) -> tuple[Range, ...]:
-    """One of equal shares of what stands in ranges, one after the other."""
-    length = sum(last - first for first, last in ranges)
-    assert length % shares == 0, (ranges, shares)
-    begin, end = number * length // shares, (number + 1) * length // shares
-    result, passed = [], 0
-    for first, last in ranges:
-        cut = max(first, first + begin - passed), min(last, first + end - passed)
-        if cut[0] < cut[1]:
-            result.append(cut)
-        passed += last - first
-    return tuple(result)
-
-
-def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Ranges of which one begins where the one before ends, as one."""
-    result: list[Range] = []
-    for first, last in ranges:
-        if result and result[-1][1] == first:
-            result[-1] = (result[-1][0], last)
-        else:
-            result.append((first, last))
     return tuple(result)
 
 

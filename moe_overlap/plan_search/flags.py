@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, cast
 
-from megatron.training.cli.arguments import expand_files
-from megatron.training.plan_flags import arguments_of, layout_values, says_recomputation
-from moe_overlap.api import Options, problem_of
+from megatron.training.cli.arguments import expand_files, parse
+from megatron.training.plan_flags import hold_unlike_stages
+from megatron.training.plan_values import arguments_of, layout_values, says_recomputation
+from moe_overlap.api import Options, arguments_to_run, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -43,6 +44,8 @@ BY_HAND = ("--moe-overlap-", "--defer-weight-gradients", "--max-deferred-bytes")
 OF_DEVICE = ("--moe-overlap-device-connections", "--moe-overlap-nccl-ctas")
 """Flags of the same group that no search decides."""
 PRECISION_FIELDS = {"optimizer.bf16", *(f"precision.{name}" for name in ("fp16", "fp8", "fp8_recipe", "fp4"))}
+AT_THE_END = ("--overlap-grad-reduce", "--overlap-param-gather")
+"""Flags that a run with stages of unlike shape goes without: its lists reduce and gather behind the passes."""
 OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags of the precision; prefixes."""
 
@@ -143,6 +146,8 @@ class PlansAsFlags:
         Raises:
             ConfigError: Megatron-LM refuses them, or has none for what single stages recompute.
         """
+        if plan.transfers:
+            return self._in_file(plan, model)
         values = layout_values(plan, model.mtp_layers)
         layout = arguments_of({path: value for path, value in values.items() if path not in PRECISION_FIELDS})
         # The precision is said as the user says it: a plan knows no recipe.
@@ -158,6 +163,23 @@ class PlansAsFlags:
             return PlanFlags(arguments, (*layout, *others))
         return PlanFlags(arguments, tuple(others), tuple(layout))
 
+    def _in_file(self, plan: Plan, model: ModelDescription) -> PlanFlags:
+        """The flags of a run whose stages have unlike shapes: its plan's file says the layout.
+
+        Raises:
+            ConfigError: Megatron-LM runs no such stages, or a stage breaks a rule across flags.
+        """
+        if self._target == "megatron-lm":
+            for error in unsayable(plan):
+                raise error
+        words = tuple(self._bare)
+        if model.num_experts:
+            words, _ = arguments_to_run(words, plan, parse(list(words)).config)
+        words = tuple(word for word in words if word not in AT_THE_END)
+        size = (*words, "--micro-batch-size", str(plan.stages[0].micro_batch_size))
+        hold_unlike_stages(plan, "plan.json", parse(list(size)).config, model)
+        return PlanFlags(list(words), (), ("--pipeline-model-parallel-size", str(len(plan.stages))))
+
     def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> PlanFlags:
         """The same, read as any command line is.
 
@@ -165,6 +187,8 @@ class PlansAsFlags:
             ConfigError: Megatron-LM or rules across flags refuse them.
         """
         flags = self.of_plan(dispatcher, plan, model)
+        if plan.transfers:
+            return flags
         job = read_job(flags.arguments, self._gpus)
         if flags.in_file:
             with_stages_of(job, plan)

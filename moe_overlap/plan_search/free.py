@@ -99,11 +99,27 @@ def search_beyond(
         found = widened(found, _search_wider(found, layouts, costs, bounds, keep, going), keep)
     staged = search_freed(found, layouts, costs, deadline, progress, jobs) if task.space.frees_stages else None
     # A space of sub-meshes alone says what is wrong with nodes that have none; a wider one goes without.
-    if run is not None and task.space.meshes and (not task.space.frees_stages or _is_halved(run, task)):
+    if run is not None and task.space.meshes and (not task.space.frees_stages or is_halved(run, task)):
         # The same for every space with the same narrow one, so that a wider space finds no less.
         contexts = sorted({1, *(plan.layout.context for plan in narrow.ranked)})
         staged = with_meshes(staged, _search_meshes(found, staged, contexts, task, run, going))
     return FreeSearch(uniform=found if task.space.uniform else _without_plans(found), staged=staged)
+
+
+def with_sub_meshes(
+    found: UniformSearch,
+    staged: StageSearch,
+    task: UniformTask,
+    run: Run,
+    deadline: float,
+    progress: Progress,
+    jobs: int,
+) -> StageSearch:
+    """Step 2 with plans on sub-meshes beside those of stages that share their ranks, where nodes can be halved."""
+    if not is_halved(run, task):
+        return staged
+    contexts = sorted({1, *(plan.layout.context for plan in found.ranked)})
+    return with_meshes(staged, _search_meshes(found, staged, contexts, task, run, _Going(deadline, progress, jobs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +220,7 @@ def _search_meshes(
     return joined_meshes(in_processes(on_meshes, going.jobs))
 
 
-def _is_halved(run: Run, task: UniformTask) -> bool:
+def is_halved(run: Run, task: UniformTask) -> bool:
     """Whether nodes can be halved into sub-meshes, and fill the run."""
     per_node = task.machine.cluster.group_of(0).gpus_per_node
     return per_node & (per_node - 1) == 0 and run.gpus % per_node == 0
@@ -255,50 +271,56 @@ def free_finalists(
         paired: asked for the finalist of a plan with Megatron-LM's overlap.
         extrapolating: why prices reach beyond what was measured.
     """
-    finalists = []
-    exchanges = all_to_all_costs(task.machine.cluster)
     candidates: list[Candidate] = [*search.uniform.ranked]
     candidates += search.staged.ranked if search.staged is not None else ()
-    for candidate in sorted(candidates, key=lambda each: each.seconds)[:keep]:
-        if isinstance(candidate, RankedLayout) and candidate.layout.paired:
-            finalists.append(paired(candidate))
-            continue
-        template, model = task.templates(candidate.layout.tensor)
-        plan = _plan_of(candidate, template, model)
-        validate_plan(plan, model)
-        problem = Problem(
-            model=model,
-            plan=plan,
-            graphs=task.graphs(plan, model),
-            features=task.features,
-            machine=replace(task.machine_of(candidate.layout), exchanges=exchanges),
-            extrapolating=extrapolating,
-        )
-        prediction = closed_form(plan, problem) if plan.transfers else estimate_plan(plan, problem)
-        step = prediction.predicted.step_seconds
-        assert task.averages or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
-        refusal = refusal_of(plan)
-        said = PlanFlags([], ())
-        if refusal is None:
-            try:
-                said = flags(plan, model)
-            except ConfigError as error:
-                refusal = str(error)
-        finalists.append(
-            Finalist(
-                name=candidate.name,
-                problem=problem,
-                prediction=prediction,
-                arguments=tuple(said.arguments),
-                said=said.said,
-                in_file=said.in_file,
-                is_staged=isinstance(candidate, StagedPlan),
-                refusal=refusal,
-                # What waits for tiles is in no closed form, and what waits for states roughly: lists tell, where it matters.
-                lacks_lists=bool(plan.transfers) or moves_states(plan),
-            )
-        )
-    return finalists
+    return [
+        paired(candidate)
+        if isinstance(candidate, RankedLayout) and candidate.layout.paired
+        else free_finalist(candidate, task, flags, extrapolating)
+        for candidate in sorted(candidates, key=lambda each: each.seconds)[:keep]
+    ]
+
+
+def free_finalist(
+    candidate: Candidate, task: UniformTask, flags: Flags, extrapolating: tuple[str, ...] = ()
+) -> Finalist:
+    """One plan as it is, predicted, with its flags or what refuses it. Arguments as `free_finalists` takes them."""
+    searched = candidate
+    if isinstance(candidate, MeshPlan):
+        # A run pads the vocabulary for the tensor ranks of the first stage, the search for the most of any.
+        candidate = replace(candidate, width=candidate.stages[0].layout.tensor)
+    template, model = task.templates(candidate.layout.tensor)
+    plan = _plan_of(candidate, template, model)
+    validate_plan(plan, model)
+    problem = Problem(
+        model=model,
+        plan=plan,
+        graphs=task.graphs(plan, model),
+        features=task.features,
+        machine=replace(task.machine_of(candidate.layout), exchanges=all_to_all_costs(task.machine.cluster)),
+        extrapolating=extrapolating,
+    )
+    prediction = closed_form(plan, problem) if plan.transfers else estimate_plan(plan, problem)
+    step = prediction.predicted.step_seconds
+    assert candidate != searched or task.averages or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
+    refusal, said = refusal_of(plan), PlanFlags([], ())
+    if refusal is None:
+        try:
+            said = flags(plan, model)
+        except ConfigError as error:
+            refusal = str(error)
+    return Finalist(
+        name=candidate.name,
+        problem=problem,
+        prediction=prediction,
+        arguments=tuple(said.arguments),
+        said=said.said,
+        in_file=said.in_file,
+        is_staged=isinstance(candidate, StagedPlan | MeshPlan),
+        refusal=refusal,
+        # What waits for tiles is in no closed form, and what waits for states roughly: lists tell, where it matters.
+        lacks_lists=bool(plan.transfers) or moves_states(plan),
+    )
 
 
 def _plan_of(candidate: Candidate, template: Plan, model: ModelDescription) -> Plan:

@@ -38,7 +38,15 @@ from moe_overlap.plan_search.finalists import (
     simulated_until_ahead,
 )
 from moe_overlap.plan_search.flags import PlansAsFlags, as_priced, flags_of, flags_of_layout
-from moe_overlap.plan_search.free import FreeSearch, free_finalists, narrow_space, search_beyond, search_freed
+from moe_overlap.plan_search.free import (
+    FreeSearch,
+    free_finalist,
+    free_finalists,
+    narrow_space,
+    search_beyond,
+    search_freed,
+    with_sub_meshes,
+)
 from moe_overlap.plan_search.free_sharding import search_sharding
 from moe_overlap.plan_search.overlapped import SCREENED, Overlapped, OverlapSearch, decide_overlaps, undecided
 from moe_overlap.plan_search.processes import job_sha256, search_shards
@@ -81,6 +89,9 @@ REFUSALS = 1000
 """Layouts among which the commonest refusal is looked for, where the target runs none."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
+MESH_GPUS = 32
+"""Most GPUs on whose sub-meshes stages are searched by default, for dense models. Mixtral on 64 takes 40 % longer with them, and
+gains nothing: no overlap is searched between stages of unlike shape."""
 STAGED = 3
 """Plans of unlike stages that are read as flags: each is faster than those behind it, of layouts of their own."""
 
@@ -260,8 +271,8 @@ class _Search:
         """The plans of the whole space, where it is wider than the narrow one."""
         asked, settings = self.asked, self.asked.settings
         if asked.space == narrow_space(asked.space) and settings.target != "any":
-            staged = self.freed(found) if asked.space.frees_stages else None
-            return _Wider(uniform=found, staged=staged, job=asked.job, layouts=asked.layouts, task=self.task)
+            staged, task = self.freed(found) if asked.space.frees_stages else (None, self.task)
+            return _Wider(uniform=found, staged=staged, job=asked.job, layouts=asked.layouts, task=task)
         job, layouts, found = _of_one_dispatcher(asked.job, asked.layouts, found)
         task, bounds = asked.task(job, asked.space)
         staged = None
@@ -277,17 +288,20 @@ class _Search:
             found = search_states(found, layouts, task, bounds, rules, KEPT, asked.deadline, jobs, progress)
         return _Wider(uniform=found, staged=staged, job=job, layouts=layouts, task=task)
 
-    def freed(self, found: UniformSearch) -> StageSearch:
-        """Plans whose stages differ in layers and recomputation, for the dispatcher of the best uniform plan."""
+    def freed(self, found: UniformSearch) -> tuple[StageSearch, UniformTask]:
+        """Plans whose stages differ in layers, recomputation or shape, under the best uniform plan's dispatcher; their task."""
         asked, settings = self.asked, self.asked.settings
         job, layouts, found = _of_one_dispatcher(asked.job, asked.layouts, found)
         task, _ = asked.task(job, asked.space)
         task = dataclasses.replace(task, modules=self.task.modules)
         if not layouts[0].dispatcher:
             task = dataclasses.replace(task, operators=self.task.operators)
-        return search_freed(
-            found, layouts, UniformCosts(task), asked.deadline, settings.progress, settings.processes.jobs
-        )
+        going = asked.deadline, settings.progress, settings.processes.jobs
+        staged = search_freed(found, layouts, UniformCosts(task), *going)
+        if asked.space.meshes and asked.run.gpus <= MESH_GPUS and not asked.job.model.num_experts:
+            whole = dataclasses.replace(task, modules=())
+            staged = with_sub_meshes(found, staged, whole, asked.run, *going)
+        return staged, task
 
     def finalists(self, wider: _Wider) -> list[Finalist]:
         """The ranked plans, predicted, in the order of the search.
@@ -298,7 +312,11 @@ class _Search:
         asked = self.asked
         if asked.settings.target != "any":
             staged = () if wider.staged is None else wider.staged.ranked[:STAGED]
-            return _finalists(wider.uniform, staged, self.said, asked.cluster, asked.options)
+            # Lists carry tokens by the irregular dispatcher, whichever the search has found for others.
+            extrapolating = machine_for(asked.job, asked.cluster, asked.options)[1]
+            flags = partial(self.said.read, "")
+            unlike = partial(free_finalist, task=wider.task, flags=flags, extrapolating=extrapolating)
+            return _finalists(wider.uniform, staged, self.said, unlike, asked.cluster, asked.options)
         dispatcher = wider.layouts[0].dispatcher
         extrapolating = machine_for(wider.job, asked.cluster, asked.options)[1]
         name = dispatcher or wider.task.features.dispatcher
@@ -380,6 +398,7 @@ def _finalists(
     found: UniformSearch,
     staged: Sequence[StagedPlan | MeshPlan],
     said: PlansAsFlags,
+    unlike: Callable[[MeshPlan], Finalist],
     cluster: Cluster,
     options: Options,
 ) -> list[Finalist]:
@@ -391,10 +410,14 @@ def _finalists(
     finalists = []
     for ranked in sorted((*found.ranked, *staged), key=lambda plan: plan.seconds):
         try:
-            if isinstance(ranked, StagedPlan):
+            if isinstance(ranked, MeshPlan):
+                finalist = unlike(ranked)
+                if finalist.refusal is not None:
+                    said.refused.append((ranked.name, finalist.refusal))
+                    continue
+            elif isinstance(ranked, StagedPlan):
                 finalist = said.staged_finalist(ranked, cluster, options)
             else:
-                assert isinstance(ranked, RankedLayout)
                 finalist = said.finalist(ranked, cluster, options)
         except ConfigError as error:
             if isinstance(ranked, RankedLayout):

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from megatron.training.cli.sizes import describe_model
-from megatron.training.plan_flags import with_values
+from megatron.training.plan_values import with_values
 from moe_overlap.api import Options, busiest_load, machine_for
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError

@@ -28,7 +28,7 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 
 UPSTREAM = {
     # Its flags say the layers of every stage, and one recomputation for all of them.
-    "stages": dataclasses.replace(SEARCH_SPACES["stages"], one_memory=True),
+    "stages": dataclasses.replace(SEARCH_SPACES["stages"], one_memory=True, meshes=()),
     "zero": dataclasses.replace(SEARCH_SPACES["zero"], zero_levels=(1, 2, 3)),
     # Its offloaded optimizer steps on the CPU, which is not priced.
     "offload": dataclasses.replace(SEARCH_SPACES["offload"], zero_levels=(1, 2, 3), offloads=("activations",)),

@@ -158,6 +158,9 @@ class PlanSearch:
         in_file = self.chosen.in_file
         if in_file:
             plan_file = "plan.json"
+        if self.plan.transfers:
+            # The file says the layout, and no flag what its lists need.
+            words, in_file = self.chosen.arguments, ()
         if self.tuned is not None and self.tuned.chosen.name != PLAIN:
             plan_file, words, said, in_file = "plan.json", self.tuned.arguments, (), (*in_file, *said)
         head = [f"{self.plan.model.name} on {self.cluster.gpus} × {self.cluster.group_of(0).gpu.name}"]

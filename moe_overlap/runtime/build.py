@@ -31,6 +31,7 @@ from moe_overlap.runtime.megatron_core.runner import MegatronStepRunner
 from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
+from moe_overlap.runtime.state.tied_embedding import TiedEmbedding
 from moe_overlap.runtime.step import StepRunner
 from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 
@@ -102,7 +103,8 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     1. Groups: every rank creates all groups of the plan in one order, as NCCL and gloo demand.
     2. Model: seeded by the rank's place in its groups, because stages, tensor ranks and expert ranks draw different weights.
     3. Weight gradients: products are split before DDP wraps them, because DDP decides on its hooks when it is built.
-    4. DDP: buckets begin where the plan reduces parameter groups apart. Captured graphs meet the stream that it is built on.
+    4. DDP: buckets begin where the plan reduces parameter groups apart, and add up where stages have unlike numbers of replicas.
+       Captured graphs meet the stream that it is built on.
     5. Optimizer: shards the buffers of DDP, hence last.
     """
     groups = build_groups(plan, settings.timeout, settings.nccl_ctas)  # 1
@@ -113,12 +115,16 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     make_gate, make_dispatcher = gate_and_dispatcher(settings.gate, settings.dispatcher, clock)
     adapt = adapt_layer(recorder, groups.collection, make_gate, make_dispatcher)
     modules = builders.model(groups, adapt)
+    if groups.ends is not None and model.tied_embeddings:
+        TiedEmbedding(modules, groups).share()
     queue = WeightGradQueue(overlap.max_deferred_bytes or None, recorder.begin)  # 3
     deferred = _split_deferred_products(modules, overlap, queue)
     marks = _bucket_marks(modules, overlap)  # 4
     stream = torch.cuda.Stream() if settings.captures_graphs else None
     with _current(stream):
         chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred)
+    if plan.sums_gradients:
+        _sum_gradients(chunks)
     gathers = _weight_gathers(overlap, chunks)
     optimizer = MegatronLayerwiseOptimizer(  # 5
         builders.optimizer(chunks, groups.collection),
@@ -162,7 +168,7 @@ def make_runner(context: RunContext) -> StepRunner:
     One stage that overlaps puts every stage on the executor: the two name and order their transfers differently, so a stage of
     one kind would wait for ever for messages of the other.
     """
-    if not context.plan.is_listed:
+    if not context.plan.follows_lists:
         if context.graph_stream is not None:
             rule = "captures the operators of instruction lists, and this run follows none"
             raise ConfigError("--moe-overlap-cuda-graphs", "", rule, "drop it, or overlap something")
@@ -207,6 +213,14 @@ def count_expert_loads(context: RunContext) -> Callable[[int, int], list[ExpertL
     assert model.num_experts is not None
     layers = model.num_layers + model.mtp_layers
     return RouterMeters(context.models, layers, model.num_experts, context.device).collect
+
+
+def _sum_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Have DDP add up the gradients of replicas where it takes their mean."""
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0
 
 
 def _split_deferred_products(modules: Sequence[torch.nn.Module], overlap: StageOverlap, queue: WeightGradQueue) -> bool:

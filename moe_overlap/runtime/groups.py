@@ -13,7 +13,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,6 +23,22 @@ from moe_overlap.plan.instructions import boundary_channel
 from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, most_blocks
 from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import Plan, StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """A stage's place in the pipeline: what megatron-core asks of a pipeline group, where stages of unlike shape have none."""
+
+    stage: int
+    stages: int
+
+    def rank(self) -> int:
+        """Index of the stage."""
+        return self.stage
+
+    def size(self) -> int:
+        """Number of stages."""
+        return self.stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +53,15 @@ class StageGroups:
             direction: NCCL matches the operations of a communicator by their order alone, and on a shared one two stages that
             both wait to send would block each other for good (plan/lowering/rendezvous.py). Empty where megatron-core's own
             schedules run, which transfer over `collection.pp`.
+        ends: of stages of unlike shape, the ranks with this tensor rank on the first stage and on that of the loss, which hold a
+            tied embedding; None on other stages, and where the two have unlike numbers of tensor ranks.
     """
 
     stage: int
     collection: ProcessGroupCollection
     world: dist.ProcessGroup
     transfers: Mapping[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
+    ends: dist.ProcessGroup | None = None
 
     @property
     def data_rank(self) -> int:
@@ -58,7 +76,7 @@ class StageGroups:
     def close(self) -> None:
         """Destroy the groups; the default group stays."""
         seen = set()
-        for value in (*vars(self.collection).values(), *self.transfers.values()):
+        for value in (*vars(self.collection).values(), *self.transfers.values(), self.ends):
             if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD and id(value) not in seen:
                 seen.add(id(value))
                 dist.destroy_process_group(value)
@@ -101,15 +119,14 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: in
     """Create this rank's groups. Collective: every rank of the run creates all groups in the same order.
 
     1. Groups inside each stage, kind by kind.
-    2. Groups across stages. The pipeline group joins ranks of equal place in their stages, so the stages must have equal numbers
-       of ranks; the group of the tied embedding joins the first and the last of them.
+    2. Groups across stages. The pipeline group joins ranks of equal place in their stages, the group of the tied embedding the
+       first and the last of them.
     3. Groups that span the tensor ranks of all stages, for norms and checks of a whole model replica.
+    Stages of unlike shape have none of 2 and 3: `pp` is a place, and norms are taken over the world.
 
     Args:
         timeout: of every operation of the groups; torch's own default (not that of the process group) unless given.
         ctas: most thread blocks of an NCCL kernel that runs beside others; as many as all find a place with unless given.
-    Raises:
-        ValueError: stages hold unequal numbers of ranks.
     """
     rank = dist.get_rank()
     stage_index = next(index for index, stage in enumerate(plan.stages) if rank in stage.devices.ranks)
@@ -117,13 +134,19 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: in
     rows = [stage_rank_sets(stage) for stage in plan.stages]  # 1
     for kind in rows[0]:
         _create(kind, [ranks for row in rows for ranks in row[kind]], fields, timeout, ctas)
-    columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))  # 2
-    _create("pp", columns, fields, timeout, ctas)
-    _create("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout, ctas)
-    _create("pos_embd", [(column[0],) for column in columns], fields, timeout, ctas)
-    for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):  # 3
-        joined = zip(*(row[source] for row in rows), strict=True)
-        _create(kind, [tuple(rank for ranks in stages for rank in ranks) for stages in joined], fields, timeout, ctas)
+    if plan.transfers:
+        place: Any = StagePlace(stage_index, len(plan.stages))
+        fields |= {"pp": place, "mp": None, "tp_ep_pp": None}
+    else:
+        columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))  # 2
+        _create("pp", columns, fields, timeout, ctas)
+        _create("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout, ctas)
+        _create("pos_embd", [(column[0],) for column in columns], fields, timeout, ctas)
+        for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):  # 3
+            joined = zip(*(row[source] for row in rows), strict=True)
+            _create(
+                kind, [tuple(rank for ranks in stages for rank in ranks) for stages in joined], fields, timeout, ctas
+            )
     # Inner stages hold neither embedding: megatron-core asks for the fields all the same.
     fields.setdefault("embd", None)
     fields.setdefault("pos_embd", None)
@@ -133,29 +156,70 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: in
     fields["intra_expt_dp"] = fields["expt_dp"]
     fields["inter_dist_opt"] = None
     collection = ProcessGroupCollection(**fields)
-    transfers = _transfer_groups(plan, timeout, ctas) if plan.is_listed else {}
-    return StageGroups(stage=stage_index, collection=collection, world=dist.group.WORLD, transfers=transfers)
+    transfers = _transfer_groups(plan, timeout, ctas) if plan.follows_lists else {}
+    ends = _ends(plan) if plan.transfers else []
+    return StageGroups(
+        stage=stage_index,
+        collection=collection,
+        world=dist.group.WORLD,
+        transfers=transfers,
+        ends=_own_group(ends, "ends", _options("ends", timeout, ctas), timeout) if ends else None,
+    )
 
 
-def transfer_pairs(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
-    """Channel and pair of ranks of every communicator for transfers between stages, in the order in which all ranks make them."""
+def _ends(plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks of the first stage and of that of the loss, by tensor rank; none where the two have unlike numbers of these."""
+    first, last = plan.stages[0], plan.stages[plan.loss_stage]
+    if first.tensor != last.tensor:
+        return []
+    ranks = (*first.devices.ranks, *last.devices.ranks)
+    # Tensor ranks are numbered fastest, and the first stage has whole rounds of them.
+    return [ranks[tensor :: first.tensor] for tensor in range(first.tensor)]
+
+
+Pair = tuple[int, int]
+
+
+def transfer_pairs(plan: Plan) -> list[tuple[str, list[Pair]]]:
+    """Channels of stage boundaries, each with disjoint pairs of ranks that need a communicator, in the order of their creation.
+
+    Equal stages send rank to rank: a channel stands there once. Between unlike ones a rank meets several; the pairs that tiles
+    join are dealt to as few rounds as the rank with most peers has peers, or one more, since a split of the world makes the
+    communicators of disjoint pairs alone.
+    """
     stages = len(plan.stages)
     wraps = any(len(stage.chunks) > 1 for stage in plan.stages)
-    pairs = []
+    tiles = {(transfer.from_stage, transfer.to_stage): transfer.tiles for transfer in plan.transfers}
+    rounds: list[tuple[str, list[Pair]]] = []
     for first in range(stages if wraps else stages - 1):
         second = (first + 1) % stages
         for backward in (False, True) if stages > 1 else ():
             send = parse_operator(boundary_operator(OperatorKind.SEND, first, second, backward), "groups")
-            columns = zip(plan.stages[first].devices.ranks, plan.stages[second].devices.ranks, strict=True)
-            pairs += [(boundary_channel(send), pair) for pair in columns]
-    return pairs
+            if (first, second) in tiles:
+                joined = sorted({(tile.source, tile.target) for tile in tiles[first, second]})
+            else:
+                joined = list(zip(plan.stages[first].devices.ranks, plan.stages[second].devices.ranks, strict=True))
+            rounds += [(boundary_channel(send), pairs) for pairs in _disjoint(joined)]
+    return rounds
+
+
+def _disjoint(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """The pairs in rounds in which no rank stands twice: each in the first round that has neither of its ranks."""
+    rounds: list[tuple[list[Pair], set[int]]] = []
+    for pair in pairs:
+        free = next((each for each in rounds if not each[1] & set(pair)), None)
+        if free is None:
+            free = ([], set())
+            rounds.append(free)
+        free[0].append(pair)
+        free[1].update(pair)
+    return [of_round for of_round, _ in rounds]
 
 
 def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None, ctas: int | None) -> dict[tuple[str, int], Any]:
     me = dist.get_rank()
     groups: dict[tuple[str, int], Any] = {}
-    for channel, of_channel in groupby(transfer_pairs(plan), key=lambda each: each[0]):
-        pairs = [pair for _, pair in of_channel]
+    for channel, pairs in transfer_pairs(plan):
         group = _own_group(pairs, channel, _options("pp", timeout, ctas), timeout)
         if group is not None:
             own = next(pair for pair in pairs if me in pair)

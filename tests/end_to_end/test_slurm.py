@@ -17,7 +17,8 @@ import pytest
 
 from megatron.training.cli.arguments import expand_files, parse
 from megatron.training.cli.sizes import describe_model
-from megatron.training.plan_flags import arguments_of, layout_values, plan_from_flags
+from megatron.training.plan_flags import plan_from_flags
+from megatron.training.plan_values import arguments_of, layout_values
 from moe_overlap.commands.compare import compare_losses
 from moe_overlap.tuner.write.argument_file import argument_file
 from moe_overlap.tuner.write.slurm import SlurmJob, slurm_script

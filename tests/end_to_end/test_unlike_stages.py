@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.plan_flags import arguments_of, layout_values
+from megatron.training.plan_values import arguments_of, layout_values
 from moe_overlap.job import read_job
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan

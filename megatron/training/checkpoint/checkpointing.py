@@ -43,7 +43,15 @@ from megatron.training.checkpoint.loader import (
 )
 from megatron.training.checkpoint.lock import FolderLock
 from megatron.training.checkpoint.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
-from megatron.training.checkpoint.saver import Keep, Saver, differences, first_reason, model_state, without_keys
+from megatron.training.checkpoint.saver import (
+    Keep,
+    Saver,
+    differences,
+    first_reason,
+    model_state,
+    replica_range,
+    without_keys,
+)
 from megatron.training.cli.arguments import config_to_flags
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules import checkpoint as checkpoint_rules
@@ -311,7 +319,7 @@ class Checkpointer:
 
     def _read(self, stored: Stored, metadata: Metadata, request: dict[str, Any]) -> dict[str, Any]:
         strategy: Any = RestrictedLoad(metadata)
-        if self._config.checkpoint.ckpt_fully_parallel_load and self._groups.dp_cp.size() > 1:
+        if self._config.checkpoint.ckpt_fully_parallel_load and replica_range(self._groups)[1] > 1:
             strategy = FullyParallelLoadStrategyWrapper(strategy, self._groups.dp_cp)
         common = CommonLoad()
         on_every_rank(lambda: common.load_common(stored.path))

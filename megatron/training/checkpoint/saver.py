@@ -183,6 +183,15 @@ def _on_device(device: torch.device) -> Callable[[], None]:
     return partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
 
 
+def replica_range(groups: ProcessGroupCollection) -> tuple[int, int]:
+    """Fewest and most replicas of a stage: ranks agree on what replicas share over the world. Collective."""
+    own = groups.dp_cp.size()
+    extremes = torch.tensor([-own, own], device=device_of_this_process())
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    fewest, most = extremes.tolist()
+    return -fewest, most
+
+
 class Saver:
     """Writes checkpoints; every method is collective over all ranks.
 
@@ -202,8 +211,10 @@ class Saver:
             # of training those calls would meet the ones of a step. The data is on the host, hence gloo.
             self._group = dist.new_group(backend="gloo")
         self._strategy: Any = DirectSave(copies=self._thread is not None, group=self._group)
-        if flags.ckpt_fully_parallel_save and groups.dp_cp.size() > 1:
-            keep = flags.ckpt_assume_constant_structure
+        fewest, most = replica_range(groups) if flags.ckpt_fully_parallel_save else (1, 1)
+        if most > 1:
+            # Stages without replicas keep no distribution, and would exchange it at every save.
+            keep = flags.ckpt_assume_constant_structure and fewest > 1
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, groups.dp_cp, keep)
 
     def open(self, folder: Path, step: int) -> Path:

@@ -81,6 +81,8 @@ class ParsedArguments:
     world_size: int | None
     told: tuple[tuple[str, str], ...] = ()
     """Remarks for the user on how the command line was understood: subject and text."""
+    layout_world: int | None = None
+    """Processes that the layout flags are held against where a plan's stages have unlike shape: those of the first stage."""
     implied: frozenset[str] = frozenset()
     """Those names of `given` that only the file of --model states."""
 

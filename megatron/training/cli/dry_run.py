@@ -49,15 +49,16 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
     config = parsed.config
     validate(config, None)
     world = world_size or smallest_world(config)
+    held = parsed.layout_world or world
     try:
-        validate(config, world)
+        validate(config, held)
     except ConfigError as error:
         if error.subject != "world size" or world_size is None:
             raise
         raise ConfigError("--world-size", error.value, error.rule, error.fix.replace("start", "use")) from None
     vocabulary = known_vocab_size(config)
     model = describe_model(config, vocabulary or 0, parsed.name)
-    layout, machine = parallel_layout(config, world), this_machine()
+    layout, machine = parallel_layout(config, held), this_machine()
     plan = plan_of_run(config, model, world)
     lines = [
         _line("model", model_line(model)),
@@ -67,7 +68,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
             if vocabulary
             else [_line("vocabulary", "unknown without the tokenizer: word embeddings are not counted")]
         ),
-        _line("layout", layout_line(layout, config)),
+        _line("layout", planned_layout_line(plan, config)),
         *([_line("in flight", in_flight_line(plan))] if plan.has_pairs else []),
         *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
         _line("kernels", kernels_line(config, plan, machine)),
@@ -118,6 +119,21 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
     lengths += [f"{training.train_iters} steps"] if training.train_iters else []
     names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
     return ", ".join([f"{processes}: {names}", f"micro-batch {layout.micro_batch_size}", batches, *lengths])
+
+
+def planned_layout_line(plan: Plan, config: Config) -> str:
+    """The same of a plan; of stages of unlike shape `3 processes in 2 unlike stages: DP 2, micro-batch 1 × 8 | TP 1, …`."""
+    if not plan.transfers:
+        return layout_line(parallel_layout(config, plan.world_size), config)
+    stages = []
+    for stage in plan.stages:
+        sizes = {"TP": stage.tensor, "CP": stage.context, "EP": stage.expert}
+        sizes |= {"ETP": stage.expert_tensor} if stage.expert_tensor != stage.tensor else {}
+        named = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "ETP")
+        batch = f"micro-batch {stage.micro_batch_size} × {stage.gradient_accumulation_steps}"
+        stages.append(f"{named} DP {stage.data}, {batch}".strip())
+    processes = f"{plan.world_size} processes in {len(stages)} stages of unlike shape, with ZeRO-1"
+    return f"{processes}: {' | '.join(stages)}; global batch {plan.global_batch_size}"
 
 
 def in_flight_line(plan: Plan) -> str:

@@ -106,7 +106,7 @@ def _configured(
     """The configuration of a stage, with what Transformer Engine is told where it is there; arguments of `transformer_config`."""
     tc = transformer_config(config, model, plan, stage, layout)
     if uses_transformer_engine():
-        if not plan.is_listed:
+        if not plan.follows_lists:
             run_fused(tc)
         overlap = plan.stages[stage].overlap
         # Set behind the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.

@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.training.cli.arguments import ParsedArguments
 from megatron.training.cli.config import Config, LoggingConfig
-from megatron.training.cli.dry_run import layout_line, model_line
+from megatron.training.cli.dry_run import model_line, planned_layout_line
 from megatron.training.cli.flags.without_effect import idle_flags
-from megatron.training.cli.sizes import parallel_layout
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.describe.cluster import start_flags
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Plan
 
 # Memory
 
@@ -242,7 +242,7 @@ def _memory_text(peak_bytes: int, resident: int) -> str:
 # First and last lines
 
 
-def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, world_size: int, corpus: str) -> None:
+def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, plan: Plan, corpus: str) -> None:
     """Print environment, corpus, model, layout, decisions between flags, and the flags without effect in this run."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     packages = f"torch {torch.__version__} ({device}), megatron-core {version('megatron-core')}"
@@ -251,7 +251,7 @@ def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, 
     log.say("model", model_line(model))
     for note in parsed.model_notes:
         log.say("not the same", note)
-    log.say("layout", layout_line(parallel_layout(parsed.config, world_size), parsed.config))
+    log.say("layout", planned_layout_line(plan, parsed.config))
     for subject, text in parsed.told:
         log.say(subject, text)
     idle = idle_flags(parsed)

@@ -52,10 +52,8 @@ COMMUNICATION = ("collective", "point-to-point")
 
 def in_issue_order(plan: Plan, instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """The list of one rank with the waits of the runner that will follow it."""
-    if plan.is_listed:
+    if plan.follows_lists:
         return queued_one_by_one(instructions) if plan.host_runs_ahead else issued_one_by_one(instructions)
-    if plan.transfers:
-        return tuple(instructions)
     groups = (EXPERT, PIPELINE) if plan.pipeline_schedule == "1f1b" else (EXPERT,)
     return waiting_for(recomputed_behind_gradients(instructions), lambda i: i.channel_group in groups)
 
@@ -202,6 +200,7 @@ class Draft:
     writes: tuple[str, ...] = ()
     bytes: int = 0
     peers: tuple[int, ...] = ()
+    region: tuple[int, ...] = ()
 
     @property
     def operator(self) -> OperatorId:
@@ -256,6 +255,7 @@ class ListBuilder:
             writes=draft.writes,
             bytes=draft.bytes,
             peers=draft.peers,
+            region=draft.region,
             after=self._dependencies(draft.channel, draft.reads, draft.writes, after),
         )
         self._list.append(instruction)
@@ -322,8 +322,8 @@ def last_uses(instructions: Sequence[Instruction]) -> dict[int, tuple[str, ...]]
     needed: set[str] = set()
     for i in reversed(instructions):
         ends[i.id] = tuple(name for name in dict.fromkeys((*i.reads, *i.writes)) if name not in needed)
-        # Writes before reads: an accumulation writes its buffer anew, yet needs what stood there.
-        needed.difference_update(i.writes)
+        # Writes before reads: an accumulation writes its buffer anew, yet needs what stood there. A piece leaves the others'.
+        needed.difference_update(() if i.region else i.writes)
         needed.update(i.reads)
     return ends
 

@@ -63,8 +63,8 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
     # Every rank computes the lists of all it meets from the plan: agreement needs no communication.
     lists = {other: lower_rank(plan, model, other) for other in together}
     check_rendezvous(lists)
-    # Whatever the plan says of its device: a GPU executes every plan on streams. Stages of unlike shape are not executed: the
-    # tiles of their transfers would need queues of their own.
+    # Whatever the plan says of its device: a GPU executes every plan on streams. Stages of unlike shape are not held to it yet: a
+    # rank has more communicators there than the check counts, which no GPU has run.
     if not plan.transfers:
         check_residency(lists)
     return lists[rank]

@@ -12,7 +12,7 @@ from moe_overlap.plan.lowering.dependencies import Draft
 from moe_overlap.plan.lowering.interleave import CutBuffers
 from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import AllGather, Plan, Transfer
-from moe_overlap.plan.rules.resharding import Piece, pieces_of
+from moe_overlap.plan.rules.resharding import Piece, Region, pieces_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class TransferLowering:
             mine = piece.source_micro_batch if piece.source == self.rank else piece.target_micro_batch
             if mine == place[1]:
                 peer = piece.target if piece.source == self.rank else piece.source
-                yield self._draft(name, place, arriving, piece.tokens * width, peer, piece.index)
+                region = piece.source_region if piece.source == self.rank else piece.target_region
+                yield self._draft(name, place, arriving, piece.tokens * width, peer, piece.index, region)
         if members:
             yield self._gather(boundary_operator(OperatorKind.GATHER, *ends), place, arriving, buffer, len(members))
 
@@ -72,7 +73,14 @@ class TransferLowering:
         return self._pieces[ends]
 
     def _draft(
-        self, name: str, place: tuple[int, int], buffer: str, sent: int, peer: int, index: int | None = None
+        self,
+        name: str,
+        place: tuple[int, int],
+        buffer: str,
+        sent: int,
+        peer: int,
+        index: int | None = None,
+        region: Region | None = None,
     ) -> Draft:
         chunk, micro_batch = place
         operator = parse_operator(name)
@@ -91,6 +99,7 @@ class TransferLowering:
             # Bytes are those that leave a rank: counted on both sides a transfer would count twice.
             bytes=sent if sends else 0,
             peers=(peer,),
+            region=() if region is None else (*region[0], *region[1]),
         )
 
     def _gather(self, name: str, place: tuple[int, int], tiles: str, buffer: str, size: int) -> Draft:

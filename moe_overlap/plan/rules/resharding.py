@@ -10,6 +10,7 @@ Source: Alpa, section 6.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
@@ -17,8 +18,14 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import SHAPE_FIELDS
 from moe_overlap.plan.plan import AllGather, Plan, StagePlan, Tile, Transfer
 
+Range = tuple[int, int]
+"""Half-open."""
 MOST_PIECES = 2_000_000
 """Most pieces of a step at a boundary. Every rank makes all of them, in 400 MB; a plan of a few lines may ask for any number."""
+
+
+Region = tuple[Range, Range]
+"""Samples and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,7 @@ class Piece:
     Attributes:
         index: its number among the pieces of the boundary, which is the order everywhere.
         source_micro_batch, target_micro_batch: the micro-batch it belongs to on either side.
-        tokens: samples times length.
+        source_region, target_region: its samples and tokens among those of the micro-batch that the rank of either side has.
     """
 
     index: int
@@ -36,7 +43,14 @@ class Piece:
     target: int
     source_micro_batch: int
     target_micro_batch: int
-    tokens: int
+    source_region: Region
+    target_region: Region
+
+    @property
+    def tokens(self) -> int:
+        """Samples times length."""
+        (first, last), (begin, end) = self.source_region
+        return (last - first) * (end - begin)
 
 
 def boundary_batch(before: StagePlan, behind: StagePlan) -> int:
@@ -54,7 +68,7 @@ def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
     before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
     round_samples = boundary_batch(before, behind)
     cut = [
-        (first, number, tile, last - first)
+        (first, number, tile, _regions(plan, tile, (first, last), before, behind))
         for number, tile in enumerate(transfer.tiles)
         for first, last in _cut(tile, before, behind)
     ]
@@ -62,7 +76,7 @@ def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
     for start in range(0, plan.global_batch_size, round_samples):
         # By samples, ties by the tile's number: both ends number the pieces alike, since NCCL matches sends and
         # receives by order.
-        for first, _, tile, samples in sorted(cut, key=lambda tile: tile[:2]):
+        for first, _, tile, (source_region, target_region) in sorted(cut, key=lambda tile: tile[:2]):
             place = start + first
             piece = Piece(
                 index=len(pieces),
@@ -70,16 +84,91 @@ def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
                 target=tile.target,
                 source_micro_batch=place // samples_of(before),
                 target_micro_batch=place // samples_of(behind),
-                tokens=samples * (tile.sequence[1] - tile.sequence[0]),
+                source_region=source_region,
+                target_region=target_region,
             )
             pieces.append(piece)
     return tuple(pieces)
 
 
+def _regions(plan: Plan, tile: Tile, samples: Range, before: StagePlan, behind: StagePlan) -> tuple[Region, Region]:
+    """A piece among what its source has of a micro-batch, and among what its target has."""
+    ends = ((before, tile.source), (behind, tile.target))
+    places = (
+        (samples[0] % stage.micro_batch_size, place_among(tokens_of(stage, rank, plan.sequence_length), tile.sequence))
+        for stage, rank in ends
+    )
+    count, length = samples[1] - samples[0], tile.sequence[1] - tile.sequence[0]
+    source, target = (
+        ((sample, sample + count), (0 if token is None else token, (0 if token is None else token) + length))
+        for sample, token in places
+    )
+    return source, target
+
+
+def tokens_of(stage: StagePlan, rank: int, sequence_length: int) -> tuple[Range, ...]:
+    """The tokens of a boundary tensor that a rank has, in its order: tensor ranks share those of a context rank."""
+    place = stage.devices.ranks.index(rank)
+    of_context = tokens_of_context_rank(stage.context, place // stage.tensor % stage.context, sequence_length)
+    return share_of(of_context, place % stage.tensor, stage.tensor)
+
+
+def place_among(ranges: Sequence[Range], wanted: Range) -> int | None:
+    """Where a range begins in what stands in ranges, one after the other; None where it is in none of them."""
+    passed = 0
+    for first, last in ranges:
+        if first <= wanted[0] and wanted[1] <= last:
+            return passed + wanted[0] - first
+        passed += last - first
+    return None
+
+
+def tokens_of_context_rank(size: int, rank: int, sequence_length: int) -> tuple[Range, ...]:
+    """The early and the late piece of a context rank; the whole sequence where there is one."""
+    if size == 1:
+        return ((0, sequence_length),)
+    piece = sequence_length // (2 * size)
+    pieces = tuple((number * piece, (number + 1) * piece) for number in (rank, 2 * size - 1 - rank))
+    return _joined(pieces)
+
+
+def share_of(ranges: Sequence[Range], number: int, shares: int) -> tuple[Range, ...]:
+    """One of equal shares of what stands in ranges, one after the other."""
+    length = sum(last - first for first, last in ranges)
+    assert length % shares == 0, (ranges, shares)
+    begin, end = number * length // shares, (number + 1) * length // shares
+    result, passed = [], 0
+    for first, last in ranges:
+        cut = max(first, first + begin - passed), min(last, first + end - passed)
+        if cut[0] < cut[1]:
+            result.append(cut)
+        passed += last - first
+    return tuple(result)
+
+
+def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Ranges of which one begins where the one before ends, as one."""
+    result: list[Range] = []
+    for first, last in ranges:
+        if result and result[-1][1] == first:
+            result[-1] = (result[-1][0], last)
+        else:
+            result.append((first, last))
+    return tuple(result)
+
+
 def check_owners(plan: Plan, transfer: Transfer, subject: str) -> None:
-    """ConfigError for the first tile with samples that its source or its target does not have."""
+    """ConfigError for the first tile with samples or tokens that its source or its target does not have."""
     before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
     for index, tile in enumerate(transfer.tiles):
+        for field, stage in (("source", before), ("target", behind)):
+            rank = getattr(tile, field)
+            kept = tokens_of(stage, rank, plan.sequence_length)
+            # Replicas that complete a tensor receive shares of what each of them needs.
+            if transfer.all_gather is None and place_among(kept, tile.sequence) is None:
+                shown = " and ".join(f"[{first}, {last})" for first, last in kept)
+                rule = f"tokens [{tile.sequence[0]}, {tile.sequence[1]}) are not among its own, {shown}"
+                raise ConfigError(f"{subject}.tiles[{index}].{field}", rank, rule, "name a rank that has the tokens")
         for first, _ in _cut(tile, before, behind):
             for field, stage in (("source", before), ("target", behind)):
                 rank = getattr(tile, field)
@@ -164,7 +253,7 @@ def _check_tiles(plan: Plan, transfer: Transfer, subject: str) -> None:
         for field, stage, number in (("source", before, transfer.from_stage), ("target", behind, transfer.to_stage)):
             rank = getattr(tile, field)
             if rank not in stage.devices.ranks:
-                raise ConfigError(f"{place}.{field}", rank, f"not a rank of stage {number}", "name one of its ranks")
+                raise ConfigError(f"{place}.{field}", rank, f"no rank of stages[{number}]", "name one of its ranks")
         for field, extent in extents.items():
             first, last = getattr(tile, field)
             if not 0 <= first < last <= extent:

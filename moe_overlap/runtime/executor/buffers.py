@@ -35,13 +35,21 @@ class Buffers:
             return None
         tensors = [self._tensors[name] for name in names]
         whole = torch.cat(tensors, dim=BATCH) if len(tensors) > 1 else tensors[0]
-        if not instruction.partition or (len(names) == 1 and is_part(names[0])):
+        # The number of a piece that crosses a boundary is no part of the batch: its region says what of the tensor it is.
+        is_cut = bool(instruction.partition) and instruction.kind != "point-to-point"
+        if not is_cut or (len(names) == 1 and is_part(names[0])):
             return whole
         return whole.chunk(self.partitions(instruction), dim=BATCH)[instruction.partition[0]]
 
     def read_each(self, instruction: Instruction, stem: str) -> list[Tensor]:
         """Every buffer that the instruction reads under the names that begin with `stem`, as it stands, in their order."""
         return [self._tensors[name] for name in instruction.reads if stem_of(name) == stem]
+
+    def filled_by_pieces(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """The tensor of a name whose pieces arrive one by one, made for the first of them."""
+        if name not in self._tensors:
+            self._tensors[name] = make()
+        return self._tensors[name]
 
     def write(self, instruction: Instruction, stem: str, tensor: Tensor | None) -> None:
         """Store the result under the name the instruction gives it; a name without a tensor stays unset."""

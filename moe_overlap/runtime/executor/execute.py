@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction, stem_of
 from moe_overlap.plan.lowering.deferral import early_gradients
@@ -43,7 +44,8 @@ class StageTransfers:
 
     The list says who sends what to whom; nothing is recomputed from ranks. A transfer meets the one of its peer that has the
     same place among the transfers of their communicator, which belongs to one direction of one boundary: no tag tells them
-    apart, as NCCL has none.
+    apart, as NCCL has none. Between stages of unlike shape a transfer is a piece of the tensor, its `region`; the pieces of a
+    tensor fill one storage, and who reads it waits for the last of them.
 
     Args:
         config: the chunks' TransformerConfig; gives width, precision and whether the sequence is split over tensor ranks.
@@ -70,11 +72,13 @@ class StageTransfers:
         if i.sends:
             tensor = buffers.read(i, stem_of(i.reads[0]))
             assert tensor is not None
-            moved = tensor.detach().contiguous()
+            moved = _piece(tensor.detach(), i).contiguous()
             span = self._recorder.started(i)
             request = dist.isend(moved, dst=peer, group=communicator)
         else:
-            moved = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
+            whole = buffers.filled_by_pieces(i.writes[0], self._empty) if i.region else self._empty()
+            piece = _piece(whole, i)
+            moved = piece if piece.is_contiguous() else torch.empty_like(piece, memory_format=torch.contiguous_format)
             span = self._recorder.started(i)
             request = dist.irecv(moved, src=peer, group=communicator)
         assert request is not None
@@ -83,9 +87,23 @@ class StageTransfers:
             request.wait()
             self._recorder.finish_background(span)
             if i.receives:
-                buffers.write(i, stem_of(i.writes[0]), moved)
+                if moved is not piece:
+                    piece.copy_(moved)
+                if not i.region:
+                    buffers.write(i, stem_of(i.writes[0]), whole)
 
         return finish
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
+
+
+def _piece(tensor_SBH: Tensor, i: Instruction) -> Tensor:
+    """What a transfer moves of a boundary tensor: its region of samples and tokens, or all of it."""
+    if not i.region:
+        return tensor_SBH
+    first, last, begin, end = i.region
+    return tensor_SBH[begin:end, first:last]
 
 
 class PlanExecutor:
@@ -186,12 +204,21 @@ class PlanExecutor:
         return StepState(
             Buffers(lambda i: facts.partitions.get(i.name, 1)),
             arrived,
-            self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / facts.micro_batches),
+            self._optimizer.loss_scale * self._share_of_micro_batch(facts.micro_batches),
             self._clock.seed,
             first_micro_batch(step),
             facts.recomputed,
             update=UpdateState(micro_batches=facts.micro_batches),
         )
+
+    def _share_of_micro_batch(self, micro_batches: int) -> float:
+        """The factor of a micro-batch's losses, so that DDP's reduction makes the gradient of the mean over the step."""
+        if self._per_token:
+            return 1.0
+        if self.context.plan.sums_gradients:
+            # Every rank of every stage adds: replicas of one stage are not those of another.
+            return 1.0 / (micro_batches * self.context.stage.data)
+        return self._context_size / micro_batches
 
     def _facts_of(self, instructions: Sequence[Instruction]) -> _ListFacts:
         """Read a list once: a device would be idle meanwhile in every step."""
@@ -319,7 +346,7 @@ class _ListFacts:
         """Read a list."""
         partitions: dict[str, int] = {}
         for i in instructions:
-            for partition in i.partition:
+            for partition in i.partition if i.kind != "point-to-point" else ():
                 partitions[i.name] = max(partitions.get(i.name, 0), partition + 1)
         again = (str(replace(i.operator, phase=FORWARD)) for i in instructions if i.operator.phase is RECOMPUTE)
         return _ListFacts(

@@ -43,17 +43,15 @@ def mean_balance_losses(
     sums = torch.zeros(len(shares), width, dtype=torch.double, device=device)
     for row, name in zip(sums, shares, strict=True):
         if name in tracker:
-            row += tracker[name]["values"]
+            # Of this stage's replicas and micro-batches: other stages may have other numbers of them.
+            row += tracker[name]["values"] / (micro_batches * shares[name])
     # Over all ranks: a layer stands on one stage, and the others add nothing to it.
     dist.all_reduce(sums, group=groups.world)
     layers = [number for number, is_moe in enumerate(model.moe_layers) if is_moe]
     # A prediction layer is made like the decoder's last.
     layers += range(model.num_layers, width) if model.moe_layers[-1] else ()
-    means = (sums / micro_batches).tolist()
-    return {
-        name: {layer: row[layer] / ranks for layer in layers}
-        for (name, ranks), row in zip(shares.items(), means, strict=True)
-    }
+    means = sums.tolist()
+    return {name: {layer: row[layer] for layer in layers} for name, row in zip(shares, means, strict=True)}
 
 
 def _shares(config: Any, groups: StageGroups) -> Mapping[str, int]:

@@ -41,6 +41,7 @@ from moe_overlap.plan.operators import OperatorKind
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.routing.balance_report import forget_balance_losses, mean_balance_losses
 from moe_overlap.runtime.state.optimizer import PreparedGradients
+from moe_overlap.runtime.state.tied_embedding import TiedEmbedding
 from moe_overlap.runtime.step import Batch, StepResult, naming
 
 WHOLE_STAGE, ONE_GROUP = False, True
@@ -53,6 +54,7 @@ def finalize_gradients(
     groups: ProcessGroupCollection,
     config: TransformerConfig,
     over_replicas: Callable[[], None] | None = None,
+    over_ranks: Callable[[Tensor], None] | None = None,
 ) -> None:
     """Reduce the gradients of one rank's chunks.
 
@@ -62,6 +64,7 @@ def finalize_gradients(
         groups: the stage's groups.
         config: the chunks' TransformerConfig.
         over_replicas: completes the reduction over data-parallel replicas; DDP's own unless given.
+        over_ranks: makes a rank's tokens those of the step, in place; from the last rank of the pipeline group unless given.
     """
     if over_replicas is None:
         for chunk in chunks:
@@ -75,8 +78,11 @@ def finalize_gradients(
     reset_model_temporary_tensors(config, list(chunks))
     if token_count is not None:
         # Only the last stage sees losses; every stage must divide its gradients by the same number of tokens.
-        dist.broadcast(token_count, group_src=groups.pp.size() - 1, group=groups.pp)
-        dist.all_reduce(token_count, group=groups.dp_cp)
+        if over_ranks is not None:
+            over_ranks(token_count)
+        else:
+            dist.broadcast(token_count, group_src=groups.pp.size() - 1, group=groups.pp)
+            dist.all_reduce(token_count, group=groups.dp_cp)
         if token_count > 0:
             for chunk in chunks:
                 chunk.scale_gradients(1.0 / token_count)
@@ -147,6 +153,10 @@ class StepUpdate:
         self._groups, self._recorder = context.groups, context.recorder
         self._queue, self._buckets = context.weight_gradients, context.bucket_reduction
         self._device, self._model = context.device, context.model
+        is_tied = context.groups.ends is not None and context.model.tied_embeddings
+        self._tied = TiedEmbedding(self._chunks, context.groups) if is_tied else None
+        self._over_ranks = self._sum_tokens if context.plan.transfers else None
+        self._loss_rank = context.plan.stages[context.plan.loss_stage].devices.ranks[-1]
         # A replayed graph adds to the tracker's tensors of the step it was captured in.
         self._reports_balance = context.graph_stream is None
         self._bound: dict[tuple[OperatorKind, bool], Binding] = {
@@ -190,8 +200,16 @@ class StepUpdate:
         # Buckets have been reduced where the list placed them: the replicas have nothing left to send.
         over_replicas = self._buckets.finish if self._buckets is not None else None
         with self._recorded(instruction):
-            finalize_gradients(self._chunks, tokens, self._groups.collection, config, over_replicas)
+            if self._tied is not None:
+                self._tied.exchange()
+            finalize_gradients(self._chunks, tokens, self._groups.collection, config, over_replicas, self._over_ranks)
         state.is_reduced = True
+
+    def _sum_tokens(self, tokens: Tensor) -> None:
+        """The tokens of the step on every rank, where no group has a rank of each stage: tensor ranks count the same ones."""
+        if self._groups.collection.tp.rank() > 0:
+            tokens.zero_()
+        dist.all_reduce(tokens, group=self._groups.world)
 
     def _take_norm(self, instruction: Instruction, state: UpdateState) -> None:
         """Step 2. Norm and loss are collective, hence on every rank in this order, whatever the first one finds."""
@@ -235,7 +253,7 @@ class StepUpdate:
         total = torch.stack(list(reports)).double().sum(0) if reports else nothing
         if reports:
             dist.all_reduce(total, group=self._groups.collection.dp_cp)
-        dist.broadcast(total, group_src=dist.get_world_size() - 1, group=self._groups.world)
+        dist.broadcast(total, group_src=self._loss_rank, group=self._groups.world)
         loss, *predictions = (total[0::2] / total[1::2].clamp(min=1)).tolist()
         return loss, int(total[1]), tuple(predictions)
 

@@ -90,7 +90,7 @@ SEARCH_SPACES = {
     for space in (
         SearchSpace("megatron", recomputes=False),
         SearchSpace("recompute", recomputes=True),
-        SearchSpace("stages", recomputes=True, frees_stages=True),
+        SearchSpace("stages", recomputes=True, frees_stages=True, meshes=(Restriction.FREE,)),
         SearchSpace("zero", recomputes=True, zero_levels=LEVELS),
         SearchSpace("offload", recomputes=True, zero_levels=LEVELS, offloads=ON_HOST),
         SearchSpace(

@@ -130,7 +130,7 @@ def argument_file(
 
     Args:
         words: the user's flags, files expanded; their layout is replaced by the plan's.
-        arguments: the flags that say the plan (`plan_flags.arguments_of`), and what its runtime needs beside them.
+        arguments: the flags that say the plan (`plan_values.arguments_of`), and what its runtime needs beside them.
         effects: flag -> a sentence on what the choice changes, as predicted.
         dropped: flags of the user that the run goes without, each with the reason.
         plan_file: name of the plan's file beside the text, for what flags cannot say; this fork's.

@@ -16,7 +16,7 @@ from moe_overlap.plan.capabilities import (
     require_listed_recipe,
 )
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
-from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.plan.plan import AllGather, Offload, Plan, Recompute
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
 from tests.unit.plan import plan_samples
@@ -224,8 +224,19 @@ def test_partitions_do_not_go_with_norms_that_their_own_stage_recomputes() -> No
         refuse_unsupported(unlike)
 
 
-def test_the_example_is_refused() -> None:
+def test_stages_of_unlike_shape_share_the_rest() -> None:
+    """The example is executed once its stages reduce their gradients alike; a plan names no all-gather behind its tiles."""
+    plan = load_plan(plan_samples.GOLDEN / "example_plan.json")
     with pytest.raises(
-        ConfigError, match=r"^plan.json transfers \(1 entries\): stages of unlike shape are not executed"
+        ConfigError, match=r"^plan.json stages\[1\].overlap.gradient_chunk_bytes 0: differs from stages\[0\]"
     ):
-        refuse_unsupported(load_plan(plan_samples.GOLDEN / "example_plan.json"))
+        refuse_unsupported(plan)
+    alike = tuple(
+        dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, gradient_chunk_bytes=0))
+        for stage in plan.stages
+    )
+    plan = dataclasses.replace(plan, stages=alike)
+    refuse_unsupported(plan)
+    gathered = dataclasses.replace(plan.transfers[0], all_gather=AllGather(axis="batch", groups=((0, 1),)))
+    with pytest.raises(ConfigError, match=r"transfers\[0\].all_gather: the ranks of a stage are sequence-parallel"):
+        refuse_unsupported(dataclasses.replace(plan, transfers=(gathered,)))

@@ -10,7 +10,8 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
-from megatron.training.plan_flags import arguments_of, flags_from_plan, plan_from_flags, plan_of_run
+from megatron.training.plan_flags import flags_from_plan, plan_from_flags, plan_of_run
+from megatron.training.plan_values import arguments_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.job import listed_run_of

@@ -137,11 +137,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"transfers.0.tiles.1.source": 2},
-        "transfers[0].tiles[1].source 2: not a rank of stage 0; name one of its ranks",
+        "transfers[0].tiles[1].source 2: no rank of stages[0]; name one of its ranks",
     ),
     (
         {"transfers.0.tiles.1.target": 0},
-        "transfers[0].tiles[1].target 0: not a rank of stage 1; name one of its ranks",
+        "transfers[0].tiles[1].target 0: no rank of stages[1]; name one of its ranks",
     ),
     (
         {"transfers.0.tiles.2.batch": [2, 5]},

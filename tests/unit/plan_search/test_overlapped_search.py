@@ -341,7 +341,7 @@ def made_finalist(
     name: str, refusal: str | None = None, paired: bool = False, experts: int = 4, staged: bool = False
 ) -> SimpleNamespace:
     problem = SimpleNamespace(features=SimpleNamespace(overlap_experts=paired))
-    plan = SimpleNamespace(stages=[SimpleNamespace(expert=experts, expert_tensor=1)])
+    plan = SimpleNamespace(stages=[SimpleNamespace(expert=experts, expert_tensor=1)], transfers=())
     return SimpleNamespace(
         name=name, simulated_seconds=4.4, refusal=refusal, problem=problem, plan=plan, is_staged=staged
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from moe_overlap.plan.plan import Devices, Offload, Recompute, StagePlan
 from moe_overlap.runtime import groups as groups_module
 from moe_overlap.runtime.groups import build_groups, stage_rank_sets, transfer_pairs
 from tests.unit.plan import plan_samples
-from tests.unit.runtime.one_process import MOE, VOCABULARY, small
+from tests.unit.plan.test_plan_tiles import unlike
+from tests.unit.runtime.one_process import MOE, VOCABULARY
 
 SIZES = [
     (tp, cp, dp, ep, etp, pp)
@@ -155,13 +156,27 @@ def test_over_nccl_every_kind_of_group_is_one_split(monkeypatch: pytest.MonkeyPa
 
 def test_the_last_stage_sends_to_the_first_where_stages_have_chunks() -> None:
     whole, chunks = (transfer_pairs(plan_samples.plan(8, 2, count)) for count in (1, 2))
-    assert [pair for _, pair in whole] == [(0, 1)] * 2
-    assert [pair for _, pair in chunks] == [(0, 1)] * 2 + [(1, 0)] * 2
+    assert [pairs for _, pairs in whole] == [[(0, 1)]] * 2
+    assert [pairs for _, pairs in chunks] == [[(0, 1)]] * 2 + [[(1, 0)]] * 2
 
 
-def test_stages_of_unequal_size_have_no_pipeline_group_yet() -> None:
-    made = small(MOE)
-    one = made.plan.stages[0]
-    other = dataclasses.replace(one, devices=Devices(mesh=(1, 2), ranks=(1, 2)))
-    with pytest.raises(ValueError):
-        build_groups(dataclasses.replace(made.plan, stages=(one, other)))
+@pytest.mark.parametrize(
+    ("shapes", "batch", "rounds"),
+    [
+        (((1, 1, 1), (1, 3, 1)), 6, 3),
+        (((2, 1, 2), (2, 1, 1)), 4, 2),
+        # A thousand ranks: as many splits of the world as a rank has peers, for each direction.
+        (((1, 512, 1), (2, 256, 2)), 1024, 2),
+    ],
+)
+def test_ranks_of_unlike_stages_meet_in_few_rounds(shapes: Any, batch: int, rounds: int) -> None:
+    plan, _ = unlike(shapes, batch=batch)
+    made = transfer_pairs(plan)
+    assert len(made) == 2 * rounds
+    for _, pairs in made:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+    joined = sorted((tile.source, tile.target) for tile in plan.transfers[0].tiles)
+    for backward in (False, True):
+        of_direction = [pair for channel, pairs in made for pair in pairs if channel.endswith("backward") == backward]
+        assert sorted(of_direction) == sorted(set(joined))

@@ -14,14 +14,8 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
-from megatron.training.plan_flags import (
-    arguments_of,
-    flags_from_plan,
-    layout_values,
-    plan_from_flags,
-    plan_of_run,
-    says_recomputation,
-)
+from megatron.training.plan_flags import flags_from_plan, plan_from_flags, plan_of_run
+from megatron.training.plan_values import arguments_of, layout_values, says_recomputation
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap

@@ -12,7 +12,8 @@ import pytest
 from megatron.training.cli.arguments import expand_files, parse
 from megatron.training.cli.dry_run import dry_run
 from megatron.training.cli.sizes import describe_model, known_vocab_size
-from megatron.training.plan_flags import arguments_of, layout_values, plan_from_flags
+from megatron.training.plan_flags import plan_from_flags
+from megatron.training.plan_values import arguments_of, layout_values
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped

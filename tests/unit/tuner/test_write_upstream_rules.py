@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.plan_flags import arguments_of, layout_values
+from megatron.training.plan_values import arguments_of, layout_values
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.overlap import NO_OVERLAP, StageOverlap
 from moe_overlap.plan.plan import Offload, Plan

@@ -1,0 +1,134 @@
+"""Stages of unlike shape: the losses and norms of one process, whatever the shapes, and every element crosses once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.uniform_overlap import OverlapWords
+from tests.multiprocess.unlike_runs import (
+    UNTIED,
+    Curve,
+    Shape,
+    boundary_bytes,
+    curve_of,
+    curves_of,
+    unlike_plan,
+    written,
+)
+from tests.spawn import run
+
+ROUNDING = 2e-6
+"""Relative difference that another order of sums makes in single precision."""
+LIMIT = 1e-5
+PARTITIONS = OverlapWords(
+    partitions=2, range_word="around", gate="topk", dispatcher="irregular", defer=True, max_deferred_bytes=1 << 30
+)
+THREE = {
+    "data ranks behind": (Shape(2), Shape(2, data=2)),
+    "tensor ranks behind": (Shape(2), Shape(2, tensor=2)),
+    "tensor ranks before": (Shape(1, tensor=2), Shape(3)),
+    "larger micro-batches before": (Shape(2, samples=4), Shape(2, data=2, again=1)),
+}
+FOUR = {
+    "layers, micro-batches and recomputation": (
+        Shape(1, samples=2, again=1),
+        Shape(3, data=2),
+    ),
+    "data ranks before": (Shape(1, data=2), Shape(3)),
+    "context ranks before": (Shape(2, context=2), Shape(2)),
+    "context ranks behind": (Shape(2), Shape(2, context=2)),
+    "experts before": (Shape(2, data=2, expert=2), Shape(2)),
+    "experts behind, whole": (Shape(2, data=2), Shape(2, tensor=2, expert=2, expert_tensor=1, again=1)),
+    "three stages": (Shape(1, data=2), Shape(2), Shape(1, samples=2)),
+    "tensor and context": (Shape(2, tensor=2), Shape(2, context=2)),
+    "tensor and data": (Shape(1, tensor=2), Shape(3, data=2, samples=2)),
+}
+CUT = {
+    "partitions before": (Shape(2, samples=2, data=2, expert=2), Shape(2, samples=4)),
+    "partitions on both": (
+        Shape(2, samples=2, data=2, expert=2),
+        Shape(2, samples=2, tensor=2, expert=2, expert_tensor=1),
+    ),
+    "partitions behind, recomputed": (Shape(2), Shape(2, samples=2, data=2, expert=2, again=1)),
+}
+
+
+def started(folder: Path, steps: int, flags: str) -> Curve:
+    """The reference: one process, which saves its weights before the first step."""
+    words = f"{flags} --make-vocab-size-divisible-by 128 --micro-batch-size 1 --moe-token-dispatcher-type irregular"
+    return run(1, curve_of, words, steps, str(folder / "start"))[0]
+
+
+def compared(plans: dict[str, Plan], reference: Curve, folder: Path, steps: int, flags: str, limit: float) -> None:
+    for world in sorted({plan.world_size for plan in plans.values()}):
+        of_world = {name: plan for name, plan in plans.items() if plan.world_size == world}
+        answers = run(world, curves_of, written(folder, of_world, flags), steps)
+        for name in of_world:
+            assert all(answer[name] == answers[0][name] for answer in answers), name
+            for step, (found, expected) in enumerate(zip(answers[0][name], reference, strict=True)):
+                for value, other in zip(found, expected, strict=True):
+                    assert value == pytest.approx(other, rel=limit), (name, step)
+
+
+def test_a_few_shapes_train_as_one_process_does(tmp_path: Path) -> None:
+    plans = {name: unlike_plan(shapes, UNTIED) for name, shapes in THREE.items()}
+    compared(plans, started(tmp_path, 3, UNTIED), tmp_path, 3, UNTIED, ROUNDING)
+    plan = plans["data ranks behind"]
+    sent = run(3, boundary_bytes, written(tmp_path, {"bytes": plan}, UNTIED)["bytes"])
+    # Hidden states forward, their gradients back: every element once.
+    assert sum(sent) == 2 * plan.global_batch_size * plan.sequence_length * 64 * 4
+
+
+@pytest.mark.slow
+def test_tied_embeddings_and_losses_per_token(tmp_path: Path) -> None:
+    shapes = {name: shapes for name, shapes in {**THREE, **FOUR}.items() if shapes[0].tensor == shapes[-1].tensor}
+    for flags in ("", "--calculate-per-token-loss"):
+        folder = tmp_path / (flags or "tied")
+        # Balancing losses under a loss per token depend on micro-batch and context ranks where all stages are alike, too.
+        alike = {
+            name: each
+            for name, each in shapes.items()
+            if not flags or all(shape.samples == shape.context == 1 for shape in each)
+        }
+        plans = {name: unlike_plan(each, flags) for name, each in list(alike.items())[:4]}
+        folder.mkdir()
+        compared(plans, started(folder, 4, flags), folder, 4, flags, ROUNDING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.sweep)])
+def test_fifty_steps_of_every_shape_stay_with_one_process(every: int, tmp_path: Path) -> None:
+    plans = {name: unlike_plan(shapes, UNTIED) for name, shapes in {**THREE, **FOUR}.items()}
+    plans |= {name: unlike_plan(shapes, UNTIED, PARTITIONS) for name, shapes in CUT.items()}
+    assert len(plans) >= 12
+    plans = {name: plans[name] for name in [*plans][::every]}
+    compared(plans, started(tmp_path, 50, UNTIED), tmp_path, 50, UNTIED, LIMIT)
+
+
+@pytest.mark.slow
+def test_random_shapes_train_as_one_process_does(tmp_path: Path) -> None:
+    draw, plans = random.Random(7), {}
+    while len(plans) < 8:
+        cuts = sorted(draw.sample(range(1, 4), draw.choice((1, 1, 2))))
+        layers = [end - first for first, end in zip([0, *cuts], [*cuts, 4], strict=True)]
+        shapes = tuple(
+            Shape(
+                number,
+                samples=draw.choice((1, 2)),
+                data=draw.choice((1, 1, 2)),
+                tensor=draw.choice((1, 1, 2)),
+                context=draw.choice((1, 1, 1, 2)),
+                again=draw.choice((0, 0, 1)),
+            )
+            for number in layers
+        )
+        plan = unlike_plan(shapes, UNTIED)
+        if plan.transfers and plan.world_size <= 4:
+            validate_plan(plan)
+            plans[f"random {len(plans)}: {shapes}"] = plan
+    compared(plans, started(tmp_path, 3, UNTIED), tmp_path, 3, UNTIED, ROUNDING)
