@@ -183,9 +183,8 @@ Pair = tuple[int, int]
 def transfer_pairs(plan: Plan) -> list[tuple[str, list[Pair]]]:
     """Channels of stage boundaries, each with disjoint pairs of ranks that need a communicator, in the order of their creation.
 
-    Equal stages send rank to rank: a channel stands there once. Between unlike ones a rank meets several; the pairs that tiles
-    join are dealt to as few rounds as the rank with most peers has peers, or one more, since a split of the world makes the
-    communicators of disjoint pairs alone.
+    Equal stages send rank to rank: a channel stands there once. Between unlike ones a rank meets several: the pairs that tiles
+    join are dealt to rounds, since a split of the world makes the communicators of disjoint pairs alone.
     """
     stages = len(plan.stages)
     wraps = any(len(stage.chunks) > 1 for stage in plan.stages)

@@ -93,17 +93,15 @@ def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
 
 def _regions(plan: Plan, tile: Tile, samples: Range, before: StagePlan, behind: StagePlan) -> tuple[Region, Region]:
     """A piece among what its source has of a micro-batch, and among what its target has."""
-    ends = ((before, tile.source), (behind, tile.target))
-    places = (
-        (samples[0] % stage.micro_batch_size, place_among(tokens_of(stage, rank, plan.sequence_length), tile.sequence))
-        for stage, rank in ends
-    )
     count, length = samples[1] - samples[0], tile.sequence[1] - tile.sequence[0]
-    source, target = (
-        ((sample, sample + count), (0 if token is None else token, (0 if token is None else token) + length))
-        for sample, token in places
-    )
-    return source, target
+
+    def among(stage: StagePlan, rank: int) -> Region:
+        sample = samples[0] % stage.micro_batch_size
+        # None: the rank's share of what an all-gather completes, which stands in a tensor of its own.
+        token = place_among(tokens_of(stage, rank, plan.sequence_length), tile.sequence) or 0
+        return (sample, sample + count), (token, token + length)
+
+    return among(before, tile.source), among(behind, tile.target)
 
 
 def tokens_of(stage: StagePlan, rank: int, sequence_length: int) -> tuple[Range, ...]:
