@@ -41,9 +41,11 @@ IN_ORDER: Mapping[str, tuple[str, ...]] = {
 is set where the variable is not. Sources: torch's notes on reproducibility, `validate_args` of Megatron-LM."""
 
 
-def settle_environment(config: Config, environment: MutableMapping[str, str]) -> None:
+def settle_environment(config: Config, environment: MutableMapping[str, str], has_unlike_stages: bool = False) -> None:
     """Set what the flags decide, before CUDA starts.
 
+    Args:
+        has_unlike_stages: whether a plan joins stages of unlike shape, of which the configuration says the first alone.
     Raises:
         ConfigError: a variable is set to another value than its flag says, or to one that --deterministic-mode does not go with.
     """
@@ -57,8 +59,7 @@ def settle_environment(config: Config, environment: MutableMapping[str, str]) ->
         environment[CONNECTIONS] = str(connections)
     elif may_follow_lists(config):
         environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
-    # Of stages of unlike shape, which a plan joins, flags name the first alone.
-    if may_follow_lists(config) and (config.parallel.pipeline_model_parallel_size > 1 or config.overlap.plan):
+    if may_follow_lists(config) and (config.parallel.pipeline_model_parallel_size > 1 or has_unlike_stages):
         environment.setdefault(LOADING, AT_START)
     if not config.training.deterministic_mode:
         return

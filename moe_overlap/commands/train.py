@@ -165,7 +165,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
 
     end_with_launcher()
     require_packages(parsed.config)
-    settle_environment(parsed.config, os.environ)
+    settle_environment(parsed.config, os.environ, has_unlike_stages=parsed.layout_world is not None)
     quiet_libraries()
     require_usable_gpu()
     if cpu_backend.is_needed():

@@ -107,3 +107,9 @@ def test_limits_out_of_range(field: str, value: int) -> None:
     said = dataclasses.replace(Config(), overlap=dataclasses.replace(Config().overlap, **{field: value}))
     with pytest.raises(ConfigError, match="must be from 1 to 32"):
         device_limits_are_in_range(said)
+
+
+def test_kernels_are_loaded_at_the_start_where_a_plan_joins_stages_of_unlike_shape() -> None:
+    environment: dict[str, str] = {}
+    settle_environment(config("--plan p.json"), environment, has_unlike_stages=True)
+    assert environment["CUDA_MODULE_LOADING"] == "EAGER"
