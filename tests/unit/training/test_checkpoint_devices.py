@@ -42,6 +42,7 @@ def test_the_thread_of_saves_works_on_the_device_of_its_rank(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(saver, "device_of_this_process", lambda: device)
     monkeypatch.setattr(saver.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(saver, "replica_range", lambda _: (1, 1))
     groups: Any = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1))
     saving = saver.Saver(CheckpointConfig(save="x", async_save=True), groups)
     assert saving._thread is not None
