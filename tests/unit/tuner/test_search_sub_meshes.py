@@ -126,7 +126,7 @@ def test_plans_are_valid_and_predicted_alike() -> None:
         step = predict_plan(plan, problem_of(case, plan)).predicted.step_seconds
         unlike += bool(plan.transfers)
         assert step == pytest.approx(candidate.seconds, rel=0.15 if plan.transfers else 1e-9)
-        assert not plan.transfers or "stages of unlike shape are not executed" in str(refusal_of(plan))
+        assert refusal_of(plan) is None
         assert sorted(rank for stage in plan.stages for rank in stage.devices.ranks) == [0, 1, 2, 3]
     assert unlike
 
