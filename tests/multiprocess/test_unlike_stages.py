@@ -84,6 +84,11 @@ def test_a_few_shapes_train_as_one_process_does(tmp_path: Path) -> None:
     assert sum(sent) == 2 * plan.global_batch_size * plan.sequence_length * 64 * 4
 
 
+def test_a_tied_embedding_moves_alike_at_both_ends(tmp_path: Path) -> None:
+    plans = {"data ranks behind": unlike_plan(THREE["data ranks behind"], "")}
+    compared(plans, started(tmp_path, 2, ""), tmp_path, 2, "", ROUNDING)
+
+
 @pytest.mark.slow
 def test_tied_embeddings_and_losses_per_token(tmp_path: Path) -> None:
     shapes = {name: shapes for name, shapes in {**THREE, **FOUR}.items() if shapes[0].tensor == shapes[-1].tensor}
