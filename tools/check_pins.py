@@ -32,7 +32,7 @@ REACH_SECONDS = 15.0
 
 
 def requirements() -> list[str]:
-    """What an installation of this project for developers asks for: `install_requires` and `dev` of setup.py."""
+    """The requirements of a developer's installation: `install_requires` and `dev` of setup.py."""
     declared = [line.partition(";") for line in requires(PROJECT) or ()]
     return [name.strip() for name, _, marker in declared if "extra" not in marker or "dev" in marker]
 

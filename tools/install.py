@@ -29,7 +29,7 @@ from moe_overlap.describe.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 NEEDED_BYTES = {"cpu": 3 * GIB, "cuda": 8 * GIB}
-"""What an installation occupies at its peak, by the build of torch: CUDA's libraries are 4 GiB of it."""
+"""The disk space of an installation at its peak, by the build of torch: CUDA's libraries are 4 GiB of it."""
 DEBIAN = "on Debian and Ubuntu: apt install"
 PROBLEMS = (
     (
@@ -58,7 +58,7 @@ PROBLEMS = (
         "name another one by make TORCH=… or PYTHON=…",
     ),
 )
-"""What pip writes where it fails, the first that is found counts: pattern, rule and fix."""
+"""Patterns in the output of a pip that failed, each with rule and fix: the first pattern that is found counts."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ENDED_BY_SIGNAL = 128
 """The status of a process that a signal ended, as shells count it: this and the signal's number."""
 THIS_MACHINE = "127.0.0.1"
-"""Where the ranks of a job on one machine meet: an address, which needs no name to be resolved."""
+"""The rendezvous address of a job on one machine: an address rather than a name, as a machine's own name may not resolve."""
 STOPS_WITHIN = datetime.timedelta(seconds=30)
 """Time for a rank to end after a signal; one that saves first (--exit-signal-handler) has as long as a collective."""
 

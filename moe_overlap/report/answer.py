@@ -180,7 +180,7 @@ def _layers_again(stage: StagePlan) -> int:
 
 
 def _recomputations(plan: Plan) -> str:
-    """What the stages recompute; in one phrase where all do the same."""
+    """Says how each stage recomputes, in one phrase where all do the same."""
     phrases = list(dict.fromkeys(map(_recomputation, plan.stages)))
     if len(phrases) == 1:
         return phrases[0]

@@ -86,7 +86,7 @@ def test_four_stages_with_overlap_have_the_bits_of_the_run_without_recomputation
 
 @pytest.mark.slow
 def test_a_stage_holds_less_by_what_is_predicted_for_its_layers(tmp_path: Path) -> None:
-    """Of each recomputed layer and micro-batch that the stage holds at once, to a tensor of hidden states."""
+    """The saving per recomputed layer and micro-batch that the stage holds at once, to a tensor of hidden states."""
     spread = f"{HELD} --moe-router-force-load-balancing"
     cases = ((2, 1), (0, 3), (1, 0))
     files = {

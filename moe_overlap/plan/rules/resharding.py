@@ -112,7 +112,7 @@ def tokens_of(stage: StagePlan, rank: int, sequence_length: int) -> tuple[Range,
 
 
 def place_among(ranges: Sequence[Range], wanted: Range) -> int | None:
-    """Where a range begins in what stands in ranges, one after the other; None where it is in none of them."""
+    """Returns the offset of a range in the concatenation of other ranges; None where none of them holds it."""
     passed = 0
     for first, last in ranges:
         if first <= wanted[0] and wanted[1] <= last:

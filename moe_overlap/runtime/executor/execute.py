@@ -99,7 +99,7 @@ class StageTransfers:
 
 
 def _piece(tensor_SBH: Tensor, i: Instruction) -> Tensor:
-    """What a transfer moves of a boundary tensor: its region of samples and tokens, or all of it."""
+    """Returns the part of a boundary tensor that a transfer moves: its region of samples and tokens, or all of it."""
     if not i.region:
         return tensor_SBH
     first, last, begin, end = i.region

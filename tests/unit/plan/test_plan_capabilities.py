@@ -201,9 +201,9 @@ def test_stages_recompute_as_they_like(recompute: Recompute) -> None:
     if recompute.granularity == "selective":
         recompute = dataclasses.replace(recompute, modules=("core_attn",))
     plan = plan_samples.plan(layers=4, stages=2, stage={"data": 2})
-    refuse_unsupported(
-        dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(plan.stages[1], recompute=recompute)))
-    )
+    second = dataclasses.replace(plan.stages[1], recompute=recompute)
+    assert plan.stages[0].recompute != second.recompute
+    refuse_unsupported(dataclasses.replace(plan, stages=(plan.stages[0], second)))
 
 
 def test_partitions_do_not_go_with_norms_that_their_own_stage_recomputes() -> None:
