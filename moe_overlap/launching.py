@@ -45,7 +45,7 @@ def launching_of(
     if seconds < WORTH_A_LOOK * step_seconds:
         return Launching(seconds=seconds)
     graphs: tuple[str, ...] = (GRAPHS_FLAG,)
-    if plan.is_simulated:
+    if plan.follows_lists:
         graphed = problem.replaying(True)
         is_allowed = replays_lists and problem.listed.graphs_refusal is None and not problem.features.listed_graphs
     else:

@@ -208,18 +208,13 @@ class Plan:
     @property
     def follows_lists(self) -> bool:
         """Whether the executor runs it: it overlaps, or has stages of unlike shape, which megatron-core's schedules do not
-        join."""
+        join. No closed form knows the seconds of its step, which are simulated."""
         return self.is_listed or bool(self.transfers)
 
     @property
     def sums_gradients(self) -> bool:
         """Whether replicas add up gradients: a mean over them would be another one on stages with other numbers of them."""
         return bool(self.transfers)
-
-    @property
-    def is_simulated(self) -> bool:
-        """Whether no closed form knows the seconds of its step: that of lists is simulated."""
-        return self.follows_lists
 
     @property
     def has_pairs(self) -> bool:

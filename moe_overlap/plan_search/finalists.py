@@ -139,7 +139,7 @@ def _simulated(finalist: Finalist, deadline: float) -> Finalist | None:
         return finalist
     if finalist.lacks_lists:
         return _with_lists(finalist)
-    if finalist.plan.is_simulated:
+    if finalist.plan.follows_lists:
         return finalist
     ratio = listed_seconds(finalist.plan, finalist.problem) / finalist.seconds
     return dataclasses.replace(finalist, simulated=ratio)
@@ -155,7 +155,7 @@ def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
     Before that, one that needs no library of its own for dispatching tokens. Predictions that were not simulated stand behind
     simulated steps: among many the one that errs the furthest would lead.
     """
-    known = [finalist for finalist in finalists if finalist.plan.is_simulated or finalist.simulated is not None]
+    known = [finalist for finalist in finalists if finalist.plan.follows_lists or finalist.simulated is not None]
     known = sorted(known or finalists, key=lambda finalist: finalist.simulated_seconds)
     others = [finalist for finalist in finalists if all(finalist is not other for other in known)]
     ordered = [*known, *sorted(others, key=lambda finalist: finalist.seconds)]

@@ -58,7 +58,7 @@ class Problem:
 
         A run that follows instruction lists gathers weights under its first passes only where they say so.
         """
-        if not plan.is_simulated:
+        if not plan.follows_lists:
             return self
         gathers = all(stage.overlap.overlap_param_gather for stage in plan.stages)
         return replace(self, features=replace(self.features, overlap_param_gather=gathers))

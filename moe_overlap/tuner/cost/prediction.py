@@ -57,7 +57,7 @@ def estimate_plan(plan: Plan, problem: Problem) -> Prediction:
     """
     problem = problem.run_by(plan)
     analytic = closed_form(plan, problem)
-    if plan.is_simulated:
+    if plan.follows_lists:
         return with_lists(analytic, plan, problem)
     return analytic if problem.machine.refined == NOT_REFINED else with_refined(analytic, plan, problem)
 
@@ -71,7 +71,7 @@ def closed_form(plan: Plan, problem: Problem) -> Prediction:
 
 def moves_states(plan: Plan) -> bool:
     """Whether predictions of a plan are those of its lists because parameter groups step by themselves."""
-    return not plan.is_simulated and any(stage.is_decoupled for stage in plan.stages)
+    return not plan.follows_lists and any(stage.is_decoupled for stage in plan.stages)
 
 
 def with_moved_states(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
