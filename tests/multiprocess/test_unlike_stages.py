@@ -17,6 +17,8 @@ from tests.multiprocess.unlike_runs import (
     boundary_bytes,
     curve_of,
     curves_of,
+    planned,
+    trained,
     unlike_plan,
     written,
 )
@@ -25,6 +27,8 @@ from tests.spawn import run
 ROUNDING = 2e-6
 """Relative difference that another order of sums makes in single precision."""
 LIMIT = 1e-5
+ALONE = "--make-vocab-size-divisible-by 128 --micro-batch-size 1 --moe-token-dispatcher-type irregular"
+"""Flags of one process."""
 PARTITIONS = OverlapWords(
     partitions=2, range_word="around", gate="topk", dispatcher="irregular", defer=True, max_deferred_bytes=1 << 30
 )
@@ -61,8 +65,7 @@ CUT = {
 
 def started(folder: Path, steps: int, flags: str) -> Curve:
     """The reference: one process, which saves its weights before the first step."""
-    words = f"{flags} --make-vocab-size-divisible-by 128 --micro-batch-size 1 --moe-token-dispatcher-type irregular"
-    return run(1, curve_of, words, steps, str(folder / "start"))[0]
+    return run(1, curve_of, f"{flags} {ALONE}", steps, str(folder / "start"))[0]
 
 
 def compared(plans: dict[str, Plan], reference: Curve, folder: Path, steps: int, flags: str, limit: float) -> None:
@@ -109,6 +112,25 @@ def test_tied_embeddings_and_losses_per_token(tmp_path: Path) -> None:
         plans = {name: unlike_plan(each, flags) for name, each in list(alike.items())[:4]}
         folder.mkdir()
         compared(plans, started(folder, 4, flags), folder, 4, flags, ROUNDING)
+
+
+@pytest.mark.slow
+def test_every_layout_resumes_from_the_checkpoint_of_every_other(tmp_path: Path) -> None:
+    """Weights and moments: Adam's third step depends on those of the first two."""
+    names = ("data ranks behind", "tensor ranks before")
+    words = planned(tmp_path, {name: unlike_plan(THREE[name], UNTIED) for name in names}, UNTIED)
+    words["one process"] = f"{ALONE} {UNTIED}"
+    for number, (name, each) in enumerate(words.items()):
+        saved = tmp_path / f"saved-{number}"
+        flags = f"{each} --train-iters 4 --save {saved} --save-interval 2"
+        whole = run(1 if name == "one process" else 3, trained, flags, str(tmp_path / f"{number}.jsonl"))[0]
+        assert len(whole) == 4
+        for other in words.keys() - {name}:
+            flags = f"{words[other]} --train-iters 4 --load {saved} --ckpt-step 2"
+            log = str(tmp_path / f"{number} by {other}.jsonl".replace(" ", "-"))
+            resumed = run(1 if other == "one process" else 3, trained, flags, log)[0]
+            for value, expected in zip(resumed, whole[2:], strict=True):
+                assert value == pytest.approx(expected, rel=ROUNDING), (name, other)
 
 
 @pytest.mark.slow

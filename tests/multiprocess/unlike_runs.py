@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def curve_of(words: str, steps: int, save: str | None = None) -> Curve:
     Args:
         save: a folder that takes the weights before the first step.
     """
-    job, feed, loop = _assembled(f"{words} --train-iters {steps}" + (f" --save {save}" if save else ""))
+    loop = _assembled(f"{words} --train-iters {steps}" + (f" --save {save}" if save else ""))
+    job, feed = loop.job, loop.job.batches("train", 0)
     if save:
         loop.save_now()
     curve = []
@@ -103,11 +105,22 @@ def curves_of(plans: dict[str, str], steps: int) -> dict[str, Curve]:
     return {name: curve_of(words, steps) for name, words in plans.items()}
 
 
+def trained(words: str, log: str) -> Curve:
+    """Losses and gradient norms of a whole run, which loads and saves as its flags say. Collective."""
+    import torch.distributed as dist
+
+    _assembled(f"{words} --eval-iters 0 --log-json {log}").run()
+    dist.barrier()
+    rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
 def boundary_bytes(words: str) -> int:
     """Bytes that this rank sends over stage boundaries in one step, counted where they are handed to torch.distributed."""
     import torch.distributed as dist
 
-    job, feed, _ = _assembled(f"{words} --train-iters 1")
+    job = _assembled(f"{words} --train-iters 1").job
+    feed = job.batches("train", 0)
     sent, isend = [], dist.isend
     dist.isend = lambda tensor, *more, **named: sent.append(tensor.nbytes) or isend(tensor, *more, **named)  # type: ignore
     try:
@@ -117,7 +130,7 @@ def boundary_bytes(words: str) -> int:
     return sum(sent)
 
 
-def _assembled(words: str) -> tuple[Any, Any, Any]:
+def _assembled(words: str) -> Any:
     from megatron.training import cpu_backend
     from megatron.training.cli.start import quiet_libraries
 
@@ -133,14 +146,17 @@ def _assembled(words: str) -> tuple[Any, Any, Any]:
 
     parsed = with_plan(parse(f"{MODEL} {words}".split()), dist.get_world_size())
     validate(parsed.config, parsed.layout_world or dist.get_world_size())
-    loop = pretrain_moe.assemble(parsed, dist.get_rank())
-    feed = loop.job.batches("train", 0)
-    assert feed is not None
-    return loop.job, feed, loop
+    return pretrain_moe.assemble(parsed, dist.get_rank())
 
 
 def written(folder: Path, plans: dict[str, Plan], flags: str) -> dict[str, str]:
     """Flags of every plan, which begins with the weights that one process has saved."""
+    loaded = f"--finetune --ckpt-step 0 --load {folder / 'start'}"
+    return {name: f"{words} {loaded}" for name, words in planned(folder, plans, flags).items()}
+
+
+def planned(folder: Path, plans: dict[str, Plan], flags: str) -> dict[str, str]:
+    """Flags of every plan, whose file is written."""
     from moe_overlap.plan.serialize import save_plan
 
     found = {}
@@ -149,5 +165,5 @@ def written(folder: Path, plans: dict[str, Plan], flags: str) -> dict[str, str]:
         save_plan(plan, path)
         # Tensor ranks pad the vocabulary to their multiple: so do both divisors that of one process.
         padded = f"--make-vocab-size-divisible-by {128 // plan.stages[0].tensor}"
-        found[name] = f"{flags} {padded} --plan {path} --finetune --ckpt-step 0 --load {folder / 'start'}"
+        found[name] = f"{flags} {padded} --plan {path}"
     return found

@@ -60,6 +60,7 @@ from megatron.training.cli.rules.resume import require_same_run
 from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.build import unwrap
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.plan import Plan
 
 # The dynamic loss scale of fp16
 
@@ -132,6 +133,21 @@ class Progress:
     valid_samples: int = 0
 
 
+def layout_of(plan: Plan) -> dict[str, int]:
+    """The layout of a run by which the random-number states of its ranks are found again: sizes of its groups.
+
+    Stages of unlike shape count one by one, since the groups of a rank say its own stage alone.
+    """
+    sizes = ("tensor", "context", "expert", "expert_tensor")
+    first = plan.stages[0]
+    layout = {"world": plan.world_size, "chunks": len(first.chunks), "pipeline": len(plan.stages)}
+    layout |= {name: getattr(first, name) for name in sizes}
+    if plan.transfers:
+        stages = enumerate(plan.stages)
+        layout |= {f"stages[{n}].{name}": getattr(stage, name) for n, stage in stages for name in (*sizes, "data")}
+    return layout
+
+
 class Checkpointer:
     """Saves and loads one run; both are collective over all ranks.
 
@@ -140,6 +156,7 @@ class Checkpointer:
         optimizer: megatron-core's chained distributed optimizers.
         scheduler: megatron-core's OptimizerParamScheduler, not yet stepped.
         groups: this rank's process groups.
+        layout: the layout of the whole run, equal on every rank (`layout_of`).
         fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
         facts: what else a run that goes on must share with it (rules/resume.py).
         gather_weights: called by all ranks before weights are saved, where the update of a step leaves them in shards.
@@ -154,6 +171,7 @@ class Checkpointer:
         optimizer: Any,
         scheduler: Any,
         groups: ProcessGroupCollection,
+        layout: Mapping[str, int],
         fingerprint: Mapping[str, Any],
         facts: Mapping[str, Any],
         gather_weights: Callable[[], None] = lambda: None,
@@ -161,7 +179,7 @@ class Checkpointer:
         self._gather_weights = gather_weights
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
-        self._facts = dict(facts)
+        self._layout, self._facts = dict(layout), dict(facts)
         self._saver = Saver(config.checkpoint, groups)
         self._locks: list[FolderLock] = []
         self.notes: tuple[str, ...] = ()
@@ -213,7 +231,7 @@ class Checkpointer:
             "fingerprint": self._fingerprint,
             "run": self._facts,
             "arguments": config_to_flags(self._config),
-            "layout": self._layout(),
+            "layout": self._layout,
             "scheduler": self._scheduler.state_dict(),
             "optimizer": None if flags.no_save_optim else self._optimizer_mark(),
             "random_states": not flags.no_save_rng,
@@ -271,7 +289,7 @@ class Checkpointer:
         on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
         with_optimizer = not (start.weights_alone or flags.no_load_optim)
         with_random = not (start.weights_alone or flags.no_load_rng)
-        same_layout = stored.mark["layout"] == self._layout()
+        same_layout = stored.mark["layout"] == self._layout
         checkpoint_rules.require_same_fingerprint(stored, load, self._fingerprint)
         changed = require_same_run(stored, load, self._config, self._facts, start.weights_alone)
         optimizer = self._optimizer_mark() if with_optimizer else None
@@ -342,12 +360,6 @@ class Checkpointer:
         finally:
             for chunk in overlapped:
                 chunk.enable_forward_pre_hook()
-
-    def _layout(self) -> dict[str, int]:
-        groups = self._groups
-        sizes = {"tensor": groups.tp, "context": groups.cp, "pipeline": groups.pp, "expert": groups.ep}
-        sizes["expert_tensor"] = groups.expt_tp
-        return {"world": dist.get_world_size(), "chunks": len(self._chunks)} | {k: g.size() for k, g in sizes.items()}
 
     def _optimizer_mark(self) -> dict[str, Any]:
         flags = self._config.optimizer
