@@ -2,7 +2,7 @@
 
     setting                         flag                               default
     hardware queues of streams      --moe-overlap-device-connections   CUDA_DEVICE_MAX_CONNECTIONS, else 32 for lists
-    thread blocks beside others     --moe-overlap-nccl-ctas            NCCL_MAX_CTAS, else a ninth of the multiprocessors
+    thread blocks beside others     --moe-overlap-nccl-ctas            NCCL_MAX_CTAS, else as many as fit (residency.py)
     kernels loaded at the start     none                               CUDA_MODULE_LOADING, else EAGER for lists of a pipeline
     sums in a fixed order           --deterministic-mode               off
 
@@ -17,12 +17,15 @@ ranks launch the same communication in the same order. Not run on hardware.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import whole_number
-from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, most_blocks
+from moe_overlap.plan.instructions import ScheduleError
+from moe_overlap.plan.lowering.residency import BlockLimits, Communicators, block_limits
+from moe_overlap.plan.plan import Plan, Transfer
 
 if TYPE_CHECKING:
     from megatron.training.cli.config import Config
@@ -71,22 +74,53 @@ def settle_environment(config: Config, environment: MutableMapping[str, str], ha
             )
 
 
-def nccl_ctas(config: Config, environment: Mapping[str, str], multiprocessors: int, *, is_listed: bool) -> int:
-    """Most thread blocks of an NCCL kernel that runs beside others.
+def nccl_blocks(
+    config: Config,
+    environment: Mapping[str, str],
+    multiprocessors: int,
+    plan: Plan,
+    communicators: Communicators | None,
+) -> BlockLimits | None:
+    """Most thread blocks of NCCL kernels that run beside others; None: NCCL's own choice.
 
     Args:
-        is_listed: whether instruction lists order the run: they were checked for devices on which every kernel finds a place.
+        communicators: of the instruction lists of the run, which were checked for devices on which every kernel finds a place;
+            None where megatron-core's schedules run it.
     Raises:
         ConfigError: flag and environment disagree, or the kernels of a rank do not fit its multiprocessors together.
     """
-    flag, most = config.overlap.moe_overlap_nccl_ctas, most_blocks(multiprocessors, COMMUNICATORS_BESIDE)
-    said = _number(environment, CTAS, 64, f"set {most} or unset it")
+    flag, said = config.overlap.moe_overlap_nccl_ctas, _number(environment, CTAS, 64, "unset it")
     _require_agreement(CTAS, said, CTAS_FLAG, flag)
-    chosen = flag or said or most
-    if is_listed and chosen * COMMUNICATORS_BESIDE > multiprocessors:
-        rule = f"{COMMUNICATORS_BESIDE} kernels of so many thread blocks do not fit {multiprocessors} multiprocessors"
-        raise ConfigError(CTAS if flag is None else CTAS_FLAG, chosen, rule, f"use 1 to {most}")
-    return chosen
+    chosen = flag or said
+    if communicators is None:
+        return None if chosen is None else BlockLimits(chosen, chosen)
+    try:
+        fitting = block_limits(multiprocessors, communicators)
+    except ScheduleError as why:
+        raise _too_many(plan, communicators, multiprocessors) from why
+    if chosen is None:
+        return fitting
+    limits = BlockLimits(chosen, chosen)
+    held = communicators.blocks(limits)
+    if held > multiprocessors:
+        rule = f"{communicators.number} kernels hold {held} thread blocks then, of {multiprocessors} multiprocessors"
+        fix = f"use 1 to {min(fitting.point_to_point, fitting.collective)}"
+        raise ConfigError(CTAS if flag is None else CTAS_FLAG, chosen, rule, fix)
+    return limits
+
+
+def _too_many(plan: Plan, communicators: Communicators, multiprocessors: int) -> ConfigError:
+    """The error of a plan whose ranks meet more others than a GPU has room for, by the boundary where they meet most."""
+    rule = f"{communicators.number} communicators of a rank are under way together on {multiprocessors} multiprocessors"
+    if not plan.transfers:
+        return ConfigError("--pipeline-model-parallel-size", len(plan.stages), rule, "use one stage or a larger GPU")
+
+    def met(transfer: Transfer) -> int:
+        pairs = {(tile.source, tile.target) for tile in transfer.tiles}
+        return max(Counter(rank for pair in pairs for rank in pair).values())
+
+    worst = max(range(len(plan.transfers)), key=lambda n: met(plan.transfers[n]))
+    return ConfigError(f"plan.json transfers[{worst}]", "", rule, "use stages whose numbers of data ranks differ less")
 
 
 def _number(environment: Mapping[str, str], name: str, most: int, fix: str) -> int | None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron.training
-from moe_overlap.commands.device_settings import nccl_ctas, settle_environment
+from moe_overlap.commands.device_settings import nccl_blocks, settle_environment
 from moe_overlap.commands.exits import (
     INTERRUPTED,
     LaunchFolder,
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from megatron.training.training import TrainingLoop
     from moe_overlap.describe.model import ModelDescription
     from moe_overlap.plan.instructions import Instruction
+    from moe_overlap.plan.lowering.rendezvous import Lists
+    from moe_overlap.plan.lowering.residency import BlockLimits
     from moe_overlap.plan.plan import Plan
     from moe_overlap.runtime.build import Builders, Settings
     from moe_overlap.runtime.context import RunContext
@@ -240,7 +242,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.plan_values import config_of_stage
     from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
-    from moe_overlap.plan.lowering.lower import lower
+    from moe_overlap.plan.lowering.lower import lower, lower_together
     from moe_overlap.runtime.build import build_context
 
     config = parsed.config
@@ -253,15 +255,18 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         config = config_of_stage(config, plan, plan.stage_of(rank))
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
 
-    @functools.cache
-    def lowered(size: int) -> Sequence[Instruction]:
-        sized = plan if size == plan.global_batch_size else plan.with_global_batch(size)
-        return lower(sized, model, rank)
+    lists = lower_together(plan, model, rank)  # A plan that cannot be lowered is refused before anything is built.
+    known = {plan.global_batch_size: lists[rank]}
 
-    lowered(plan.global_batch_size)  # A plan that cannot be lowered is refused before anything is built.
+    def lowered(size: int) -> Sequence[Instruction]:
+        if size not in known:
+            known[size] = lower(plan.with_global_batch(size), model, rank)
+        return known[size]
+
+    blocks = _nccl_blocks(config, plan, lists)
     total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
     schedule = Schedule(total_steps, plan.global_batch_size, sizes, lowered)
-    context = build_context(plan, model, settings_of(config, plan), builders_of(config, model, plan))  # 2
+    context = build_context(plan, model, settings_of(config, plan, blocks), builders_of(config, model, plan))  # 2
     machinery = machinery_of(config, context, total_steps)
     batches = batches_of(config, context, tokenizer, total_steps)  # 3
     checkpoints = Checkpointer(
@@ -289,7 +294,7 @@ def on_device(plan: Plan, config: Config, device: torch.device) -> Plan:
     return plan if config.overlap.plan else dataclasses.replace(plan, host_runs_ahead=computes_later(device))
 
 
-def settings_of(config: Config, plan: Plan) -> Settings:
+def settings_of(config: Config, plan: Plan, blocks: BlockLimits | None) -> Settings:
     """The training settings that the runtime reads beside the plan."""
     from megatron.training.plan_flags import gate_of_run
     from moe_overlap.runtime.build import Settings
@@ -302,18 +307,21 @@ def settings_of(config: Config, plan: Plan) -> Settings:
         counts_zero_gradients=config.logging.log_num_zeros_in_grad,
         timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
         captures_graphs=config.overlap.moe_overlap_cuda_graphs,
-        nccl_ctas=_nccl_ctas(config, plan),
+        block_limits=blocks,
     )
 
 
-def _nccl_ctas(config: Config, plan: Plan) -> int | None:
-    """The limit of NCCL's thread blocks on this GPU; None over gloo."""
+def _nccl_blocks(config: Config, plan: Plan, lists: Lists) -> BlockLimits | None:
+    """The limits of NCCL's thread blocks on this GPU; None over gloo."""
     import torch
+
+    from moe_overlap.plan.lowering.residency import communicators_of
 
     if not torch.cuda.is_available() or config.parallel.distributed_backend != "nccl":
         return None
     multiprocessors = torch.cuda.get_device_properties().multi_processor_count
-    return nccl_ctas(config, os.environ, multiprocessors, is_listed=plan.follows_lists)
+    communicators = communicators_of(lists, plan) if plan.follows_lists else None
+    return nccl_blocks(config, os.environ, multiprocessors, plan, communicators)
 
 
 def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders:

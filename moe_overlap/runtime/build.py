@@ -21,6 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.lowering.residency import BlockLimits
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.runtime.context import BucketReduction, RunContext, WeightGathers, language_model
@@ -48,7 +49,7 @@ class Settings:
         counts_zero_gradients: whether every step counts its zero gradients, for the log.
         timeout: of every collective of the run's groups.
         captures_graphs: whether segments of static shapes run as captured CUDA graphs.
-        nccl_ctas: most thread blocks of an NCCL kernel that runs beside others; None: as many as all find a place with.
+        block_limits: most thread blocks of NCCL kernels that run beside others; None: NCCL's own choice.
     """
 
     seed: int
@@ -58,7 +59,7 @@ class Settings:
     counts_zero_gradients: bool
     timeout: datetime.timedelta
     captures_graphs: bool = False
-    nccl_ctas: int | None = None
+    block_limits: BlockLimits | None = None
 
 
 class WrapChunks(Protocol):
@@ -107,7 +108,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
        Captured graphs meet the stream that it is built on.
     5. Optimizer: shards the buffers of DDP, hence last.
     """
-    groups = build_groups(plan, settings.timeout, settings.nccl_ctas)  # 1
+    groups = build_groups(plan, settings.timeout, settings.block_limits)  # 1
     overlap = plan.stages[groups.stage].overlap
     builders.seed(groups.collection)  # 2
     inside = tuple(dict.fromkeys(channels_inside(groups.collection).values()))

@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_overlap.plan.instructions import boundary_channel
-from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, most_blocks
+from moe_overlap.plan.lowering.residency import BlockLimits
 from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 
@@ -115,7 +114,9 @@ def _slices(ranks: tuple[int, ...], sizes: tuple[int, int, int], axes: tuple[int
     return [tuple(group) for group in groups.values()]
 
 
-def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: int | None = None) -> StageGroups:
+def build_groups(
+    plan: Plan, timeout: datetime.timedelta | None = None, limits: BlockLimits | None = None
+) -> StageGroups:
     """Create this rank's groups. Collective: every rank of the run creates all groups in the same order.
 
     1. Groups inside each stage, kind by kind.
@@ -126,26 +127,26 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: in
 
     Args:
         timeout: of every operation of the groups; torch's own default (not that of the process group) unless given.
-        ctas: most thread blocks of an NCCL kernel that runs beside others; as many as all find a place with unless given.
+        limits: most thread blocks of NCCL kernels that run beside others; NCCL's own unless given.
     """
     rank = dist.get_rank()
     stage_index = next(index for index, stage in enumerate(plan.stages) if rank in stage.devices.ranks)
     fields: dict[str, dist.ProcessGroup | None] = {}
     rows = [stage_rank_sets(stage) for stage in plan.stages]  # 1
     for kind in rows[0]:
-        _create(kind, [ranks for row in rows for ranks in row[kind]], fields, timeout, ctas)
+        _create(kind, [ranks for row in rows for ranks in row[kind]], fields, timeout, limits)
     if plan.transfers:
         place: Any = StagePlace(stage_index, len(plan.stages))
         fields |= {"pp": place, "mp": None, "tp_ep_pp": None}
     else:
         columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))  # 2
-        _create("pp", columns, fields, timeout, ctas)
-        _create("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout, ctas)
-        _create("pos_embd", [(column[0],) for column in columns], fields, timeout, ctas)
+        _create("pp", columns, fields, timeout, limits)
+        _create("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout, limits)
+        _create("pos_embd", [(column[0],) for column in columns], fields, timeout, limits)
         for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):  # 3
             joined = zip(*(row[source] for row in rows), strict=True)
             _create(
-                kind, [tuple(rank for ranks in stages for rank in ranks) for stages in joined], fields, timeout, ctas
+                kind, [tuple(rank for ranks in stages for rank in ranks) for stages in joined], fields, timeout, limits
             )
     # Inner stages hold neither embedding: megatron-core asks for the fields all the same.
     fields.setdefault("embd", None)
@@ -156,14 +157,14 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: in
     fields["intra_expt_dp"] = fields["expt_dp"]
     fields["inter_dist_opt"] = None
     collection = ProcessGroupCollection(**fields)
-    transfers = _transfer_groups(plan, timeout, ctas) if plan.follows_lists else {}
+    transfers = _transfer_groups(plan, timeout, limits) if plan.follows_lists else {}
     ends = _ends(plan) if plan.transfers else []
     return StageGroups(
         stage=stage_index,
         collection=collection,
         world=dist.group.WORLD,
         transfers=transfers,
-        ends=_own_group(ends, "ends", _options("ends", timeout, ctas), timeout) if ends else None,
+        ends=_own_group(ends, "ends", _options("ends", timeout, limits), timeout) if ends else None,
     )
 
 
@@ -215,11 +216,13 @@ def _disjoint(pairs: Sequence[Pair]) -> list[list[Pair]]:
     return [of_round for of_round, _ in rounds]
 
 
-def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None, ctas: int | None) -> dict[tuple[str, int], Any]:
+def _transfer_groups(
+    plan: Plan, timeout: datetime.timedelta | None, limits: BlockLimits | None
+) -> dict[tuple[str, int], Any]:
     me = dist.get_rank()
     groups: dict[tuple[str, int], Any] = {}
     for channel, pairs in transfer_pairs(plan):
-        group = _own_group(pairs, channel, _options("pp", timeout, ctas), timeout)
+        group = _own_group(pairs, channel, _options("pp", timeout, limits), timeout)
         if group is not None:
             own = next(pair for pair in pairs if me in pair)
             groups[channel, own[1 - own.index(me)]] = group
@@ -231,10 +234,10 @@ def _create(
     rank_sets: list[tuple[int, ...]],
     fields: dict[str, dist.ProcessGroup | None],
     timeout: datetime.timedelta | None,
-    ctas: int | None,
+    limits: BlockLimits | None,
 ) -> None:
     """Create a group for every rank set, and keep the one that holds this rank."""
-    group = _own_group(rank_sets, kind, _options(kind, timeout, ctas), timeout)
+    group = _own_group(rank_sets, kind, _options(kind, timeout, limits), timeout)
     if group is not None:
         fields[kind] = group
 
@@ -257,25 +260,26 @@ def _own_group(
     return own
 
 
-_URGENT = frozenset({"ep", "tp_ep", "pp"})
-"""Kinds of groups for whose operations other ranks' computation waits."""
+_URGENT = frozenset({"ep", "tp_ep", "expt_tp", "pp"})
+"""Kinds of groups for whose sends and all-to-alls other ranks' computation waits."""
+_REDUCED = frozenset({"dp_cp", "expt_dp"})
+"""Kinds of groups that reduce gradients and gather weights beside the computation."""
 
 
-def _options(kind: str, timeout: datetime.timedelta | None, ctas: int | None = None) -> Any:
+def _options(kind: str, timeout: datetime.timedelta | None, limits: BlockLimits | None = None) -> Any:
     """Options of a group over NCCL; None elsewhere. Not yet run on hardware.
 
     Kernels that are waited for run on a stream of high priority. Those that run beside others use so few thread blocks that all
     of them find a place on the device at a time (plan/lowering/residency.py).
 
     Args:
-        ctas: most thread blocks of such a kernel; None: the most with which all find a place.
+        limits: most thread blocks of such a kernel; None: NCCL's own choice, where nothing runs beside.
     """
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind in _URGENT)
-    if kind in _URGENT or kind in ("dp_cp", "expt_dp"):
-        multiprocessors = torch.cuda.get_device_properties().multi_processor_count
-        options.config.max_ctas = ctas or most_blocks(multiprocessors, COMMUNICATORS_BESIDE)
+    if limits is not None and (kind in _URGENT or kind in _REDUCED):
+        options.config.max_ctas = limits.point_to_point if kind in _URGENT else limits.collective
     if timeout is not None:
         options._timeout = timeout
     return options

@@ -11,7 +11,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -26,7 +26,7 @@ from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictio
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
-from moe_overlap.plan.lowering.resharding import TransferLowering
+from moe_overlap.plan.lowering.resharding import Pieces, TransferLowering, pieces_by_rank, readdressed, shape_of
 from moe_overlap.plan.lowering.residency import check_residency
 from moe_overlap.plan.lowering.weight_gathers import with_gathers
 from moe_overlap.plan.operators import (
@@ -46,28 +46,56 @@ from moe_overlap.plan.plan import Plan
 def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
     """The instruction list of one rank, as it will be executed: free of races, and sure to end together with the other stages'.
 
+    Args, Raises: as `lower_together`.
+    """
+    return lower_together(plan, model, rank)[rank]
+
+
+def lower_together(plan: Plan, model: ModelDescription, rank: int) -> dict[int, tuple[Instruction, ...]]:
+    """The lists of a rank and of those that its list meets: of every rank where stages have unlike shapes.
+
+    Every rank computes the lists of all it meets from the plan: agreement needs no communication.
+
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
-        ScheduleError: the list has a race, or the stages would wait for each other for good (rendezvous.py; residency.py, for
+        ScheduleError: a list has a race, or the stages would wait for each other for good (rendezvous.py; residency.py, for
             devices that queue): our own mistake.
     """
-    place = plan.stages[plan.stage_of(rank)].devices.ranks.index(rank)
+    lists: dict[int, tuple[Instruction, ...]] = {}
     if plan.transfers:
-        together: Iterable[int] = (other for stage in plan.stages for other in stage.devices.ranks)
+        for index in range(len(plan.stages)):
+            lists |= lower_stage(plan, model, index)
     else:
         # Equal stages: rank i of a stage meets rank i of the next, and the others of a stage do the same.
+        place = plan.stages[plan.stage_of(rank)].devices.ranks.index(rank)
         together = (stage.devices.ranks[place] for stage in plan.stages)
-    # Every rank computes the lists of all it meets from the plan: agreement needs no communication.
-    lists = {other: lower_rank(plan, model, other) for other in together}
+        lists = {other: lower_rank(plan, model, other) for other in together}
     check_rendezvous(lists)
-    # Whatever the plan says of its device: a GPU executes every plan on streams. Stages of unlike shape are not held to it yet: a
-    # rank has more communicators there than the check counts, which no GPU has run.
-    if not plan.transfers:
-        check_residency(lists)
-    return lists[rank]
+    # Whatever the plan says of its device: a GPU executes every plan on streams.
+    check_residency(lists)
+    return lists
+
+
+def lower_stage(
+    plan: Plan, model: ModelDescription, index: int, saved_bytes: Mapping[str, int] = MappingProxyType({})
+) -> dict[int, tuple[Instruction, ...]]:
+    """The lists of all ranks of a stage: those whose pieces have the same shape differ in addresses alone, and one is written.
+
+    Args, Raises: as `lower_rank`.
+    """
+    pieces = pieces_by_rank(plan, index)
+    written: dict[tuple[object, ...], int] = {}
+    lists: dict[int, tuple[Instruction, ...]] = {}
+    for rank in plan.stages[index].devices.ranks:
+        first = written.setdefault(shape_of(plan, pieces, rank), rank)
+        if first == rank:
+            lists[rank] = lower_rank(plan, model, rank, saved_bytes, pieces=pieces)
+        else:
+            lists[rank] = readdressed(lists[first], plan, pieces, first, rank)
+    return lists
 
 
 def lower_rank(
@@ -76,17 +104,19 @@ def lower_rank(
     rank: int,
     saved_bytes: Mapping[str, int] = MappingProxyType({}),
     blocks: Sequence[Sequence[Step]] | None = None,
+    pieces: Pieces | None = None,
 ) -> tuple[Instruction, ...]:
     """The instruction list of one rank, checked for races and not against the lists of other stages.
 
     Args:
         saved_bytes: as in optimizer_state.py, for stages whose parameter groups step by themselves.
         blocks: other passes than the whole step's, in the form of `pipeline_blocks`, for what is told from a few of them.
+        pieces: those of its stage (`pieces_by_rank`), where several lists are written.
     Raises:
         ConfigError, ScheduleError: as `lower`.
     """
     # The race check sees the waits of the runner, too: they order what buffers alone leave open.
-    instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, blocks))
+    instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, blocks, pieces))
     check_races(instructions)
     return instructions
 
@@ -97,13 +127,15 @@ def _written(
     rank: int,
     saved_bytes: Mapping[str, int],
     blocks: Sequence[Sequence[Step]] | None,
+    pieces: Pieces | None,
 ) -> tuple[Instruction, ...]:
     """The list with the waits that its buffers ask for."""
     refuse_what_cannot_be_lowered(plan)
     index = plan.stage_of(rank)
     # One for the whole step: a backward pass must know in which partitions a forward pass has left its buffers.
     layers = LayerLowering(plan, plan.stages[index], model)
-    transfers = TransferLowering(plan, model, index, rank, layers.buffers)
+    pieces = pieces_by_rank(plan, index) if pieces is None else pieces
+    transfers = TransferLowering(plan, model, index, rank, layers.buffers, pieces, in_order=blocks is None)
     passes = _PassLowering(plan, model, index, layers, transfers)
     drafts: list[Draft] = []
     sends_late = plan.stages[index].overlap.sends_late

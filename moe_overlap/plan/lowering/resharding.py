@@ -1,35 +1,116 @@
-"""Transfers over stage boundaries as point-to-point instructions: from rank to rank, or tile by tile between unlike stages."""
+"""Transfers over stage boundaries as point-to-point instructions: from rank to rank, or tile by tile between unlike stages.
+
+Order. A stage receives in front of a pass and sends behind it. Where stages have micro-batches of unlike size, a stage that
+sends all of a micro-batch before it asks for gradients may wait for the stage behind, which waits in turn to be rid of those
+gradients: streams that share a hardware queue would stop for good. So the stage before takes over the order of the stage
+behind: whatever that one gives back before it takes a piece, this one asks for before it sends the piece. Then all lists end
+even if every transfer holds up its rank. Proof, from the last stage on: its passes and transfers have one order. The stage
+before has another one, over its own passes and the transfers of the boundary, which stand in both alike; two orders that agree
+on what they share make no circle, so that there is one over both. The next stage takes over the order of its transfers from
+this one, and so on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import Home, boundary_channel, parse_buffer, placed
+from moe_overlap.plan.instructions import Home, Instruction, boundary_channel, parse_buffer, placed
 from moe_overlap.plan.lowering.dependencies import Draft
 from moe_overlap.plan.lowering.interleave import CutBuffers
+from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
 from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
-from moe_overlap.plan.plan import AllGather, Plan, Transfer
-from moe_overlap.plan.rules.resharding import Piece, Region, pieces_of
+from moe_overlap.plan.plan import AllGather, Plan
+from moe_overlap.plan.rules.resharding import Piece, pieces_of
+
+Boundary = tuple[int, int]
+"""The stages that it joins, in forward direction."""
+Pieces = Mapping[Boundary, Mapping[int, Sequence[Piece]]]
+"""Boundary -> rank -> the pieces that it sends or receives there, in their order."""
+
+
+def pieces_by_rank(plan: Plan, stage: int | None = None) -> Pieces:
+    """The pieces of every rank of a plan.
+
+    Args:
+        stage: only those of the boundaries of this stage.
+    """
+    found: dict[Boundary, dict[int, list[Piece]]] = {}
+    for transfer in plan.transfers:
+        if stage in (None, transfer.from_stage, transfer.to_stage):
+            of_rank = found.setdefault((transfer.from_stage, transfer.to_stage), defaultdict(list))
+            for piece in pieces_of(plan, transfer):
+                of_rank[piece.source].append(piece)
+                of_rank[piece.target].append(piece)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
+class Crossing:
+    """A transfer over the boundary behind a stage.
+
+    Attributes:
+        backward: whether a gradient comes back.
+        micro_batch: of the stage before.
+        piece: None between equal stages, where the boundary tensor of every rank crosses whole.
+    """
+
+    backward: bool
+    micro_batch: int
+    piece: Piece | None
+
+    def is_of(self, rank: int) -> bool:
+        """Whether a rank of the stage before takes part."""
+        return self.piece is None or self.piece.source == rank
+
+
+def crossings_behind(plan: Plan, stage: int, pieces: Pieces) -> tuple[Crossing, ...]:
+    """The transfers of all ranks of a stage with the stage behind, in the order of that stage's passes."""
+    takes: dict[int, list[Crossing]] = defaultdict(list)
+    if (stage, stage + 1) in pieces:
+        of_rank = pieces[stage, stage + 1]
+        sent = [piece for rank in plan.stages[stage].devices.ranks for piece in of_rank.get(rank, ())]
+        for piece in sorted(sent, key=lambda piece: piece.index):
+            takes[piece.target_micro_batch].append(Crossing(False, piece.source_micro_batch, piece))
+    else:
+        takes |= {n: [Crossing(False, n, None)] for n in range(plan.stages[stage].gradient_accumulation_steps)}
+    return tuple(
+        replace(crossing, backward=step.direction == "backward")
+        for (step,) in pipeline_blocks(plan, stage + 1)
+        for crossing in takes[step.micro_batch]
+    )
+
+
 class TransferLowering:
     """Writes the transfers of one rank.
 
-    Attributes:
+    Args:
         buffers: what stands in parts so far.
-        _pieces: of a boundary, those of the rank.
+        pieces: those of the boundaries of the rank's stage.
+        in_order: whether the whole step is written, pass by pass: then the rank takes over the order of the stage behind.
     """
 
-    plan: Plan
-    model: ModelDescription
-    stage_index: int
-    rank: int
-    buffers: CutBuffers
-    _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(default_factory=dict)
+    def __init__(
+        self,
+        plan: Plan,
+        model: ModelDescription,
+        stage_index: int,
+        rank: int,
+        buffers: CutBuffers,
+        pieces: Pieces,
+        in_order: bool,
+    ) -> None:
+        self.plan, self.model, self.stage_index, self.rank = plan, model, stage_index, rank
+        self._buffers, self._pieces = buffers, pieces
+        self._stage = plan.stages[stage_index]
+        self._width = model.hidden_size * payload.ACTIVATION_BYTES[plan.precision]
+        follows = in_order and bool(plan.transfers) and stage_index + 1 < len(plan.stages)
+        self._behind = crossings_behind(plan, stage_index, pieces) if follows else ()
+        self._last_of = {(crossing.backward, crossing.micro_batch): n for n, crossing in enumerate(self._behind)}
+        self._written = 0
 
     def write(
         self, action: OperatorKind, step: int, place: tuple[int, int], buffer: str, backward: bool = False
@@ -42,35 +123,53 @@ class TransferLowering:
         """
         other = (self.stage_index + step) % len(self.plan.stages)
         ends = (self.stage_index, other) if step > 0 else (other, self.stage_index)
-        name = boundary_operator(action, *ends, backward)
-        transfer = next((t for t in self.plan.transfers if (t.from_stage, t.to_stage) == ends), None)
-        stage = self.plan.stages[self.stage_index]
-        if transfer is None:
-            # Equal stages: the rank at the same place holds the same samples and the same share of the sequence.
-            peer = self.plan.stages[other].devices.ranks[stage.devices.ranks.index(self.rank)]
-            sent = payload.boundary_bytes(self.plan, stage, self.model)
-            yield self._draft(name, place, buffer, sent, peer)
+        if step > 0 and self._behind:
+            yield from self._up_to((backward, place[1]), ends, place[0], buffer.removeprefix("d"))
             return
+        name = boundary_operator(action, *ends, backward)
+        if ends not in self._pieces:
+            yield self._whole(name, place, buffer)
+            return
+        transfer = next(t for t in self.plan.transfers if (t.from_stage, t.to_stage) == ends)
         gather = transfer.all_gather if action is OperatorKind.RECEIVE and not backward else None
         members = _group(gather, self.rank)
         # Replicas of a tensor each receive a slice over the slow link and gather the rest inside the stage (Alpa, section 6).
         arriving = str(replace(parse_buffer(buffer), home=Home.TILES)) if members else buffer
-        width = self.model.hidden_size * payload.ACTIVATION_BYTES[self.plan.precision]
-        for piece in self._of(transfer):
-            mine = piece.source_micro_batch if piece.source == self.rank else piece.target_micro_batch
-            if mine == place[1]:
-                peer = piece.target if piece.source == self.rank else piece.source
-                region = piece.source_region if piece.source == self.rank else piece.target_region
-                yield self._draft(name, place, arriving, piece.tokens * width, peer, piece.index, region)
+        for piece in self._pieces[ends].get(self.rank, ()):
+            if micro_batch_of(piece, self.rank) == place[1]:
+                yield self._piece(name, place, arriving, piece)
         if members:
             yield self._gather(boundary_operator(OperatorKind.GATHER, *ends), place, arriving, buffer, len(members))
 
-    def _of(self, transfer: Transfer) -> tuple[Piece, ...]:
-        ends = transfer.from_stage, transfer.to_stage
-        if ends not in self._pieces:
-            pieces = pieces_of(self.plan, transfer)
-            self._pieces[ends] = tuple(piece for piece in pieces if self.rank in (piece.source, piece.target))
-        return self._pieces[ends]
+    def _up_to(self, last: tuple[bool, int], ends: Boundary, chunk: int, buffer: str) -> Iterator[Draft]:
+        """What crosses the boundary behind, in that stage's order, to the last transfer of a pass.
+
+        Args:
+            buffer: what crosses forward; its gradient comes back.
+        """
+        until = self._last_of[last] + 1
+        # To the last one of all ranks: between two collectives of the stage every rank is rid of the same.
+        for crossing in filter(lambda crossing: crossing.is_of(self.rank), self._behind[self._written : until]):
+            action, prefix = (OperatorKind.RECEIVE, "d") if crossing.backward else (OperatorKind.SEND, "")
+            name = boundary_operator(action, *ends, crossing.backward)
+            place = (chunk, crossing.micro_batch)
+            if crossing.piece is None:
+                yield self._whole(name, place, prefix + buffer)
+            else:
+                yield self._piece(name, place, prefix + buffer, crossing.piece)
+        self._written = max(self._written, until)
+
+    def _whole(self, name: str, place: tuple[int, int], buffer: str) -> Draft:
+        """A boundary tensor between equal stages: the rank at the same place holds the same samples and tokens."""
+        ends = parse_operator(name).stages
+        assert ends is not None
+        other = ends[1] if ends[0] == self.stage_index else ends[0]
+        peer = self.plan.stages[other].devices.ranks[self._stage.devices.ranks.index(self.rank)]
+        return self._draft(name, place, buffer, payload.boundary_bytes(self.plan, self._stage, self.model), peer)
+
+    def _piece(self, name: str, place: tuple[int, int], buffer: str, piece: Piece) -> Draft:
+        peer, region = end_of(piece, self.rank)
+        return self._draft(name, place, buffer, piece.tokens * self._width, peer, (piece.index,), region)
 
     def _draft(
         self,
@@ -79,34 +178,33 @@ class TransferLowering:
         buffer: str,
         sent: int,
         peer: int,
-        index: int | None = None,
-        region: Region | None = None,
+        partition: tuple[int, ...] = (),
+        region: tuple[int, ...] = (),
     ) -> Draft:
         chunk, micro_batch = place
         operator = parse_operator(name)
         sends = operator.kind is OperatorKind.SEND
         named = [placed(buffer, micro_batch)]
-        reads, writes = self.buffers.name(*((named, []) if sends else ([], named)))
+        reads, writes = self._buffers.name(*((named, []) if sends else ([], named)))
         return Draft(
             kind="point-to-point",
             name=name,
             channel=boundary_channel(operator),
             chunk=chunk,
             micro_batch=micro_batch,
-            partition=() if index is None else (index,),
+            partition=partition,
             reads=tuple(reads),
             writes=tuple(writes),
             # Bytes are those that leave a rank: counted on both sides a transfer would count twice.
             bytes=sent if sends else 0,
             peers=(peer,),
-            region=() if region is None else (*region[0], *region[1]),
+            region=region,
         )
 
     def _gather(self, name: str, place: tuple[int, int], tiles: str, buffer: str, size: int) -> Draft:
         chunk, micro_batch = place
-        stage = self.plan.stages[self.stage_index]
-        whole = payload.boundary_bytes(self.plan, stage, self.model)
-        reads, writes = self.buffers.name([placed(tiles, micro_batch)], [placed(buffer, micro_batch)])
+        whole = payload.boundary_bytes(self.plan, self._stage, self.model)
+        reads, writes = self._buffers.name([placed(tiles, micro_batch)], [placed(buffer, micro_batch)])
         return Draft(
             kind="collective",
             name=name,
@@ -118,6 +216,53 @@ class TransferLowering:
             # A ring all-gather sends every share but one.
             bytes=whole // size * (size - 1),
         )
+
+
+def end_of(piece: Piece, rank: int) -> tuple[int, tuple[int, ...]]:
+    """The other rank of a piece, and its region among what `rank` has of the micro-batch, as instructions say it."""
+    sends = piece.source == rank
+    samples, tokens = piece.source_region if sends else piece.target_region
+    return piece.target if sends else piece.source, (*samples, *tokens)
+
+
+def micro_batch_of(piece: Piece, rank: int) -> int:
+    """The micro-batch that a piece belongs to on the side of `rank`."""
+    return piece.source_micro_batch if piece.source == rank else piece.target_micro_batch
+
+
+def shape_of(plan: Plan, pieces: Pieces, rank: int) -> tuple[object, ...]:
+    """What of a rank's pieces decides its list: ranks of a stage that agree in it differ in peers, regions and numbers alone."""
+    gathers = tuple(len(_group(transfer.all_gather, rank)) for transfer in plan.transfers)
+    sizes = (
+        tuple((piece.source_micro_batch, piece.target_micro_batch, piece.tokens) for piece in of_rank.get(rank, ()))
+        for of_rank in pieces.values()
+    )
+    return (gathers, *sizes)
+
+
+def readdressed(
+    instructions: Sequence[Instruction], plan: Plan, pieces: Pieces, rank: int, other: int
+) -> tuple[Instruction, ...]:
+    """The list of `rank` as that of another rank of its stage, with pieces of the same shape (`shape_of`)."""
+    place = plan.stages[plan.stage_of(other)].devices.ranks.index(other)
+    counterpart = {
+        (boundary, mine.index): theirs
+        for boundary, of_rank in pieces.items()
+        for mine, theirs in zip(of_rank.get(rank, ()), of_rank.get(other, ()), strict=True)
+    }
+
+    def to_other(i: Instruction) -> Instruction:
+        if i.kind != "point-to-point":
+            return i
+        if not i.region:
+            return replace(i, peers=(plan.stages[plan.stage_of(i.peers[0])].devices.ranks[place],))
+        boundary = i.operator.stages
+        assert boundary is not None
+        piece = counterpart[boundary, i.partition[0]]
+        peer, region = end_of(piece, other)
+        return replace(i, peers=(peer,), partition=(piece.index,), region=region)
+
+    return tuple(map(to_other, instructions))
 
 
 def _group(gather: AllGather | None, rank: int) -> tuple[int, ...]:

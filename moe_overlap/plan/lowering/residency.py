@@ -3,8 +3,9 @@
 rendezvous.py checks the order of every communicator by itself. The communicators of a rank share its device, too:
 
 1. *Places.* The kernel of a communication holds multiprocessors from its start until all ranks of its meeting have started
-   theirs. `most_blocks` limits thread blocks so that the kernels of all communicators of a rank find a place together: each
-   runs its kernels one by one, so that none ever waits for a place.
+   theirs. `block_limits` limits thread blocks so that the kernels of all communicators of a rank, as its list counts them
+   (`communicators_of`), find a place together: each runs its kernels one by one, so that none ever waits for a place.
+   NCCL gives sends, receives and all-to-alls the next power of two of the limit (`ncclTopoComputeP2pChannels`).
 2. *Queues.* Streams share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), and CUDA does not tell which streams share one. A queue
    starts its entries in the order in which the host has issued them, that of the list: an entry that waits for an event, or for
    what stands before it on its stream, holds up all that stands behind it in its queue, other streams included.
@@ -23,28 +24,82 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from moe_overlap.plan.instructions import Instruction, ScheduleError
+from moe_overlap.plan.instructions import DATA, EXPERT, Instruction, ScheduleError
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION
 from moe_overlap.plan.lowering.lifetimes import stream_of
 from moe_overlap.plan.lowering.rendezvous import Lists, Node, communicator_of, meetings
+from moe_overlap.plan.plan import Plan
 
 NCCL_MOST_BLOCKS = 32
 """Thread blocks of a kernel where nothing limits them (NCCL's MAXCHANNELS of one collective)."""
-COMMUNICATORS_BESIDE = 9
-"""Most communicators of a rank under way together: rows, counts, gradients of dense layers and of experts, the norm, and both
-directions of two boundaries."""
 
 
-def most_blocks(multiprocessors: int, communicators: int) -> int:
-    """Thread blocks per kernel with which the kernels of all communicators of a rank are resident at the same time.
+@dataclass(frozen=True, slots=True)
+class Communicators:
+    """Most communicators of one rank whose kernels may be under way together.
+
+    Attributes:
+        point_to_point: of sends and receives, a pair of ranks and direction each, and of all-to-alls.
+        collective: of reductions and gathers: gradients of dense layers and of experts, and the norm.
+        inside: whether operators that compute have collectives of their own, of tensor or context ranks, one at a time.
+    """
+
+    point_to_point: int
+    collective: int
+    inside: bool = False
+
+    @property
+    def number(self) -> int:
+        """All of them, those inside operators left out."""
+        return self.point_to_point + self.collective
+
+    def blocks(self, limits: BlockLimits) -> int:
+        """Thread blocks that their kernels hold together, as NCCL counts them."""
+        inside = NCCL_MOST_BLOCKS if self.inside else 0
+        rounded = 1 << (limits.point_to_point - 1).bit_length()
+        return self.point_to_point * rounded + self.collective * limits.collective + inside
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLimits:
+    """Most thread blocks of a kernel: what `max_ctas` of a communicator says."""
+
+    point_to_point: int
+    collective: int
+
+
+def communicators_of(lists: Lists, plan: Plan) -> Communicators:
+    """The communicators of the rank that has most of each kind."""
+    point_to_point = collective = 0
+    for rank, instructions in lists.items():
+        met = {(communicator_of(rank, i), i.kind, i.channel_group) for i in instructions if i.kind in COMMUNICATION}
+        groups = [group for _, kind, group in met if kind == "collective"]
+        pairs, exchanges = len(met) - len(groups), groups.count(EXPERT)
+        point_to_point = max(point_to_point, pairs + exchanges)
+        # The channel of gradients and weights carries those of dense layers, those of experts, and the norm.
+        others = sum(group not in (EXPERT, DATA) for group in groups)
+        collective = max(collective, others + (3 if DATA in groups else 0))
+    inside = any(stage.tensor > 1 or stage.context > 1 for stage in plan.stages)
+    return Communicators(point_to_point, collective, inside)
+
+
+def block_limits(multiprocessors: int, communicators: Communicators) -> BlockLimits:
+    """The limits with which the kernels of all communicators of a rank are resident at the same time.
+
+    Sends, receives and all-to-alls have the largest power of two that leaves collectives half as many each; these have the rest.
 
     Raises:
-        ScheduleError: there are more communicators than multiprocessors.
+        ScheduleError: not even with one block each.
     """
-    if communicators > multiprocessors:
-        raise ScheduleError(f"{communicators} communicators share {multiprocessors} multiprocessors")
-    return min(NCCL_MOST_BLOCKS, multiprocessors // max(communicators, 1))
+    for blocks in (32, 16, 8, 4, 2, 1):
+        limits = BlockLimits(blocks, max(1, blocks // 2))
+        if communicators.blocks(limits) <= multiprocessors:
+            left = multiprocessors - communicators.blocks(limits)
+            more = left // communicators.collective if communicators.collective else 0
+            return BlockLimits(blocks, min(NCCL_MOST_BLOCKS, limits.collective + more))
+    raise ScheduleError(f"{communicators.number} communicators share {multiprocessors} multiprocessors")
 
 
 def check_residency(lists: Lists) -> None:
@@ -53,14 +108,8 @@ def check_residency(lists: Lists) -> None:
     Args:
         lists: the lists of the ranks that take part, as `check_rendezvous` has accepted them.
     Raises:
-        ScheduleError: ranks may wait for each other for good, or a rank has more communicators than have a place.
+        ScheduleError: ranks may wait for each other for good.
     """
-    for rank, instructions in lists.items():
-        communicators = {communicator_of(rank, i) for i in instructions if i.kind in COMMUNICATION}
-        if len(communicators) > COMMUNICATORS_BESIDE:
-            raise ScheduleError(
-                f"rank {rank} uses {len(communicators)} communicators; {COMMUNICATORS_BESIDE} have a place"
-            )
     stopped = _OneQueue(lists, meetings(lists)).stops()
     if stopped:
         shown = "\n".join(f"  rank {rank} stops at: {instruction}" for rank, instruction in stopped.items())

@@ -9,11 +9,20 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules.moe import device_limits_are_in_range
-from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, LOADING, nccl_ctas, settle_environment
+from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, LOADING, nccl_blocks, settle_environment
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.lowering.residency import BlockLimits, Communicators
+from tests.multiprocess.unlike_runs import UNTIED, Shape, unlike_plan
+from tests.unit.plan import plan_samples
 
 H100 = 132
 """Multiprocessors."""
+MOST = Communicators(point_to_point=6, collective=3)
+"""Of an inner stage with experts."""
+
+
+def limits(flags: str, said: dict[str, str], communicators: Communicators | None = MOST) -> BlockLimits | None:
+    return nccl_blocks(config(flags), said, H100, plan_samples.plan(4, 2), communicators)
 
 
 def config(flags: str = "") -> Config:
@@ -21,8 +30,8 @@ def config(flags: str = "") -> Config:
 
 
 def test_without_flags_the_environment_says_it_else_the_default() -> None:
-    assert nccl_ctas(config(), {}, H100, is_listed=True) == 14
-    assert nccl_ctas(config(), {CTAS: "4"}, H100, is_listed=True) == 4
+    assert limits("", {}) == BlockLimits(16, 12)
+    assert limits("", {CTAS: "4"}) == BlockLimits(4, 4)
     environment: dict[str, str] = {}
     settle_environment(config(), environment)
     assert environment == {}
@@ -56,7 +65,7 @@ def test_a_flag_is_what_cuda_is_told() -> None:
     flags = config("--moe-overlap-device-connections 4 --moe-overlap-nccl-ctas 2")
     settle_environment(flags, environment)
     assert environment == {CONNECTIONS: "4"}
-    assert nccl_ctas(flags, {}, H100, is_listed=True) == 2
+    assert limits("--moe-overlap-nccl-ctas 2", {}) == BlockLimits(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +81,8 @@ def test_a_flag_is_what_cuda_is_told() -> None:
             for said in ("0", "33", "-1", "many")
         ),
         ("--moe-overlap-nccl-ctas 8", {CTAS: "16"}, f"{CTAS} 16: --moe-overlap-nccl-ctas says 8"),
-        ("--moe-overlap-nccl-ctas 15", {}, "--moe-overlap-nccl-ctas 15: 9 kernels .* do not fit 132 .*use 1 to 14"),
-        ("", {CTAS: "32"}, f"{CTAS} 32: 9 kernels of so many thread blocks do not fit 132 multiprocessors"),
+        ("--moe-overlap-nccl-ctas 13", {}, "--moe-overlap-nccl-ctas 13: 9 kernels hold 135 .* of 132 .*use 1 to 12"),
+        ("", {CTAS: "32"}, f"{CTAS} 32: 9 kernels hold 288 thread blocks then, of 132 multiprocessors"),
         ("", {CTAS: "all"}, f"{CTAS} all: must be a number"),
         ("--deterministic-mode", {"NCCL_ALGO": "NVLS"}, "NCCL_ALGO NVLS: --deterministic-mode .* unset it"),
         ("--deterministic-mode", {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}, "ALGO 1: --deterministic-mode .*set 0"),
@@ -83,12 +92,20 @@ def test_a_disagreement_is_one_line(flags: str, said: dict[str, str], line: str)
     before = dict(said)
     with pytest.raises(ConfigError, match=line):
         settle_environment(config(flags), said)
-        nccl_ctas(config(flags), said, H100, is_listed=True)
+        limits(flags, said)
     assert {name: said[name] for name in before} == before, "what the user has set is never overwritten"
 
 
 def test_kernels_need_no_place_together_where_nothing_runs_beside_others() -> None:
-    assert nccl_ctas(config("--moe-overlap-nccl-ctas 32"), {}, H100, is_listed=False) == 32
+    assert limits("--moe-overlap-nccl-ctas 32", {}, None) == BlockLimits(32, 32)
+    assert limits("", {}, None) is None, "NCCL chooses, as it does for Megatron-LM"
+
+
+def test_a_boundary_at_which_a_rank_meets_too_many_is_named() -> None:
+    plan = unlike_plan((Shape(2), Shape(2, data=4)), UNTIED)
+    met = "plan.json transfers\\[0\\]: 11 communicators of a rank are under way together on 8 multiprocessors; use"
+    with pytest.raises(ConfigError, match=met):
+        nccl_blocks(config(), {}, 8, plan, Communicators(8, 3))
 
 
 def test_a_deterministic_run_sets_what_is_not_set() -> None:

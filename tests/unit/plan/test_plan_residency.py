@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model
+from moe_overlap import describe
 from moe_overlap.plan.instructions import Instruction, ScheduleError, parse_list
 from moe_overlap.plan.lowering import lower as lowering
-from moe_overlap.plan.lowering import residency
 from moe_overlap.plan.lowering.lifetimes import stream_of
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower, lower_rank, lower_together
 from moe_overlap.plan.lowering.rendezvous import Node, meetings
-from moe_overlap.plan.lowering.residency import _waits_of, check_residency, most_blocks
+from moe_overlap.plan.lowering.residency import (
+    BlockLimits,
+    Communicators,
+    _waits_of,
+    block_limits,
+    check_residency,
+    communicators_of,
+)
 from moe_overlap.plan.operators import EXPERTS
+from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan
+from tests.multiprocess.unlike_runs import MODEL, UNTIED, Shape, unlike_plan
 from tests.unit.plan import plan_samples
 from tests.unit.plan.test_plan_host_ahead import ahead
 from tests.unit.plan.test_plan_rendezvous import random_overlap
 
+GLOBAL_BATCH = 16
 Lists = dict[int, tuple[Instruction, ...]]
 Entry = tuple[str, str, Instruction]
 """Stream, what it does there (`follow` what the instruction names, `start`, `wait` for it), instruction."""
@@ -257,17 +273,76 @@ def test_a_kernel_that_is_loaded_in_a_step_may_stop_a_pipeline() -> None:
     assert would_stop
 
 
-def test_every_communicator_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "COMMUNICATORS_BESIDE", 2)
-    with pytest.raises(ScheduleError, match="rank 0 uses [3-9] communicators; 2 have a place"):
-        check_residency(golden())
+def counted(plan: Plan) -> Communicators:
+    model = plan_samples.model("m" * sum(len(stage.layers) for stage in plan.stages))
+    return communicators_of({s.devices.ranks[0]: lower(plan, model, s.devices.ranks[0]) for s in plan.stages}, plan)
 
 
-def test_most_blocks() -> None:
-    assert most_blocks(132, 8) == 16 and most_blocks(132, 3) == 32 and most_blocks(132, 0) == 32
-    assert most_blocks(8, 8) == 1
+def test_communicators_are_counted_from_the_lists() -> None:
+    # Rows, counts and both directions of the boundaries; gradients of dense layers and of experts, and the norm.
+    assert counted(load_plan(plan_samples.GOLDEN / "pp2_ep2.json")) == Communicators(4, 3)
+    example = load_plan(plan_samples.GOLDEN / "example_plan.json")
+    assert counted(example).point_to_point == 6, "an inner stage has two boundaries, or two ranks behind it"
+
+
+def nccl_takes(limits: BlockLimits, communicators: Communicators) -> int:
+    """Thread blocks as ncclTopoComputeP2pChannels and the collectives take them: powers of two for sends and receives."""
+    rounded = next(power for power in (1, 2, 4, 8, 16, 32, 64) if power >= limits.point_to_point)
+    inside = 32 if communicators.inside else 0
+    return communicators.point_to_point * rounded + communicators.collective * limits.collective + inside
+
+
+GPUS = json.loads((Path(describe.__file__).parent / "gpus.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name, gpu in GPUS.items() if gpu["multiprocessors"]])
+def test_what_nccl_takes_fits_every_gpu(name: str) -> None:
+    multiprocessors = GPUS[name]["multiprocessors"]
+    for pairs, others, inside in itertools.product((0, 2, 4, 6, 10, 22), (1, 3), (False, True)):
+        communicators = Communicators(pairs, others, inside)
+        if communicators.number + 32 * inside > multiprocessors:
+            continue
+        limits = block_limits(multiprocessors, communicators)
+        assert nccl_takes(limits, communicators) <= multiprocessors
+        more = BlockLimits(limits.point_to_point * 2, limits.point_to_point)
+        assert limits.point_to_point == 32 or nccl_takes(more, communicators) > multiprocessors, (
+            "no room is left unused"
+        )
     with pytest.raises(ScheduleError):
-        most_blocks(4, 5)
+        block_limits(multiprocessors, Communicators(multiprocessors, 1))
+
+
+def test_the_limits_of_an_inner_stage() -> None:
+    assert block_limits(132, Communicators(6, 3)) == BlockLimits(16, 12)
+    assert block_limits(108, Communicators(6, 3)) == BlockLimits(8, 20)
+    assert block_limits(132, Communicators(6, 3, inside=True)) == BlockLimits(8, 17), (
+        "tensor ranks take up to 32 of them"
+    )
+
+
+def random_unlike(draws: random.Random) -> Plan:
+    """Two to four stages of any number of data ranks and any micro-batch."""
+    stages = draws.randint(2, 4)
+    shapes = [
+        Shape(layers, samples=draws.choice((1, 2, 4)), data=draws.choice((1, 2, 4)), tensor=draws.choice((1, 2)))
+        for layers in {2: (2, 2), 3: (1, 2, 1), 4: (1, 1, 1, 1)}[stages]
+    ]
+    shapes = [replace(s, samples=min(s.samples, GLOBAL_BATCH // s.data)) for s in shapes]
+    return unlike_plan(tuple(shapes), f"{UNTIED} --global-batch-size {GLOBAL_BATCH}")
+
+
+def test_stages_of_unlike_shape_end_with_one_queue() -> None:
+    """The stage before follows the order of the stage behind; in the order of its own passes some of them would stop."""
+    draws, unlike = random.Random(11), 0
+    model = describe_model(parse([*f"{MODEL} {UNTIED}".split(), "--micro-batch-size", "1"]).config, 256)
+    for case in range(24):
+        plan = random_unlike(draws)
+        lists = lower_together(plan, model, 0)
+        assert ends(lists)
+        unlike += bool(plan.transfers)
+        for rank in lists if case % 4 == 0 else ():
+            assert lists[rank] == lower_rank(plan, model, rank), "written once for a stage, readdressed"
+    assert unlike > 15
 
 
 def test_every_plan_is_checked_whatever_it_says_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_list
 from moe_overlap.plan.lowering.lifetimes import stream_of, uses_to_record
+from moe_overlap.plan.lowering.residency import BlockLimits
 from moe_overlap.plan.operators import COUNT, DISPATCH, EXPERTS, GATE
 from moe_overlap.runtime import groups
 from moe_overlap.runtime.dispatch.wire import AllToAll
@@ -244,12 +245,16 @@ def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatc
     Nccl.Options = Options  # type: ignore[attr-defined]
     monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(groups.dist, "get_backend", lambda: "nccl")
-    device = types.SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(groups.torch.cuda, "get_device_properties", lambda: device)
-    assert groups._options("ep", None).high and groups._options("pp", None).high
-    gradients = groups._options("dp_cp", None)
-    assert not gradients.high and gradients.config.max_ctas == groups._options("ep", None).config.max_ctas == 132 // 9
-    assert not groups._options("tp", None).config.max_ctas
-    assert groups._options("ep", None, 6).config.max_ctas == 6 and not groups._options("tp", None, 6).config.max_ctas
+    limits = BlockLimits(16, 12)
+    made = {
+        kind: groups._options(kind, None, limits) for kind in ("ep", "tp_ep", "expt_tp", "pp", "dp_cp", "expt_dp", "tp")
+    }
+    assert {kind: options.config.max_ctas for kind, options in made.items()} == {
+        **dict.fromkeys(("ep", "tp_ep", "expt_tp", "pp"), 16),
+        **dict.fromkeys(("dp_cp", "expt_dp"), 12),
+        "tp": 0,
+    }
+    assert [kind for kind, options in made.items() if not options.high] == ["dp_cp", "expt_dp", "tp"]
+    assert not groups._options("ep", None).config.max_ctas, "NCCL's own where nothing runs beside"
     monkeypatch.setattr(groups.dist, "get_backend", lambda: "gloo")
     assert groups._options("ep", None) is None

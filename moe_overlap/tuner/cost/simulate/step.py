@@ -21,7 +21,7 @@ from functools import cache, cached_property, partial
 
 from moe_overlap.plan.instructions import Instruction, Span
 from moe_overlap.plan.lowering.deferral import early_gradients
-from moe_overlap.plan.lowering.lower import lower_rank
+from moe_overlap.plan.lowering.lower import lower_rank, lower_stage
 from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.overlap import NO_OVERLAP
@@ -108,9 +108,12 @@ def simulate_step(plan: Plan, problem: Problem) -> SimulatedStep:
     for stage, here in zip(plan.stages, of_stage, strict=True):
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
         # Ranks of one stage run the same list, so one stands for all; tiles between unlike stages differ by rank.
-        for rank in stage.devices.ranks if plan.transfers else stage.devices.ranks[:1]:
-            lists[rank] = lower_rank(plan, problem.model, rank, saved)
-        here.read(lists[stage.devices.ranks[0]])
+        first = stage.devices.ranks[0]
+        if plan.transfers:
+            lists |= lower_stage(plan, problem.model, plan.stage_of(first), saved)
+        else:
+            lists[first] = lower_rank(plan, problem.model, first, saved)
+        here.read(lists[first])
     check_rendezvous(lists)
     slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
     simulation = simulate(
