@@ -315,11 +315,6 @@ def _exchanging(config: Config) -> Config:
 
 def _require_exchangeable(plan: Plan, source: str) -> None:
     """Refuse ends of the pipeline that cannot exchange the gradients of a tied embedding."""
-    first, last = plan.stages[0], plan.stages[plan.loss_stage]
-    if first.tensor != last.tensor:
-        rule = f"tied embeddings are exchanged between equal tensor ranks, and stages[0] has {first.tensor}"
-        fix = "give both as many, or add --untie-embeddings-and-output-weights"
-        raise ConfigError(f"{source} stages[{plan.loss_stage}].tensor", last.tensor, rule, fix)
     for index in (0, plan.loss_stage):
         size = plan.stages[index].overlap.gradient_chunk_bytes
         if size:

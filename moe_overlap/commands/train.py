@@ -232,7 +232,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     """
     import torch.distributed as dist
 
-    from megatron.training.checkpoint.checkpointing import Checkpointer, Progress, layout_of, model_fingerprint
+    from megatron.training.checkpoint.checkpointing import Checkpointer, Progress, model_fingerprint
     from megatron.training.cli.rules.resume import DIGEST, ORDER, SAMPLES
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
     from megatron.training.data.sources import tokenizer_of_run
@@ -275,7 +275,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         machinery.optimizer,
         machinery.scheduler,
         context.groups.collection,
-        layout_of(plan),
+        plan,
         model_fingerprint(config, vocabulary),
         {SAMPLES: plan.global_batch_size, DIGEST: batches.digest, ORDER: batches.order},
         context.optimizer.gather if context.weight_gathers is not None else lambda: None,

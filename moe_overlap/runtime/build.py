@@ -116,7 +116,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     make_gate, make_dispatcher = gate_and_dispatcher(settings.gate, settings.dispatcher, clock)
     adapt = adapt_layer(recorder, groups.collection, make_gate, make_dispatcher)
     modules = builders.model(groups, adapt)
-    if groups.ends is not None and model.tied_embeddings:
+    if groups.ends and model.tied_embeddings:
         TiedEmbedding(modules, groups).share()
     queue = WeightGradQueue(overlap.max_deferred_bytes or None, recorder.begin)  # 3
     deferred = _split_deferred_products(modules, overlap, queue)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import lcm
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -41,6 +42,20 @@ class StagePlace:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Rows of a tied embedding that a rank shares with ranks of both ends of a pipeline.
+
+    Attributes:
+        group: all ranks that hold these rows; its first is one of the first stage.
+        block: the rows, among as many equal blocks as `blocks` of those that the rank holds.
+    """
+
+    group: dist.ProcessGroup
+    block: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class StageGroups:
     """This rank's place in the plan, and its process groups.
 
@@ -52,15 +67,15 @@ class StageGroups:
             direction: NCCL matches the operations of a communicator by their order alone, and on a shared one two stages that
             both wait to send would block each other for good (plan/lowering/rendezvous.py). Empty where megatron-core's own
             schedules run, which transfer over `collection.pp`.
-        ends: of stages of unlike shape, the ranks with this tensor rank on the first stage and on that of the loss, which hold a
-            tied embedding; None on other stages, and where the two have unlike numbers of tensor ranks.
+        ends: of stages of unlike shape, the blocks of rows of a tied embedding that this rank holds on the first stage or on that
+            of the loss; none on other stages.
     """
 
     stage: int
     collection: ProcessGroupCollection
     world: dist.ProcessGroup
     transfers: Mapping[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
-    ends: dist.ProcessGroup | None = None
+    ends: tuple[SharedRows, ...] = ()
 
     @property
     def data_rank(self) -> int:
@@ -75,7 +90,8 @@ class StageGroups:
     def close(self) -> None:
         """Destroy the groups; the default group stays."""
         seen = set()
-        for value in (*vars(self.collection).values(), *self.transfers.values(), self.ends):
+        ends = (rows.group for rows in self.ends)
+        for value in (*vars(self.collection).values(), *self.transfers.values(), *ends):
             if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD and id(value) not in seen:
                 seen.add(id(value))
                 dist.destroy_process_group(value)
@@ -158,27 +174,43 @@ def build_groups(
     fields["inter_dist_opt"] = None
     collection = ProcessGroupCollection(**fields)
     transfers = _transfer_groups(plan, timeout, limits) if plan.follows_lists else {}
-    ends = _ends(plan) if plan.transfers else []
     return StageGroups(
         stage=stage_index,
         collection=collection,
         world=dist.group.WORLD,
         transfers=transfers,
-        ends=_own_group(ends, "ends", _options("ends", timeout, limits), timeout) if ends else None,
+        ends=_shared_rows(plan, timeout) if plan.transfers else (),
     )
 
 
-def _ends(plan: Plan) -> list[tuple[int, ...]]:
-    """The ranks of the first stage and of that of the loss, by tensor rank; none where the two have unlike numbers of these."""
-    first, last = plan.stages[0], plan.stages[plan.loss_stage]
-    if first.tensor != last.tensor:
-        return []
-    ranks = (*first.devices.ranks, *last.devices.ranks)
-    # Tensor ranks are numbered fastest, and the first stage has whole rounds of them.
-    return [ranks[tensor :: first.tensor] for tensor in range(first.tensor)]
+def blocks_of_ends(plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks of the first stage and of that of the loss that hold each block of a tied embedding's rows.
+
+    Blocks are so small that every tensor rank of either stage holds whole ones: where the two have equally many, one each.
+    """
+    ends = plan.stages[0], plan.stages[plan.loss_stage]
+    blocks = lcm(*(stage.tensor for stage in ends))
+    # Tensor ranks are numbered fastest, and a stage has whole rounds of them.
+    return [
+        tuple(rank for stage in ends for rank in stage.devices.ranks[block * stage.tensor // blocks :: stage.tensor])
+        for block in range(blocks)
+    ]
+
+
+def _shared_rows(plan: Plan, timeout: datetime.timedelta | None) -> tuple[SharedRows, ...]:
+    me, rows = dist.get_rank(), []
+    holders = blocks_of_ends(plan)
+    mine = [ranks for ranks in holders if me in ranks]
+    for sets in _disjoint(holders):
+        group = _own_group(sets, "ends", _options("ends", timeout), timeout)
+        if group is not None:
+            own = next(ranks for ranks in sets if me in ranks)
+            rows.append(SharedRows(group, mine.index(own), len(mine)))
+    return tuple(rows)
 
 
 Pair = tuple[int, int]
+Ranks = TypeVar("Ranks", bound=tuple[int, ...])
 
 
 def transfer_pairs(plan: Plan) -> list[tuple[str, list[Pair]]]:
@@ -203,16 +235,16 @@ def transfer_pairs(plan: Plan) -> list[tuple[str, list[Pair]]]:
     return rounds
 
 
-def _disjoint(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """The pairs in rounds in which no rank stands twice: each in the first round that has neither of its ranks."""
-    rounds: list[tuple[list[Pair], set[int]]] = []
-    for pair in pairs:
-        free = next((each for each in rounds if not each[1] & set(pair)), None)
+def _disjoint(sets: Sequence[Ranks]) -> list[list[Ranks]]:
+    """The sets in rounds in which no rank stands twice: each in the first round that has none of its ranks."""
+    rounds: list[tuple[list[Ranks], set[int]]] = []
+    for ranks in sets:
+        free = next((each for each in rounds if not each[1] & set(ranks)), None)
         if free is None:
             free = ([], set())
             rounds.append(free)
-        free[0].append(pair)
-        free[1].update(pair)
+        free[0].append(ranks)
+        free[1].update(ranks)
     return [of_round for of_round, _ in rounds]
 
 

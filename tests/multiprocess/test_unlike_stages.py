@@ -91,23 +91,21 @@ def test_a_few_shapes_train_as_one_process_does(tmp_path: Path) -> None:
 def test_a_tied_embedding_moves_alike_at_both_ends(tmp_path: Path) -> None:
     """SGD, as Adam's updates do not tell a gradient from its double; on the first end the norm tells, too."""
     flags = "--optimizer sgd --lr 1e-1"
-    plans = {
-        name: unlike_plan(shapes, flags)
-        for name, shapes in (("behind", THREE["data ranks behind"]), ("before", BEFORE))
-    }
+    names = ("data ranks behind", "tensor ranks behind")
+    plans = {name: unlike_plan(shapes, flags) for name, shapes in (*((n, THREE[n]) for n in names), ("before", BEFORE))}
     compared(plans, started(tmp_path, 3, flags), tmp_path, 3, flags, ROUNDING)
 
 
 @pytest.mark.slow
 def test_tied_embeddings_and_losses_per_token(tmp_path: Path) -> None:
-    shapes = {name: shapes for name, shapes in {**THREE, **FOUR}.items() if shapes[0].tensor == shapes[-1].tensor}
+    shapes = {**THREE, **FOUR}
     for flags in ("", "--calculate-per-token-loss"):
         folder = tmp_path / (flags or "tied")
-        # Balancing losses under a loss per token depend on micro-batch and context ranks where all stages are alike, too.
+        # Balancing losses under a loss per token depend on micro-batch, context and tensor ranks in uniform runs, too.
         alike = {
             name: each
             for name, each in shapes.items()
-            if not flags or all(shape.samples == shape.context == 1 for shape in each)
+            if not flags or all(shape.samples == shape.context == shape.tensor == 1 for shape in each)
         }
         plans = {name: unlike_plan(each, flags) for name, each in list(alike.items())[:4]}
         folder.mkdir()
@@ -116,10 +114,10 @@ def test_tied_embeddings_and_losses_per_token(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_layout_resumes_from_the_checkpoint_of_every_other(tmp_path: Path) -> None:
-    """Weights and moments: Adam's third step depends on those of the first two."""
+    """Weights and moments, of a tied embedding too: Adam's third step depends on those of the first two."""
     names = ("data ranks behind", "tensor ranks before")
-    words = planned(tmp_path, {name: unlike_plan(THREE[name], UNTIED) for name in names}, UNTIED)
-    words["one process"] = f"{ALONE} {UNTIED}"
+    words = planned(tmp_path, {name: unlike_plan(THREE[name], "") for name in names}, "")
+    words["one process"] = ALONE
     for number, (name, each) in enumerate(words.items()):
         saved = tmp_path / f"saved-{number}"
         flags = f"{each} --train-iters 4 --save {saved} --save-interval 2"

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ class Checkpointer:
         optimizer: megatron-core's chained distributed optimizers.
         scheduler: megatron-core's OptimizerParamScheduler, not yet stepped.
         groups: this rank's process groups.
-        layout: the layout of the whole run, equal on every rank (`layout_of`).
+        plan: the layout of the whole run, equal on every rank.
         fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
         facts: what else a run that goes on must share with it (rules/resume.py).
         gather_weights: called by all ranks before weights are saved, where the update of a step leaves them in shards.
@@ -171,7 +172,7 @@ class Checkpointer:
         optimizer: Any,
         scheduler: Any,
         groups: ProcessGroupCollection,
-        layout: Mapping[str, int],
+        plan: Plan,
         fingerprint: Mapping[str, Any],
         facts: Mapping[str, Any],
         gather_weights: Callable[[], None] = lambda: None,
@@ -179,7 +180,9 @@ class Checkpointer:
         self._gather_weights = gather_weights
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
-        self._layout, self._facts = dict(layout), dict(facts)
+        self._layout, self._facts = layout_of(plan), dict(facts)
+        ends = plan.stages[0].tensor, plan.stages[plan.loss_stage].tensor
+        self._tied_blocks = max(1, lcm(*ends) // groups.tp.size())
         self._saver = Saver(config.checkpoint, groups)
         self._locks: list[FolderLock] = []
         self.notes: tuple[str, ...] = ()
@@ -324,7 +327,10 @@ class Checkpointer:
         self.notes += (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *changed, *told)
 
     def _state(self, with_optimizer: bool, with_random: bool, *, loading: bool) -> dict[str, Any]:
-        models = {f"model{index}": model_state(unwrap(c), self._groups) for index, c in enumerate(self._chunks)}
+        models = {
+            f"model{index}": model_state(unwrap(c), self._groups, self._tied_blocks)
+            for index, c in enumerate(self._chunks)
+        }
         state: dict[str, Any] = dict(models)
         if with_optimizer:
             name = self._config.optimizer.optimizer

@@ -96,17 +96,19 @@ def first_reason(error: CheckpointException) -> str:
     return str(getattr(failure, "strerror", None) or failure).splitlines()[0]
 
 
-def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
+def model_state(model: Any, groups: ProcessGroupCollection, tied_blocks: int = 1) -> dict[str, Any]:
     """The sharded state of one GPTModel chunk; tensors are the parameters and buffers themselves.
 
     It equals GPTModel.sharded_state_dict, which for tied embeddings on several stages reads a global group.
+
+    Args:
+        tied_blocks: shards of rows that a tied embedding of this rank is cut into.
     """
     metadata = {"dp_cp_group": groups.dp_cp, "non_homogeneous_layers": True}
     state: dict[str, Any] = MegatronModule.sharded_state_dict(model, "", (), metadata)
     state.pop("output_layer._extra_state", None)
-    if not model.post_process:
-        return state
-    if (model.share_embeddings_and_output_weights or model.mtp_process) and not model.pre_process:
+    is_copied = model.share_embeddings_and_output_weights or model.mtp_process
+    if model.post_process and is_copied and not model.pre_process:
         # The last stage's copy of the embedding: a replica of the first
         # stage's tensor. Prediction layers read it under its own name.
         state[EMBEDDING if model.mtp_process else OUTPUT] = make_tp_sharded_tensor_for_checkpoint(
@@ -117,11 +119,29 @@ def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
             tp_group=groups.tp,
             dp_cp_group=groups.dp_cp,
         )
-    for key in (OUTPUT, OUTPUT_BIAS):
+    for key in (OUTPUT, OUTPUT_BIAS) if model.post_process else ():
         if key in state:
             # The vocabulary is padded to a multiple of the tensor-parallel size: its rows may differ from the file's.
             state[key].allow_shape_mismatch = True
+    if tied_blocks > 1 and model.share_embeddings_and_output_weights:
+        tied = {key: value for key, value in state.items() if getattr(value, "key", None) == EMBEDDING}
+        state |= {key: _in_blocks(value, tied_blocks) for key, value in tied.items()}
     return state
+
+
+def _in_blocks(shard: ShardedTensor, blocks: int) -> ShardedTensorFactory:
+    """A shard of rows as several: all shards of a tensor have one shape, and ends with unlike tensor ranks hold unlike shares."""
+    place, shares = shard.global_offset[0] // shard.local_shape[0], shard.axis_fragmentations[0]
+
+    def build(key: str, rows: torch.Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
+        return [
+            ShardedTensor.from_rank_offsets(
+                key, part, (0, place * blocks + n, shares * blocks), replica_id=replica_id, allow_shape_mismatch=True
+            )
+            for n, part in enumerate(rows.chunk(blocks))
+        ]
+
+    return ShardedTensorFactory(shard.key, shard.data, build, torch.cat, shard.replica_id)
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:

@@ -556,8 +556,8 @@ class OverlapConfig:
     """Hardware queues that the streams of a GPU share; default CUDA_DEVICE_MAX_CONNECTIONS where that is set, else 32 with
     --plan or flags that overlap something, and CUDA's 8 without."""
     moe_overlap_nccl_ctas: int | None = None
-    """Thread blocks of an NCCL kernel that runs beside others; default NCCL_MAX_CTAS where that is set, else as many as those of all
-    communicators of a rank fit the GPU together; NCCL's own number where nothing overlaps."""
+    """Thread blocks of an NCCL kernel that runs beside others; default NCCL_MAX_CTAS where that is set, else as many as those of
+    all communicators of a rank fit the GPU together; NCCL's own number where nothing overlaps."""
     moe_overlap_cuda_graphs: bool = flag(False, needs="CUDA")
     """Replay the operators of overlapping layers whose shapes never change as CUDA graphs: attention and gates; experts
     too, with --moe-pad-expert-input-to-capacity. Captured once, in the fourth step. Predicted, not yet run on hardware."""

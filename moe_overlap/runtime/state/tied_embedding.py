@@ -4,9 +4,10 @@ Contract. The embedding on the first stage and the output weight on the stage of
 every update moves both by the sum of the gradients of all ranks at both ends. megatron-core joins rank to rank for that, after
 replicas have reduced; ends with unlike numbers of replicas cut their reduced gradients in unlike shares. So:
 1. `share` copies the first stage's weight to the other end.
-2. `exchange` adds up what every rank of both ends with this tensor rank has computed, before replicas reduce, and divides by the
-   replicas of this end: their sum, which DDP makes next, is then the total on either end.
-Both are collective over the ends' ranks with one tensor rank. Ends with unlike tensor ranks are refused (plan_flags.py).
+2. `exchange` adds up what every rank of both ends that holds a row has computed for it, before replicas reduce, and divides by
+   the replicas of this end: their sum, which DDP makes next, is then the total on either end.
+Both go block by block of rows (groups.py), since ends with unlike tensor ranks hold unlike numbers of rows, and are collective
+over the ranks of both ends.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ class TiedEmbedding:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], groups: StageGroups) -> None:
-        assert groups.ends is not None, "no end of the pipeline"
+        assert groups.ends, "no end of the pipeline"
         model: Any = get_attr_wrapped_model(
             chunks[0 if groups.stage == 0 else -1], "pre_process", return_model_obj=True
         )
         self._weight = model.shared_embedding_or_output_weight()
-        self._group, self._replicas = groups.ends, groups.collection.dp_cp.size()
+        self._ends, self._replicas = groups.ends, groups.collection.dp_cp.size()
 
     @torch.no_grad()
     def share(self) -> None:
         """Step 1."""
-        dist.broadcast(self._weight.data, group_src=0, group=self._group)
+        for rows in self._ends:
+            dist.broadcast(self._weight.data.chunk(rows.blocks)[rows.block], group_src=0, group=rows.group)
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Step 2."""
-        gradient = self._weight.main_grad
-        dist.all_reduce(gradient, group=self._group)
-        gradient /= self._replicas
+        for rows in self._ends:
+            dist.all_reduce(self._weight.main_grad.chunk(rows.blocks)[rows.block], group=rows.group)
+        self._weight.main_grad /= self._replicas

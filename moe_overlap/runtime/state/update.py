@@ -153,7 +153,7 @@ class StepUpdate:
         self._groups, self._recorder = context.groups, context.recorder
         self._queue, self._buckets = context.weight_gradients, context.bucket_reduction
         self._device, self._model = context.device, context.model
-        is_tied = context.groups.ends is not None and context.model.tied_embeddings
+        is_tied = bool(context.groups.ends) and context.model.tied_embeddings
         self._tied = TiedEmbedding(self._chunks, context.groups) if is_tied else None
         self._over_ranks = self._sum_tokens if context.plan.transfers else None
         self._loss_rank = context.plan.stages[context.plan.loss_stage].devices.ranks[-1]

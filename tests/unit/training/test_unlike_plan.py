@@ -92,12 +92,6 @@ def test_flags_that_disagree_are_one_line(plan: Plan, words: str, line: str) -> 
     assert refusal(words).startswith(line)
 
 
-def test_ends_that_cannot_exchange_a_tied_embedding_are_refused(plan: Plan) -> None:
-    save_plan(unlike_plan(SHAPES, ""), "plan.json")
-    line = "plan.json stages[1].tensor 2: tied embeddings are exchanged between equal tensor ranks, and stages[0] has 1; give"
-    assert refusal("", "").startswith(line)
-
-
 def test_tiles_name_ranks_that_have_what_they_send(plan: Plan) -> None:
     first, second = plan.transfers[0].tiles[:2]
     moved = dataclasses.replace(first, target=second.target), dataclasses.replace(second, target=first.target)
