@@ -1,7 +1,7 @@
 """The tuner against the whole grid: it chooses a plan from measurements alone, then every layout is run on rate-limited links.
 
     tools/benchmark_closed_loop.py [--models moe dense] [--mbit 100 300 1000] [--ranks 4] [--micro-batches 2]
-                                   [--steps 3] [--slower 6] [--grid-only]
+                                   [--steps 3] [--slower 6] [--grid-only] [--fastest N]
                                    [--folder DIR] [--json]
 
 For every model and rate of the links:
@@ -215,7 +215,7 @@ def candidates_of(
 
 def choose(job: Sequence[str], cluster: Cluster, free: Cluster, folder: Path, say: Say) -> tuple[Candidate, float]:
     """Search the plan as tools/autotune.py does, and write its files."""
-    found = search_plan([*job], cluster, SearchSettings(space="megatron", has_baseline=False))
+    found = search_plan([*job], cluster, SearchSettings(has_baseline=False))
     write_search(folder, found)
     overlap = "" if found.tuned is None else f" + {found.tuned.chosen.name}"
     name = f"{found.chosen.name}{overlap}"
@@ -287,6 +287,7 @@ def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) ->
         else:
             chosen, search_seconds = choose(job, cluster, free, folder / f"{model}-{mbit:g}mbit", say)
         keep_operators(database, operators)
+        candidates = sorted(candidates, key=lambda candidate: candidate.predicted_seconds)[: arguments.fastest]
         chosen_row, *rows = measure([chosen, *candidates], start, arguments.steps, say)
     return Cell(model, mbit, (*rows, *refused), chosen_row, search_seconds)
 
@@ -318,6 +319,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="search nothing: what is predicted to be the fastest of the grid is chosen",
     )
+    parser.add_argument("--fastest", type=int, help="run only so many of the grid, predicted to be the fastest")
     parser.add_argument("--slower", type=float, default=6.0, help="how much slower than this machine the device is")
     kept = cache_folder().parent / "closed_loop"
     parser.add_argument("--folder", type=Path, default=kept, help=f"of measurements and plans; default {kept}")
@@ -330,6 +332,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--mbit": arguments.mbit,
         "--micro-batches": arguments.micro_batches,
         "--steps": [arguments.steps],
+        "--fastest": [] if arguments.fastest is None else [arguments.fastest],
         "--slower": [arguments.slower],
     }
     for flag, values in numbers.items():

@@ -25,6 +25,7 @@ from moe_overlap.report.finalist import Finalist
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.prediction import closed_form, estimate_plan, moves_states
 from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages, with_meshes
 from moe_overlap.tuner.search.pipeline.shares import joined_meshes, joined_stages
@@ -292,17 +293,22 @@ def free_finalist(
     template, model = task.templates(candidate.layout.tensor)
     plan = _plan_of(candidate, template, model)
     validate_plan(plan, model)
+    machine, graphs = task.machine_of(candidate.layout), task.graphs(plan, model)
+    # The search prices operators by rates alone; a measured cluster measures those of the plans that are left.
+    keys = operator_keys(plan, model, graphs, task.features) if machine.cluster.measured is not None else []
+    lookup = lookup_of(machine.cluster, keys)
     problem = Problem(
         model=model,
         plan=plan,
-        graphs=task.graphs(plan, model),
+        graphs=graphs,
         features=task.features,
-        machine=replace(task.machine_of(candidate.layout), exchanges=all_to_all_costs(task.machine.cluster)),
+        machine=replace(machine, exchanges=all_to_all_costs(machine.cluster), lookup=lookup),
         extrapolating=extrapolating,
     )
     prediction = closed_form(plan, problem) if plan.transfers else estimate_plan(plan, problem)
     step = prediction.predicted.step_seconds
-    assert candidate != searched or task.averages or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
+    is_priced_alike = candidate == searched and not task.averages and lookup is None
+    assert not is_priced_alike or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
     refusal, said = refusal_of(plan), PlanFlags([], ())
     if refusal is None:
         try:

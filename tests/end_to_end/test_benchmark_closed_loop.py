@@ -1,19 +1,19 @@
-"""The closed loop on its smallest case: two ranks measure themselves, and every layout is predicted and run.
-
-The plan search is left out: it captures and measures what only it looks at, for minutes on a busy machine.
-"""
+"""The closed loop: ranks on slow links measure themselves, plans are predicted, and then run."""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.serialize import load_plan
 from tests.end_to_end.program import ROOT
 from tests.spawn import HANGS_SECONDS
 from tools.bench.bed import require_namespaces
@@ -23,29 +23,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 COMMAND = [sys.executable, str(ROOT / "tools/benchmark_closed_loop.py")]
 
 
-def test_smallest_case(tmp_path: Path) -> None:
+def cell_of(folder: Path, words: str) -> dict[str, Any]:
+    """The measured cell of one model on links of one rate."""
     try:
         require_namespaces()
     except ConfigError as error:
         pytest.skip(str(error))
-    words = [
-        "--models",
-        "smallest",
-        "--mbit",
-        "200",
-        "--ranks",
-        "2",
-        "--steps",
-        "1",
-        "--folder",
-        str(tmp_path),
-        "--grid-only",
-        "--json",
-    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*COMMAND, *words], env=environment, capture_output=True, text=True, timeout=600)
+    command = [*COMMAND, *words.split(), "--folder", str(folder), "--json"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stderr
     (cell,) = json.loads(ended.stdout)["cells"]
+    return cell
+
+
+def test_smallest_case(tmp_path: Path) -> None:
+    """Every layout of two ranks is predicted and run; the plan search is left out."""
+    cell = cell_of(tmp_path, "--models smallest --mbit 200 --ranks 2 --steps 1 --grid-only")
     rows = cell["rows"]
     assert {row["name"] for row in rows} >= {"DP only, micro-batch 2", "PP2, micro-batch 2", "EP2, micro-batch 2"}
     for row in [*rows, cell["chosen"]]:
@@ -55,6 +49,19 @@ def test_smallest_case(tmp_path: Path) -> None:
     assert -1.0 <= cell["spearman"] <= 1.0
     kept = tmp_path / "smallest-200mbit-2ranks.json"
     assert json.loads(kept.read_text()) == cell
+
+
+def test_stages_of_unlike_shape_are_found_and_gain_what_was_predicted(tmp_path: Path) -> None:
+    """Four ranks measure themselves; the answer has stages of unlike shape, and its written flags run as they are."""
+    cell = cell_of(tmp_path, "--models heavy-head --mbit 100 --steps 3 --fastest 2")
+    plan = load_plan(tmp_path / "heavy-head-100mbit" / "plan.json")
+    assert plan.transfers and len({len(stage.devices.ranks) for stage in plan.stages}) > 1
+    chosen, uniform = cell["chosen"], cell["rows"]
+    seconds = statistics.median(chosen["steps"])
+    assert chosen["predicted_seconds"] == pytest.approx(seconds, rel=0.05)
+    fastest = min(uniform, key=lambda row: statistics.median(row["steps"]))
+    gained = statistics.median(fastest["steps"]) - seconds
+    assert gained >= 0.5 * (min(row["predicted_seconds"] for row in uniform) - chosen["predicted_seconds"]) > 0
 
 
 @pytest.mark.parametrize("words", ["--models gpt", "--steps 0", "--ranks 1", "--mbit -1"])

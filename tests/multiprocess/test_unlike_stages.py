@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.multiprocess.unlike_runs import (
     curve_of,
     curves_of,
     planned,
+    told_of_a_lost_rank,
     trained,
     unlike_plan,
     written,
@@ -163,3 +165,12 @@ def test_random_shapes_train_as_one_process_does(tmp_path: Path) -> None:
             validate_plan(plan)
             plans[f"random {len(plans)}: {shapes}"] = plan
     compared(plans, started(tmp_path, 3, UNTIED), tmp_path, 3, UNTIED, ROUNDING)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_lost_one_name_the_operation_and_the_piece(tmp_path: Path) -> None:
+    plan = unlike_plan(THREE["data ranks behind"], UNTIED)
+    told = run(3, told_of_a_lost_rank, planned(tmp_path, {"lost": plan}, UNTIED)["lost"])
+    transfer = r"(send\.S0>S1|receive\.S0>S1\.backward) piece \d with rank 2: .*(closed|reset).*"
+    assert re.fullmatch(transfer, told[0], re.IGNORECASE), told[0]
+    assert re.match(r"(receive|send)\.S0>S1|gradients|optimizer\.norm", told[1]) and told[2] == "gone"

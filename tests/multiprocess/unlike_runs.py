@@ -115,6 +115,34 @@ def trained(words: str, log: str) -> Curve:
     return [(row["loss"], row["grad_norm"]) for row in rows]
 
 
+def told_of_a_lost_rank(words: str) -> str:
+    """What this rank says when the last one goes with its second receive. Collective."""
+    import torch.distributed as dist
+
+    from moe_overlap.runtime.step import CommunicationFailed
+
+    job = _assembled(f"{words} --train-iters 1").job
+    is_lost = dist.get_rank() == dist.get_world_size() - 1
+    irecv, left = dist.irecv, [2]
+
+    def leave(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            raise ConnectionAbortedError
+        return irecv(*arguments, **named)
+
+    dist.irecv = leave if is_lost else irecv
+    try:
+        job.machinery.runner.run(job.schedule.instructions, job.batches("train", 0), 1)
+    except ConnectionAbortedError:
+        return "gone"
+    except CommunicationFailed as failed:
+        return str(failed)
+    finally:
+        dist.irecv = irecv
+    return ""
+
+
 def boundary_bytes(words: str) -> int:
     """Bytes that this rank sends over stage boundaries in one step, counted where they are handed to torch.distributed."""
     import torch.distributed as dist

@@ -100,13 +100,14 @@ def test_a_sample_is_answered(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.sweep)])
 def test_every_list_and_recipe_is_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From captured graphs: the first run captures some 50 layouts, which takes minutes; later ones read them."""
     # Changes that would make a list fit ask for captures of their own, and are tested elsewhere.
     monkeypatch.setattr(api, "cheapest_change", lambda *_: (None, ()))
-    of_lists = [answers(tmp_path, words, "H100", smallest(words), capsys) for words in LISTS.values()]
-    of_recipes = [answers(tmp_path, words, gpu, gpus, capsys) for words, gpu, gpus in recipes().values()]
-    assert len(of_lists) == 88 and len(of_recipes) == 8
-    assert all(not answer["not_modelled"] or answer["not_modelled_effects"] for answer in (*of_lists, *of_recipes))
+    lists, of_makers = [*LISTS.values()][::every], [*recipes().values()][::every]
+    answered = [answers(tmp_path, words, "H100", smallest(words), capsys) for words in lists]
+    answered += [answers(tmp_path, words, gpu, gpus, capsys) for words, gpu, gpus in of_makers]
+    assert all(not answer["not_modelled"] or answer["not_modelled_effects"] for answer in answered)

@@ -35,9 +35,12 @@ MODELS = {
 """Name -> the flags that tell a model from the others."""
 SMALLEST = "smallest"
 """A model of few layouts, for a test: one head and samples that context parallelism does not divide."""
+HEAVY_HEAD = "heavy-head"
+"""A model whose head computes as much as its layers: equal stages are out of balance, and two ranks for the last are not."""
 EVERY_MODEL = MODELS | {
+    HEAVY_HEAD: f"--num-layers 4 --hidden-size 256 --ffn-hidden-size 768 {FOUR_HEADS} --vocab-size 16000",
     SMALLEST: "--num-layers 2 --hidden-size 256 --num-experts 4 --moe-ffn-hidden-size 256 --num-attention-heads 1"
-    " --seq-length 126"
+    " --seq-length 126",
 }
 
 

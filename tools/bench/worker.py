@@ -120,7 +120,7 @@ class Rank:
         from megatron.training.plan_argument import with_plan
 
         parsed = with_plan(parse([*self.job, *variant.flags]), dist.get_world_size())
-        validate(parsed.config, dist.get_world_size())
+        validate(parsed.config, parsed.layout_world or dist.get_world_size())
         return parsed
 
     def assemble(self, variant: Variant) -> Any:

@@ -271,7 +271,7 @@ class PlanExecutor:
 
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
         """Start a communication; the answer waits for it. Its span begins where it starts and ends with the wait."""
-        with naming(i.name):
+        with naming(_told(i)):
             if i.operator.is_bucket:
                 assert self._buckets is not None
                 (bucket,) = i.partition
@@ -289,7 +289,7 @@ class PlanExecutor:
                 wait = self._transfers.start(i, state.buffers)
 
         def finish() -> None:
-            with naming(i.name):
+            with naming(_told(i)):
                 wait()
 
         return finish
@@ -310,6 +310,13 @@ class PlanExecutor:
         """Wait for everything that is under way on a channel."""
         for number in [n for n, under_way in started.items() if under_way.instruction.channel == channel]:
             self._wait(number, started)
+
+
+def _told(i: Instruction) -> str:
+    """A communication as an error names it: a transfer with the rank at its other end, and with its piece where it is one."""
+    if i.kind != "point-to-point":
+        return i.name
+    return f"{i.name}{f' piece {i.partition[0]}' if i.region else ''} with rank {i.peers[0]}"
 
 
 def is_update(i: Instruction) -> bool:

@@ -13,16 +13,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_overlap.describe.cluster import Cluster, shipped_cluster
+from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan_search import free
 from moe_overlap.plan_search.asked import SearchSettings
-from moe_overlap.plan_search.free import refusal_of
+from moe_overlap.plan_search.finalists import Finalist
+from moe_overlap.plan_search.flags import PlanFlags
+from moe_overlap.plan_search.free import free_finalist, refusal_of
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import PlanSearch, search_json, search_lines, write_search
 from moe_overlap.tuner.cost.links import axis_group, pair_group
 from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.profile.database import OperatorKey
+from moe_overlap.tuner.profile.lookup import operator_keys
 from moe_overlap.tuner.search.pipeline.placement import SubMesh
 from moe_overlap.tuner.search.pipeline.shares import joined_meshes
 from moe_overlap.tuner.search.pipeline.sub_meshes import (
@@ -129,6 +134,30 @@ def test_plans_are_valid_and_predicted_alike() -> None:
         assert refusal_of(plan) is None
         assert sorted(rank for stage in plan.stages for rank in stage.devices.ranks) == [0, 1, 2, 3]
     assert unlike
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_operators_of_the_plans_that_are_left_are_measured(is_measured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of many tokens took six times as long as its rate says: a plan of one micro-batch won on paper alone."""
+    case, _ = small()
+    found = next(plan for plan in searched().ranked if plan.plan(case.template, 3).transfers)
+    cluster = case.task.machine.cluster
+    if is_measured:
+        measured = Measured(database="", device="cpu", latency_seconds=0.0, constants={})
+        cluster = dataclasses.replace(cluster, measured=measured)
+    task = dataclasses.replace(case.task, machine=dataclasses.replace(case.task.machine, cluster=cluster))
+    asked: list[list[OperatorKey]] = []
+    monkeypatch.setattr(free, "lookup_of", lambda _, keys: asked.append(keys))
+    monkeypatch.setattr(free, "all_to_all_costs", lambda _: None)
+    finalist = free_finalist(found, task, lambda *_: PlanFlags([], ()))
+    (keys,) = asked
+    assert {key.kind for key in keys} == ({*keys_of(finalist)} if is_measured else set())
+
+
+def keys_of(finalist: Finalist) -> set[str]:
+    """Kinds of operators of a plan."""
+    problem = finalist.problem
+    return {key.kind for key in operator_keys(problem.plan, problem.model, problem.graphs, problem.features)}
 
 
 def test_restrictions_are_never_faster() -> None:
