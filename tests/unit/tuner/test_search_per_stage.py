@@ -30,7 +30,7 @@ from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Run, Uni
 from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from tests.unit.tuner.test_cost_evaluate import evaluator_of, random_evaluator, shapes_of
-from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of, least_memory
+from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of, least_memory, with_modules
 
 LAYOUT = UniformLayout(tensor=1, context=1, expert=2, expert_tensor=1, pipeline=2, virtual=1, micro_batch=1)
 STRATEGIES = [(1, Offload()), (3, Offload()), (1, Offload(optimizer=0.5))]
@@ -121,6 +121,23 @@ def test_the_search_finds_what_an_enumeration_finds() -> None:
     assert found.kept < found.candidates
     uniform = search_uniform([LAYOUT], costs_of(scarce()), lambda layout: scarce().bounds)
     assert found.solution.objective < uniform.solution.objective
+
+
+def test_stages_may_keep_the_modules_that_the_uniform_plan_recomputes() -> None:
+    """DeepSeek-V3's fastest uniform plan recomputes modules, and its stages were priced without that choice."""
+    case = with_modules(scarce())
+    costs = UniformCosts(replace(case.task, space=SEARCH_SPACES["stages"]))
+    evaluated = costs.evaluate(LAYOUT, of_modules=True)
+    uniform = RankedLayout(
+        layout=LAYOUT,
+        memory=evaluated.choices[0][0],
+        seconds=float(evaluated.seconds[0, 0]),
+        needed_bytes=float(evaluated.needed_bytes[0, 0]),
+    )
+    assert uniform.memory.modules
+    roomy = replace(case.task, machine=case_of(*THREE, gpus=4).task.machine, space=SEARCH_SPACES["stages"])
+    found = search_stages(UniformCosts(roomy), [LAYOUT], [uniform])
+    assert found.solution.objective <= uniform.seconds and found.solution.value is not None
 
 
 @pytest.mark.slow

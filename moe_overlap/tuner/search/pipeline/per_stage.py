@@ -395,7 +395,10 @@ class _Freed:
         if self._one_memory is not None:
             return [self._one_memory]
         stage = replace(self._plan.stages[index], chunks=chunks)
-        return recompute_choices(self._costs.task, replace(self._plan, stages=(stage,)))
+        choices = recompute_choices(self._costs.task, replace(self._plan, stages=(stage,)))
+        # Sets of modules are many: that of the uniform plan is the one that stages may keep.
+        modules = () if self._uniform is None else self._uniform.memory.modules
+        return [*choices, MemoryChoice(modules=modules)] if modules else choices
 
     def _costs_of(self, index: int, chunks: Chunks) -> StageCosts:
         """[N, R] costs of a stage with some layers; equal layers at another place cost the same."""
