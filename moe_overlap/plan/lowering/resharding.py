@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import Home, Instruction, boundary_channel, parse_buffer, placed
+from moe_overlap.plan.instructions import BufferRole, Home, Instruction, boundary_channel, parse_buffer, placed
 from moe_overlap.plan.lowering.dependencies import Draft
 from moe_overlap.plan.lowering.interleave import CutBuffers
 from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
@@ -124,7 +124,7 @@ class TransferLowering:
         other = (self.stage_index + step) % len(self.plan.stages)
         ends = (self.stage_index, other) if step > 0 else (other, self.stage_index)
         if step > 0 and self._behind:
-            yield from self._up_to((backward, place[1]), ends, place[0], buffer.removeprefix("d"))
+            yield from self._up_to((backward, place[1]), ends, place[0], buffer)
             return
         name = boundary_operator(action, *ends, backward)
         if ends not in self._pieces:
@@ -145,18 +145,19 @@ class TransferLowering:
         """What crosses the boundary behind, in that stage's order, to the last transfer of a pass.
 
         Args:
-            buffer: what crosses forward; its gradient comes back.
+            buffer: hidden states that cross the boundary, or their gradient.
         """
-        until = self._last_of[last] + 1
+        until, hidden = self._last_of[last] + 1, replace(parse_buffer(buffer), role=BufferRole.HIDDEN)
+        moved = {False: str(hidden), True: str(replace(hidden, role=BufferRole.D_HIDDEN))}
         # To the last one of all ranks: between two collectives of the stage every rank is rid of the same.
         for crossing in filter(lambda crossing: crossing.is_of(self.rank), self._behind[self._written : until]):
-            action, prefix = (OperatorKind.RECEIVE, "d") if crossing.backward else (OperatorKind.SEND, "")
+            action = OperatorKind.RECEIVE if crossing.backward else OperatorKind.SEND
             name = boundary_operator(action, *ends, crossing.backward)
-            place = (chunk, crossing.micro_batch)
+            place, tensor = (chunk, crossing.micro_batch), moved[crossing.backward]
             if crossing.piece is None:
-                yield self._whole(name, place, prefix + buffer)
+                yield self._whole(name, place, tensor)
             else:
-                yield self._piece(name, place, prefix + buffer, crossing.piece)
+                yield self._piece(name, place, tensor, crossing.piece)
         self._written = max(self._written, until)
 
     def _whole(self, name: str, place: tuple[int, int], buffer: str) -> Draft:
