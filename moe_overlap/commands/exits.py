@@ -72,9 +72,11 @@ class LaunchFolder:
             (self.path / f"attempt-{self.attempt}").touch()
 
     def note(self, rank: int, activity: str) -> None:
-        """Keep what a rank is doing, for the launcher to name if the rank is killed."""
+        """Keep what a rank is doing, for the launcher to name if the rank is killed: while it writes this, too."""
+        kept = self.path / f"rank-{self.attempt}-{rank}"
         with contextlib.suppress(OSError):
-            (self.path / f"rank-{self.attempt}-{rank}").write_text(activity)
+            kept.with_suffix(".next").write_text(activity)
+            kept.with_suffix(".next").replace(kept)
 
     def activity(self, rank: int) -> str:
         """The activity that a rank of this attempt has noted last; `start` before its first note."""

@@ -37,3 +37,20 @@ def test_the_last_attempt_counts_its_own_ranks(tmp_path: Path) -> None:
     last = folder.last_attempt()
     assert (last.attempt, last.finished(), last.activity(0)) == ("10", 1, "step 10")
     assert LaunchFolder(tmp_path).finished() == 1 and LaunchFolder(tmp_path / "none").last_attempt().finished() == 0
+
+
+def test_a_rank_that_is_killed_while_it_notes_is_known_by_its_last_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = LaunchFolder(tmp_path)
+    folder.note(1, "step 7")
+
+    def killed(path: Path, text: str) -> None:
+        path.touch()
+        path.open("w").close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        folder.note(1, "step 8")
+    assert folder.activity(1) == "step 7"
