@@ -301,6 +301,11 @@ def hold_unlike_stages(plan: Plan, source: str, config: Config, model: ModelDesc
         for field in ("sequence_length", "global_batch_size", "precision", "static_capacity_factor"):
             _require_equal(f"{source} {field}", getattr(plan, field), getattr(from_flags, field))
     _require_alike_balance(plan, source, config)
+    for index in (0, plan.loss_stage):
+        tensor = plan.stages[index].tensor
+        rule = f"the vocabulary, padded for stages[0] to {model.vocab_size} rows, is not divisible"
+        fix = f"give --make-vocab-size-divisible-by a multiple of {tensor}"
+        require(model.vocab_size % tensor == 0, f"{source} stages[{index}].tensor", tensor, rule, fix)
     if model.tied_embeddings:
         _require_exchangeable(plan, source)
     if overlap_flag(config) is None:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import whole_number
-from moe_overlap.plan.instructions import ScheduleError
 from moe_overlap.plan.lowering.residency import BlockLimits, Communicators, block_limits
 from moe_overlap.plan.plan import Plan, Transfer
 
@@ -94,10 +93,9 @@ def nccl_blocks(
     chosen = flag or said
     if communicators is None:
         return None if chosen is None else BlockLimits(chosen, chosen)
-    try:
-        fitting = block_limits(multiprocessors, communicators)
-    except ScheduleError as why:
-        raise _too_many(plan, communicators, multiprocessors) from why
+    fitting = block_limits(multiprocessors, communicators)
+    if fitting is None:
+        raise _too_many(plan, communicators, multiprocessors)
     if chosen is None:
         return fitting
     limits = BlockLimits(chosen, chosen)

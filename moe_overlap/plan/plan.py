@@ -6,6 +6,7 @@ Ranges are half open, `(first, last)` -> first, …, last - 1. Ranks are global;
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Literal
 
 from moe_overlap.plan.overlap import MAY_BE_MISSING, NO_OVERLAP, StageOverlap
@@ -215,6 +216,11 @@ class Plan:
     def sums_gradients(self) -> bool:
         """Whether replicas add up gradients: a mean over them would be another one on stages with other numbers of them."""
         return bool(self.transfers)
+
+    @property
+    def tied_blocks(self) -> int:
+        """Blocks of a tied embedding's rows: each tensor rank of the first stage, and of that of the loss, holds whole ones."""
+        return lcm(self.stages[0].tensor, self.stages[self.loss_stage].tensor)
 
     @property
     def has_pairs(self) -> bool:

@@ -485,9 +485,11 @@ def _stages_lines(search: PlanSearch) -> list[str]:
     if equal is None or search.staged is None or not search.staged.layouts:
         return []
     if not search.chosen.is_staged:
+        if search.ended_early:
+            return [line("stages", "equal; the search ended before all plans with unequal stages were compared")]
         return [line("stages", "equal stages are fastest: other layers and recomputation by stage were searched, too")]
     if math.isinf(equal):
-        return [line("stages", "they differ in layers or recomputation; no plan with equal stages fits")]
+        return [line("stages", f"{stages_sentence(search.plan)}; no plan with equal stages fits")]
     gained = f"{equal - seconds:.3f} s ({(equal - seconds) / equal:.1%}) less than the best plan with equal stages"
     return [line("stages", f"{stages_sentence(search.plan)}: {gained}, {equal:.3f} s")]
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import lcm
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -179,17 +178,13 @@ def build_groups(
         collection=collection,
         world=dist.group.WORLD,
         transfers=transfers,
-        ends=_shared_rows(plan, timeout) if plan.transfers else (),
+        ends=_shared_rows(plan, timeout, limits) if plan.transfers else (),
     )
 
 
-def blocks_of_ends(plan: Plan) -> list[tuple[int, ...]]:
-    """The ranks of the first stage and of that of the loss that hold each block of a tied embedding's rows.
-
-    Blocks are so small that every tensor rank of either stage holds whole ones: where the two have equally many, one each.
-    """
-    ends = plan.stages[0], plan.stages[plan.loss_stage]
-    blocks = lcm(*(stage.tensor for stage in ends))
+def ranks_of_tied_blocks(plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks of the first stage and of that of the loss that hold each block of a tied embedding's rows."""
+    ends, blocks = (plan.stages[0], plan.stages[plan.loss_stage]), plan.tied_blocks
     # Tensor ranks are numbered fastest, and a stage has whole rounds of them.
     return [
         tuple(rank for stage in ends for rank in stage.devices.ranks[block * stage.tensor // blocks :: stage.tensor])
@@ -197,20 +192,19 @@ def blocks_of_ends(plan: Plan) -> list[tuple[int, ...]]:
     ]
 
 
-def _shared_rows(plan: Plan, timeout: datetime.timedelta | None) -> tuple[SharedRows, ...]:
-    me, rows = dist.get_rank(), []
-    holders = blocks_of_ends(plan)
-    mine = [ranks for ranks in holders if me in ranks]
-    for sets in _disjoint(holders):
-        group = _own_group(sets, "ends", _options("ends", timeout), timeout)
+def _shared_rows(plan: Plan, timeout: datetime.timedelta | None, limits: BlockLimits | None) -> tuple[SharedRows, ...]:
+    me, holders = dist.get_rank(), ranks_of_tied_blocks(plan)
+    held = [block for block, ranks in enumerate(holders) if me in ranks]
+    rows = []
+    for blocks in _disjoint(holders):
+        group = _own_group([holders[block] for block in blocks], "ends", _options("ends", timeout, limits), timeout)
         if group is not None:
-            own = next(ranks for ranks in sets if me in ranks)
-            rows.append(SharedRows(group, mine.index(own), len(mine)))
+            block = next(block for block in blocks if block in held)
+            rows.append(SharedRows(group, held.index(block), len(held)))
     return tuple(rows)
 
 
 Pair = tuple[int, int]
-Ranks = TypeVar("Ranks", bound=tuple[int, ...])
 
 
 def transfer_pairs(plan: Plan) -> list[tuple[str, list[Pair]]]:
@@ -231,21 +225,21 @@ def transfer_pairs(plan: Plan) -> list[tuple[str, list[Pair]]]:
                 joined = sorted({(tile.source, tile.target) for tile in tiles[first, second]})
             else:
                 joined = list(zip(plan.stages[first].devices.ranks, plan.stages[second].devices.ranks, strict=True))
-            rounds += [(boundary_channel(send), pairs) for pairs in _disjoint(joined)]
+            rounds += [(boundary_channel(send), [joined[place] for place in places]) for places in _disjoint(joined)]
     return rounds
 
 
-def _disjoint(sets: Sequence[Ranks]) -> list[list[Ranks]]:
-    """The sets in rounds in which no rank stands twice: each in the first round that has none of its ranks."""
-    rounds: list[tuple[list[Ranks], set[int]]] = []
-    for ranks in sets:
+def _disjoint(sets: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Places of the sets in rounds in which no rank stands twice: each in the first round that has none of its ranks."""
+    rounds: list[tuple[list[int], set[int]]] = []
+    for place, ranks in enumerate(sets):
         free = next((each for each in rounds if not each[1] & set(ranks)), None)
         if free is None:
             free = ([], set())
             rounds.append(free)
-        free[0].append(ranks)
+        free[0].append(place)
         free[1].update(ranks)
-    return [of_round for of_round, _ in rounds]
+    return [places for places, _ in rounds]
 
 
 def _transfer_groups(
@@ -294,8 +288,8 @@ def _own_group(
 
 _URGENT = frozenset({"ep", "tp_ep", "expt_tp", "pp"})
 """Kinds of groups for whose sends and all-to-alls other ranks' computation waits."""
-_REDUCED = frozenset({"dp_cp", "expt_dp"})
-"""Kinds of groups that reduce gradients and gather weights beside the computation."""
+_REDUCED = frozenset({"dp_cp", "expt_dp", "ends"})
+"""Kinds of groups that reduce gradients and gather weights, dense layers', experts' and those of a tied embedding."""
 
 
 def _options(kind: str, timeout: datetime.timedelta | None, limits: BlockLimits | None = None) -> Any:

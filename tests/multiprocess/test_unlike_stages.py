@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -70,20 +71,22 @@ def started(folder: Path, steps: int, flags: str) -> Curve:
     return run(1, curve_of, f"{flags} {ALONE}", steps, str(folder / "start"))[0]
 
 
-def compared(plans: dict[str, Plan], reference: Curve, folder: Path, steps: int, flags: str, limit: float) -> None:
+def apart(plans: dict[str, Plan], reference: Curve, folder: Path, steps: int, flags: str) -> dict[str, float]:
+    """Plan -> the largest relative difference of its losses and gradient norms from those of one process."""
+    largest = {}
     for world in sorted({plan.world_size for plan in plans.values()}):
         of_world = {name: plan for name, plan in plans.items() if plan.world_size == world}
         answers = run(world, curves_of, written(folder, of_world, flags), steps)
         for name in of_world:
             assert all(answer[name] == answers[0][name] for answer in answers), name
-            for step, (found, expected) in enumerate(zip(answers[0][name], reference, strict=True)):
-                for value, other in zip(found, expected, strict=True):
-                    assert value == pytest.approx(other, rel=limit), (name, step)
+            pairs = zip(chain(*answers[0][name]), chain(*reference), strict=True)
+            largest[name] = max(abs(value / expected - 1.0) for value, expected in pairs)
+    return largest
 
 
 def test_a_few_shapes_train_as_one_process_does(tmp_path: Path) -> None:
     plans = {name: unlike_plan(shapes, UNTIED) for name, shapes in THREE.items()}
-    compared(plans, started(tmp_path, 3, UNTIED), tmp_path, 3, UNTIED, ROUNDING)
+    assert max(apart(plans, started(tmp_path, 3, UNTIED), tmp_path, 3, UNTIED).values()) < ROUNDING
     plan = plans["data ranks behind"]
     sent = run(3, boundary_bytes, written(tmp_path, {"bytes": plan}, UNTIED)["bytes"])
     # Hidden states forward, their gradients back: every element once.
@@ -95,7 +98,7 @@ def test_a_tied_embedding_moves_alike_at_both_ends(tmp_path: Path) -> None:
     flags = "--optimizer sgd --lr 1e-1"
     names = ("data ranks behind", "tensor ranks behind")
     plans = {name: unlike_plan(shapes, flags) for name, shapes in (*((n, THREE[n]) for n in names), ("before", BEFORE))}
-    compared(plans, started(tmp_path, 3, flags), tmp_path, 3, flags, ROUNDING)
+    assert max(apart(plans, started(tmp_path, 3, flags), tmp_path, 3, flags).values()) < ROUNDING
 
 
 @pytest.mark.slow
@@ -111,7 +114,7 @@ def test_tied_embeddings_and_losses_per_token(tmp_path: Path) -> None:
         }
         plans = {name: unlike_plan(each, flags) for name, each in list(alike.items())[:4]}
         folder.mkdir()
-        compared(plans, started(folder, 4, flags), folder, 4, flags, ROUNDING)
+        assert max(apart(plans, started(folder, 4, flags), folder, 4, flags).values()) < ROUNDING
 
 
 @pytest.mark.slow
@@ -140,7 +143,7 @@ def test_fifty_steps_of_every_shape_stay_with_one_process(every: int, tmp_path: 
     plans |= {name: unlike_plan(shapes, UNTIED, PARTITIONS) for name, shapes in CUT.items()}
     assert len(plans) >= 12
     plans = {name: plans[name] for name in [*plans][::every]}
-    compared(plans, started(tmp_path, 50, UNTIED), tmp_path, 50, UNTIED, LIMIT)
+    assert max(apart(plans, started(tmp_path, 50, UNTIED), tmp_path, 50, UNTIED).values()) < LIMIT
 
 
 @pytest.mark.slow
@@ -164,7 +167,7 @@ def test_random_shapes_train_as_one_process_does(tmp_path: Path) -> None:
         if plan.transfers and plan.world_size <= 4:
             validate_plan(plan)
             plans[f"random {len(plans)}: {shapes}"] = plan
-    compared(plans, started(tmp_path, 3, UNTIED), tmp_path, 3, UNTIED, ROUNDING)
+    assert max(apart(plans, started(tmp_path, 3, UNTIED), tmp_path, 3, UNTIED).values()) < ROUNDING
 
 
 @pytest.mark.slow

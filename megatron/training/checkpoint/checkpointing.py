@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,7 @@ class Progress:
 
 
 def layout_of(plan: Plan) -> dict[str, int]:
-    """The layout of a run by which the random-number states of its ranks are found again: sizes of its groups.
+    """Returns the sizes of a run's groups: where they are equal, every rank finds its random-number states again.
 
     Stages of unlike shape count one by one, since the groups of a rank say its own stage alone.
     """
@@ -181,8 +180,7 @@ class Checkpointer:
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
         self._layout, self._facts = layout_of(plan), dict(facts)
-        ends = plan.stages[0].tensor, plan.stages[plan.loss_stage].tensor
-        self._tied_blocks = max(1, lcm(*ends) // groups.tp.size())
+        self._tied_blocks = plan.tied_blocks // groups.tp.size()
         self._saver = Saver(config.checkpoint, groups)
         self._locks: list[FolderLock] = []
         self.notes: tuple[str, ...] = ()

@@ -232,7 +232,7 @@ def micro_batch_of(piece: Piece, rank: int) -> int:
 
 
 def shape_of(plan: Plan, pieces: Pieces, rank: int) -> tuple[object, ...]:
-    """What of a rank's pieces decides its list: ranks of a stage that agree in it differ in peers, regions and numbers alone."""
+    """Returns a key: lists of ranks of a stage with equal ones differ in peers, regions and numbers of pieces alone."""
     gathers = tuple(len(_group(transfer.all_gather, rank)) for transfer in plan.transfers)
     sizes = (
         tuple((piece.source_micro_batch, piece.target_micro_batch, piece.tokens) for piece in of_rank.get(rank, ()))

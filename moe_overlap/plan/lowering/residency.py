@@ -85,13 +85,13 @@ def communicators_of(lists: Lists, plan: Plan) -> Communicators:
     return Communicators(point_to_point, collective, inside)
 
 
-def block_limits(multiprocessors: int, communicators: Communicators) -> BlockLimits:
+def block_limits(multiprocessors: int, communicators: Communicators) -> BlockLimits | None:
     """The limits with which the kernels of all communicators of a rank are resident at the same time.
 
     Sends, receives and all-to-alls have the largest power of two that leaves collectives half as many each; these have the rest.
 
-    Raises:
-        ScheduleError: not even with one block each.
+    Returns:
+        None where they do not fit with one block each.
     """
     for blocks in (32, 16, 8, 4, 2, 1):
         limits = BlockLimits(blocks, max(1, blocks // 2))
@@ -99,7 +99,7 @@ def block_limits(multiprocessors: int, communicators: Communicators) -> BlockLim
             left = multiprocessors - communicators.blocks(limits)
             more = left // communicators.collective if communicators.collective else 0
             return BlockLimits(blocks, min(NCCL_MOST_BLOCKS, limits.collective + more))
-    raise ScheduleError(f"{communicators.number} communicators share {multiprocessors} multiprocessors")
+    return None
 
 
 def check_residency(lists: Lists) -> None:

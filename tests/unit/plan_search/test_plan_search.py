@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import io
 import json
+import math
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -34,12 +35,21 @@ from moe_overlap.plan_search.finalists import in_order
 from moe_overlap.plan_search.flags import Target, as_priced, without_layout
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.finalist import Finalist
-from moe_overlap.report.search import PlanSearch, closing_lines, detail_lines, search_json, search_lines, write_search
+from moe_overlap.report.search import (
+    PlanSearch,
+    _stages_lines,
+    closing_lines,
+    detail_lines,
+    search_json,
+    search_lines,
+    write_search,
+)
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
+from tests.unit.plan import plan_samples
 from tests.unit.tuner.hand_made import captured_by_hand
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB
 
@@ -516,3 +526,30 @@ def test_a_dispatch_librarys_layout_binds_nothing_either() -> None:
     found = search_plan(words, H100, SearchSettings(target="megatron-lm", solver_seconds=0.5), **OPTIONS)
     assert found.plan.world_size == 8 and found.baseline is None
     assert found.prediction.fits
+
+
+@pytest.mark.parametrize(
+    ("is_staged", "ended_early", "equal", "told"),
+    [
+        (True, False, 16.0, "3+1 layers: 4.000 s (25.0%) less than the best plan with equal stages, 16.000 s"),
+        (True, False, math.inf, "3+1 layers; no plan with equal stages fits"),
+        (False, False, 12.0, "equal stages are fastest: other layers and recomputation by stage were searched, too"),
+        (False, True, 12.0, "equal; the search ended before all plans with unequal stages were compared"),
+    ],
+)
+def test_the_answer_says_what_stages_that_differ_gain(
+    is_staged: bool, ended_early: bool, equal: float, told: str
+) -> None:
+    even = plan_samples.plan(4, 2)
+    chunks = ((0, 3),), ((3, 4),)
+    stages = tuple(dataclasses.replace(stage, chunks=own) for stage, own in zip(even.stages, chunks, strict=True))
+    search: Any = SimpleNamespace(
+        equal_stages_seconds=equal,
+        prediction=SimpleNamespace(predicted=SimpleNamespace(step_seconds=12.0)),
+        staged=SimpleNamespace(layouts=1),
+        chosen=SimpleNamespace(is_staged=is_staged),
+        ended_early=ended_early,
+        plan=dataclasses.replace(even, stages=stages),
+    )
+    (line,) = _stages_lines(search)
+    assert line.split(maxsplit=1) == ["stages", told]

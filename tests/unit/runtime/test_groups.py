@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from math import lcm
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +107,41 @@ def test_built_groups_are_the_sets() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 2), (2, 1), (2, 2), (2, 3), (4, 2)])
+def test_every_row_of_a_tied_embedding_is_shared_once(first: int, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows one by one: those with tensor rank i of one end meet those that hold the same rows at the other, data ranks too."""
+    ends = [stage(tuple(range(2 * first)), first, 1, 2, 1, 1), stage(tuple(range(10, 10 + last)), last, 1, 1, 1, 1)]
+    pretended: Any = SimpleNamespace(stages=ends, loss_stage=1, tied_blocks=lcm(first, last))
+    monkeypatch.setattr(
+        groups_module,
+        "_own_group",
+        lambda sets, *_: next((each for each in sets if dist.get_rank() in each), None),
+    )
+    monkeypatch.setattr(groups_module, "_options", lambda *_: None)
+    rows = 12
+    for each in ends:
+        for place, rank in enumerate(each.devices.ranks):
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            met: dict[int, set[int]] = {}
+            for shared in groups_module._shared_rows(pretended, None, None):
+                size = rows // each.tensor // shared.blocks
+                begin = place % each.tensor * (rows // each.tensor) + shared.block * size
+                for row in range(begin, begin + size):
+                    assert row not in met, "a row is exchanged once"
+                    met[row] = {*shared.group}  # type: ignore[misc]
+            share = rows // each.tensor
+            own = range(place % each.tensor * share, (place % each.tensor + 1) * share)
+            assert met == {
+                row: {
+                    other
+                    for end in ends
+                    for at, other in enumerate(end.devices.ranks)
+                    if row // (rows // end.tensor) == at % end.tensor
+                }
+                for row in own
+            }
 
 
 def test_over_nccl_every_kind_of_group_is_one_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from megatron.training.cli.dry_run import planned_layout_line
 from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
-from megatron.training.plan_flags import plan_of_run
+from megatron.training.plan_flags import hold_unlike_stages, plan_of_run
 from megatron.training.plan_values import config_of_stage
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
@@ -90,6 +90,16 @@ def test_each_stage_has_a_configuration_of_its_own(plan: Plan) -> None:
 )
 def test_flags_that_disagree_are_one_line(plan: Plan, words: str, line: str) -> None:
     assert refusal(words).startswith(line)
+
+
+def test_the_vocabulary_is_divided_at_both_ends(plan: Plan) -> None:
+    config = read("").config
+    model = dataclasses.replace(describe_model(config, 256), vocab_size=255)
+    with pytest.raises(ConfigError) as refused:
+        hold_unlike_stages(plan, "plan.json", config, model)
+    rule = "the vocabulary, padded for stages[0] to 255 rows, is not divisible"
+    fix = "give --make-vocab-size-divisible-by a multiple of 2"
+    assert str(refused.value) == f"plan.json stages[1].tensor 2: {rule}; {fix}"
 
 
 def test_tiles_name_ranks_that_have_what_they_send(plan: Plan) -> None:
