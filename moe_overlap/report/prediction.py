@@ -47,7 +47,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "assumed": list(prediction.assumed),
         "not_run": list(prediction.not_run),
         "computed_early": list(prediction.computed_early),
-        "breakdown": prediction.breakdown,
+        "breakdown": dict(prediction.breakdown),
         "launching": None if prediction.launching is None else dataclasses.asdict(prediction.launching),
         "provenance": dataclasses.asdict(predicted.provenance),
         "stages": [dataclasses.asdict(stage) for stage in predicted.stages],

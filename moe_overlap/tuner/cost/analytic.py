@@ -160,7 +160,7 @@ class Prediction:
     """The expected seconds and bytes of a plan."""
 
     predicted: Predicted
-    breakdown: dict[str, float]
+    breakdown: Mapping[str, float]
     """Seconds by what they are spent on; they add up to the step."""
     mfu: float
     capacity_bytes: int

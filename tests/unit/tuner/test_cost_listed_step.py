@@ -75,6 +75,25 @@ def test_the_step_is_that_of_the_whole_lists(name: str) -> None:
     assert tokens == pytest.approx(read_job([*BASE, *words.split()], 32).plan.global_batch_size * 4096)
 
 
+def test_a_search_plays_a_step_once_and_what_is_exposed_is_played_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played: list[tuple[float, float]] = []
+    play = listed_step._Lists.step
+
+    def counted(lists: Any, ones: Any, transfers: float = 1.0, gathers: float = 1.0) -> float:
+        played.append((transfers, gathers))
+        return play(lists, ones, transfers, gathers)
+
+    monkeypatch.setattr(listed_step._Lists, "step", counted)
+    found = predicted(JOBS["weights under passes, 4 stages"][0])
+    # Launches are predicted, too: another step of the same lists.
+    assert found.breakdown["compute_seconds"] > 0.0 and set(played) == {(1.0, 1.0)}
+    assert sum(found.breakdown.values()) == pytest.approx(found.predicted.step_seconds)
+    assert found.breakdown["exposed_transfer_seconds"] > 0.0
+    assert [ways for ways in played if ways != (1.0, 1.0)] == [(0.0, 1.0), (1.0, 0.0)]
+
+
 def test_weights_that_arrive_under_passes_cost_what_passes_do_not_hide() -> None:
     """One stage waits for its first weights; of four the first one alone does, the others have their bubble."""
     alone, spread = (JOBS[name][0] for name in ("weights under passes", "weights under passes, 4 stages"))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.plan import operators
@@ -135,7 +135,7 @@ class _Rank:
         waits: id -> instructions that it still waits for.
         wakes: id -> the instructions that wait for it.
         running: channel -> what runs there.
-        busy: how many tasks run in each stream, but for counts.
+        busy: by stream, the instructions that run in it by their channels, but for counts.
         bits: the sum of the busy streams' bits, as interference.py numbers them.
     """
 
@@ -146,7 +146,8 @@ class _Rank:
         self.waits: dict[int, int] = {}
         self.wakes: dict[int, list[Instruction]] = {}
         self.running: dict[str, _Task] = {}
-        self.busy, self.bits = [0, 0, 0, 0], 0
+        self.busy: tuple[dict[str, Instruction], ...] = ({}, {}, {}, {})
+        self.bits = 0
         for i in instructions:
             self.queues[i.channel].append(i)
             after = set(i.after)
@@ -163,12 +164,13 @@ class _Rank:
             return None
         return queue[-1]
 
-    def start(self, channel: str, task: _Task) -> None:
-        """Note that a channel runs a task."""
+    def start(self, i: Instruction, task: _Task) -> None:
+        """Note that an instruction runs, as an end of a task."""
+        channel = i.channel
         self.running[channel] = task
         if channel != COUNT_CHANNEL:
-            stream = _stream(channel)
-            self.busy[stream] += 1
+            stream = STREAM_OF.get(channel, BETWEEN_DEVICES)
+            self.busy[stream][channel] = i
             self.bits |= 8 >> stream
 
     def end(self, channel: str) -> None:
@@ -176,8 +178,8 @@ class _Rank:
         del self.running[channel]
         self.queues[channel].pop()
         if channel != COUNT_CHANNEL:
-            stream = _stream(channel)
-            self.busy[stream] -= 1
+            stream = STREAM_OF.get(channel, BETWEEN_DEVICES)
+            del self.busy[stream][channel]
             if not self.busy[stream]:
                 self.bits &= ~(8 >> stream)
 
@@ -241,8 +243,8 @@ class _Engine:
         if channel == COUNT_CHANNEL and self._ranks[rank].busy[BETWEEN_DEVICES]:
             alone += self._queue_seconds
         task = _Task(tuple(ends), alone, now, now)
-        for place, _ in ends:
-            self._ranks[place].start(channel, task)
+        for place, i in ends:
+            self._ranks[place].start(i, task)
         self._push(task, now)
         self._rates(task, now)
 
@@ -283,7 +285,8 @@ class _Engine:
         else:
             beside = [*dict.fromkeys(task for rank, _ in changed.ends for task in self._ranks[rank].running.values())]
         for task in beside:
-            rate = min([1 / self._slowdown(rank, i) for rank, i in task.ends])
+            slowdown = max([self._slowdown(rank, i) for rank, i in task.ends])
+            rate = 1 / slowdown
             # Work so far was done at the old rate; only the rest goes on at the new one.
             if rate != task.rate:
                 task.left -= (now - task.since) * task.rate
@@ -295,17 +298,14 @@ class _Engine:
         here = self._ranks[rank]
         if len(here.running) == 1 or i.channel == COUNT_CHANNEL:
             return 1.0
-        stream = _stream(i.channel)
+        stream = STREAM_OF.get(i.channel, BETWEEN_DEVICES)
         factor = self._interference[rank].factor_of(stream, here.bits)
-        return factor if here.busy[stream] == 1 else factor * self._crowd(here, rank, i, stream)
+        beside = here.busy[stream]
+        return factor if len(beside) == 1 else factor * self._crowd(beside.values(), rank, i, stream)
 
-    def _crowd(self, here: _Rank, rank: int, i: Instruction, stream: int) -> float:
+    def _crowd(self, running: Iterable[Instruction], rank: int, i: Instruction, stream: int) -> float:
         """How many times as long an instruction takes beside others of its stream, itself among them."""
-        beside = [
-            next(own for place, own in task.ends if place == rank)
-            for channel, task in here.running.items()
-            if channel != COUNT_CHANNEL and _stream(channel) == stream and not (i.peers and _is_opposite(i, task, rank))
-        ]
+        beside = [other for other in running if not (i.peers and other.peers and i.sends != other.sends)]
         if stream == BETWEEN_DEVICES and len(beside) > 1:
             return float(crowding([self._uses(rank, other) for other in beside]))
         return float(len(beside))
@@ -315,16 +315,6 @@ class _Engine:
         # Rounding may leave slightly less than nothing to do. The number breaks ties in time: tasks have no order.
         end = now + max(0.0, task.left) / task.rate
         heapq.heappush(self._events, (end, self._pushed, task.version, task))
-
-
-def _stream(channel: str) -> int:
-    return STREAM_OF.get(channel, BETWEEN_DEVICES)
-
-
-def _is_opposite(own: Instruction, task: _Task, rank: int) -> bool:
-    """Whether one of two transfers between stages is sent and the other received."""
-    theirs = next(i for place, i in task.ends if place == rank)
-    return bool(theirs.peers) and own.sends != theirs.sends
 
 
 def _meets(own: Instruction, theirs: Instruction, rank: int) -> bool:

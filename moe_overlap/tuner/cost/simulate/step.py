@@ -15,7 +15,7 @@ Steps of stages that overlap by their own lists (`StageOverlap.is_listed`) or ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
@@ -162,21 +162,13 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     listed = _Lists(plan, problem)
     ones = listed.alone()
     if plan.transfers:  # micro-batches of unlike stages do not correspond: nothing is told from fewer of them
-        played = still = complete = simulate_step(plan, problem).simulation.step_seconds
+        played = simulate_step(plan, problem).simulation.step_seconds
     else:
-        written = cache(partial(listed.written, ones))
-
-        def step(transfers: float, gathers: float = 1.0) -> float:
-            return step_of_many(
-                lambda count: listed.seconds(ones, count, transfers, written, gathers), listed.micro_batches, len(ones)
-            )
-
-        # All steps are extrapolated alike, so their differences are what the transfers, and the gathers, expose.
-        played, still = step(1.0), step(0.0)
-        complete = step(1.0, 0.0) if any(one.compressed.gathers for one in ones) else played
+        played = listed.step(ones)
     # Unlike stages cut the step into different numbers of micro-batches: whole steps are compared.
     slowest = max(ones, key=lambda one: one.stable * plan.stages[one.compressed.stage].gradient_accumulation_steps)
     stages = tuple(_stage(one, before) for one, before in zip(ones, closed.predicted.stages, strict=True))
+    light = [one.without_bytes() for one in ones]
     scale = closed.predicted.step_seconds / played
     predicted = replace(
         closed.predicted,
@@ -196,7 +188,7 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     return replace(
         closed,
         predicted=predicted,
-        breakdown=_breakdown(slowest, plan, played, still, complete),
+        breakdown=_breakdown(slowest, listed, light, played),
         mfu=closed.mfu * scale,
         extrapolating=(*closed.extrapolating, *([UNMEASURED] if fused else [])),
         computed_early=early,
@@ -211,8 +203,7 @@ def listed_seconds(plan: Plan, problem: Problem) -> float:
     """
     assert not plan.transfers
     listed = _Lists(plan, problem)
-    ones = listed.alone()
-    return step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
+    return listed.step(listed.alone())
 
 
 def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) -> float:
@@ -258,6 +249,12 @@ class _Lists:
             found.append(replace(_as_stage(known[key], self.plan, index), kept_by_graphs=kept))
         return found
 
+    def step(self, ones: Sequence[_Alone], transfers: float = 1.0, gathers: float = 1.0) -> float:
+        """Seconds of the step of all micro-batches; arguments as `seconds` takes them."""
+        return step_of_many(
+            lambda count: self.seconds(ones, count, transfers, gathers), self.micro_batches, len(self.plan.stages)
+        )
+
     def written(
         self, ones: Sequence[_Alone], micro_batches: int
     ) -> dict[int, tuple[list[Instruction], dict[int, float]]]:
@@ -272,19 +269,14 @@ class _Lists:
         ones: Sequence[_Alone],
         micro_batches: int,
         transfers: float = 1.0,
-        written_of: Callable[[int], dict[int, tuple[list[Instruction], dict[int, float]]]] | None = None,
         gathers: float = 1.0,
     ) -> float:
-        """Seconds of a step; of each transfer between stages, and each gather of weights in front of the passes, this share.
-
-        Args:
-            written_of: `written` of these stages, where it is asked for more than once.
-        """
+        """Seconds of a step; of each transfer between stages, and each gather of weights in front of the passes, this share."""
         plan = self.plan.with_micro_batches(micro_batches)
         # Parameter groups that step by themselves move states across the blocks, so these lists are not compressed.
         if any(stage.is_decoupled for stage in plan.stages):
             return simulate_step(plan, self.problem).simulation.step_seconds
-        written = self.written(ones, micro_batches) if written_of is None else written_of(micro_batches)
+        written = self.written(ones, micro_batches)
         sent = {one.compressed.rank: one.transfer * transfers for one in ones}
         slowed = {one.compressed.rank: one.slowed for one in ones}
         # A list begins with its gathers.
@@ -330,6 +322,10 @@ class _Alone:
     early: tuple[str, ...]
     deferred: int
     kept_by_graphs: Callable[[], float] = lambda: 0.0
+
+    def without_bytes(self) -> _Alone:
+        """The same to ask seconds of: the lists and the simulation that bytes are computed from are let go."""
+        return replace(self, bytes=lambda: ListedBytes(0.0, 0.0), kept_by_graphs=lambda: 0.0)
 
 
 def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
@@ -443,29 +439,63 @@ def _stage(one: _Alone, closed: PredictedStage) -> PredictedStage:
     )
 
 
-def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float, complete: float) -> dict[str, float]:
+class _Breakdown(Mapping[str, float]):
+    """Seconds by what they are spent on, of which a search reads few: the others cost simulations, made when they are asked for.
+
+    Args:
+        known: some of them.
+        others: those that are not known, in seconds; they may depend on each other.
+        order: names.
+    """
+
+    def __init__(self, known: dict[str, float], others: Callable[[], dict[str, float]], order: Sequence[str]) -> None:
+        self._known, self._others, self._order = known, others, order
+
+    def __getitem__(self, name: str) -> float:
+        return self._known[name] if name in self._known else self._late[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @cached_property
+    def _late(self) -> dict[str, float]:
+        return self._others()
+
+
+def _breakdown(slowest: _Alone, listed: _Lists, ones: Sequence[_Alone], played: float) -> Mapping[str, float]:
     """Seconds of the slowest stage by what they are spent on.
 
     Args:
-        played, still: the step with transfers between stages, and where they take nothing.
-        complete: where the gathers of weights in front of the passes take nothing.
+        played: the step.
     """
-    count = plan.stages[slowest.compressed.stage].gradient_accumulation_steps
+    plan, compressed = listed.plan, slowest.compressed
+    count = plan.stages[compressed.stage].gradient_accumulation_steps
     inside = {kind: count * seconds for kind, seconds in slowest.inside.items()}
     busy = sum(block.busy for block in slowest.whole)
     # A stage by itself waits for nothing but its own all-to-alls: where a block does not compute, they are exposed.
     expert = sum(block.seconds for block in slowest.whole) - busy
-    compressed = slowest.compressed
-    update = compressed.optimizer + compressed.norm
-    data = compressed.before_norm + compressed.after_norm - compressed.optimizer + played - complete
-    found = {
+    known = {
         "compute_seconds": busy - sum(inside.values()),
-        "bubble_seconds": 0.0,
         **{f"exposed_{kind}_seconds": inside[kind] + (expert if kind == "expert" else 0.0) for kind in KINDS},
-        "exposed_data_seconds": data,
-        "exposed_transfer_seconds": played - still,
-        "optimizer_seconds": update,
+        "optimizer_seconds": compressed.optimizer + compressed.norm,
     }
-    # The remainder, so that the breakdown adds up to the step.
-    found["bubble_seconds"] = played - sum(found.values())
-    return found
+
+    def others() -> dict[str, float]:
+        # All steps are extrapolated alike, so their differences are what the transfers, and the gathers, expose. Between unlike
+        # stages nothing is told from others: waits for tiles count as bubble.
+        still = played if plan.transfers else listed.step(ones, transfers=0.0)
+        gathers = any(one.compressed.gathers for one in ones) and not plan.transfers
+        complete = listed.step(ones, gathers=0.0) if gathers else played
+        data = compressed.before_norm + compressed.after_norm - compressed.optimizer + played - complete
+        late = {"exposed_data_seconds": data, "exposed_transfer_seconds": played - still}
+        # The remainder, so that the breakdown adds up to the step.
+        told = known | late
+        return late | {"bubble_seconds": played - sum(told[name] for name in order if name in told)}
+
+    exposed = (f"exposed_{kind}_seconds" for kind in KINDS)
+    ends = ("exposed_data_seconds", "exposed_transfer_seconds", "optimizer_seconds")
+    order = ("compute_seconds", "bubble_seconds", *exposed, *ends)
+    return _Breakdown(known, others, order)

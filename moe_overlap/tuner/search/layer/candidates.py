@@ -98,11 +98,13 @@ class Candidates:
     Attributes:
         limits: of the search for ranges in partitions.
         solver_seconds: for each weight-gradient schedule.
+        known: the predictions so far: several ways end at one plan.
     """
 
     problem: Problem
     limits: SearchLimits
     solver_seconds: float
+    known: list[tuple[Plan, Prediction]] = dataclasses.field(default_factory=list)
 
     def uniform(self) -> Iterator[Candidate]:
         """One mechanism on all layers: each alone, then with weight gradients deferred where that may be the fastest."""
@@ -191,7 +193,11 @@ class Candidates:
 
     def predicted(self, plan: Plan) -> Prediction:
         """The prediction of a plan of this problem."""
-        return predict_plan(plan, self.problem)
+        prediction = next((prediction for known, prediction in self.known if known == plan), None)
+        if prediction is None:
+            prediction = predict_plan(plan, self.problem)
+            self.known.append((plan, prediction))
+        return prediction
 
     def _least_seconds(self, candidate: Candidate) -> float:
         """Lower bound of a step with weight gradients deferred: they save at most min(their own time, idle time)."""
@@ -283,7 +289,9 @@ class Candidates:
         # One bound serves all stages, so the fullest decides. At least a byte: 0 in a plan means no bound at all.
         held = max(1, int(min(free_bytes(prediction))))
         limits = DeferralLimits(max_deferred_bytes=held, solver_seconds=self.solver_seconds)
-        return schedule_weight_gradients(plan, self.problem, limits)
+        return schedule_weight_gradients(
+            plan, self.problem, limits, lambda plan: self.predicted(plan).predicted.step_seconds
+        )
 
     def _prices(self, plan: Plan) -> dict[int, StagePrices]:
         """First rank of every stage -> prices that have read a list of a few micro-batches."""

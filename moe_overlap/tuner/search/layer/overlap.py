@@ -21,7 +21,7 @@ from moe_overlap.tuner.calibrate.refine import MeasuredStep
 from moe_overlap.tuner.capture.request import layer_kinds
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, listed_seconds, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.candidates import PLAIN, WHOLE, Candidate, Candidates
 from moe_overlap.tuner.search.layer.mechanisms import Mix, layer_classes, mix_mechanisms
@@ -138,11 +138,15 @@ def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Pr
         return None
     if problem.listed.graphs_refusal is not None:
         return GraphsChoice(is_on=False, refused=str(problem.listed.graphs_refusal))
-    replayed = (
-        GraphsChoice(is_on=False, name=each.name, other=predict_plan(each.decided, problem.replaying(True)))
-        for each in others[:REPLAYED]
-    )
-    return min(replayed, key=lambda choice: choice.order)
+    # The fastest that fits: bytes cost more than seconds to find, and are asked for until one does.
+    replaying = problem.replaying(True)
+    fastest = sorted(others[:REPLAYED], key=lambda each: listed_seconds(each.decided, replaying))
+    choices = [GraphsChoice(is_on=False, name=each.name) for each in fastest]
+    for place, each in enumerate(fastest):
+        choices[place] = dataclasses.replace(choices[place], other=predict_plan(each.decided, replaying))
+        if not choices[place].order[0]:
+            return choices[place]
+    return choices[0]
 
 
 def choose(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:

@@ -25,7 +25,7 @@ Source: Lancet, section 4; bubble slots are not in the paper.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -221,12 +221,14 @@ def schedule_weight_gradients(
     plan: Plan,
     problem: Problem,
     limits: DeferralLimits,
+    step_seconds: Callable[[Plan], float] | None = None,
 ) -> Schedule:
     """Fill the slots of a plan; what it says of them so far does not count, everything else stays, `predicted` included.
 
     Args:
         plan: a valid plan; the others as `simulate_step` takes them. Layers it has an entry for keep their gate and dispatcher;
             those it has none for get one without, which runs only where the flags name no gate either.
+        step_seconds: of all micro-batches of a plan, where the caller knows some; default `listed_seconds`.
     Raises:
         ConfigError: limits that allow nothing, or a field of the plan that is not lowered yet.
     """
@@ -239,7 +241,7 @@ def schedule_weight_gradients(
         """Seconds of a step: of all micro-batches where choices compare otherwise in it than in a step of few."""
         if count <= micro_batches or not sends or candidate.transfers:
             return step_of(candidate).simulation.step_seconds
-        return listed_seconds(candidate, problem)
+        return listed_seconds(candidate, problem) if step_seconds is None else step_seconds(candidate)
 
     model = problem.model
     stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
