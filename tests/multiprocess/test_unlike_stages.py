@@ -16,9 +16,9 @@ from tests.multiprocess.unlike_runs import (
     UNTIED,
     Curve,
     Shape,
-    boundary_bytes,
     curve_of,
     curves_of,
+    one_step_of,
     planned,
     told_of_a_lost_rank,
     trained,
@@ -88,9 +88,9 @@ def test_a_few_shapes_train_as_one_process_does(tmp_path: Path) -> None:
     plans = {name: unlike_plan(shapes, UNTIED) for name, shapes in THREE.items()}
     assert max(apart(plans, started(tmp_path, 3, UNTIED), tmp_path, 3, UNTIED).values()) < ROUNDING
     plan = plans["data ranks behind"]
-    sent = run(3, boundary_bytes, written(tmp_path, {"bytes": plan}, UNTIED)["bytes"])
+    steps = run(3, one_step_of, written(tmp_path, {"bytes": plan}, UNTIED))
     # Hidden states forward, their gradients back: every element once.
-    assert sum(sent) == 2 * plan.global_batch_size * plan.sequence_length * 64 * 4
+    assert sum(step["bytes"][2] for step in steps) == 2 * plan.global_batch_size * plan.sequence_length * 64 * 4
 
 
 def test_a_tied_embedding_moves_alike_at_both_ends(tmp_path: Path) -> None:
@@ -117,23 +117,60 @@ def test_tied_embeddings_and_losses_per_token(tmp_path: Path) -> None:
         assert max(apart(plans, started(folder, 4, flags), folder, 4, flags).values()) < ROUNDING
 
 
+BASE = (Shape(2), Shape(2, data=2))
+CHANGED = {
+    "nothing": BASE,
+    "layers": (Shape(1), Shape(3, data=2)),
+    "micro-batch": (Shape(2, samples=2), Shape(2, data=2)),
+    "recomputed layers": (Shape(2), Shape(2, data=2, again=1)),
+    "data": (Shape(2, data=2), Shape(2)),
+    "tensor": (Shape(2), Shape(2, tensor=2)),
+    "context": (Shape(2), Shape(2, context=2)),
+    "expert": (Shape(2), Shape(2, data=2, expert=2)),
+    "expert tensor": (Shape(2), Shape(2, tensor=2, expert=2, expert_tensor=1)),
+}
+
+
 @pytest.mark.slow
-def test_every_layout_resumes_from_the_checkpoint_of_every_other(tmp_path: Path) -> None:
+def test_each_field_alone_changes_what_ranks_do_as_the_plan_says(tmp_path: Path) -> None:
+    plans = {name: unlike_plan(shapes, UNTIED) for name, shapes in CHANGED.items()}
+    answers = run(3, one_step_of, planned(tmp_path, plans, UNTIED))
+    told = {}
+    for name, plan in plans.items():
+        told[name] = [answer[name] for answer in answers]
+        for rank, (done, listed, sent) in enumerate(told[name]):
+            stage = plan.stages[plan.stage_of(rank)]
+            count, exchanges = stage.gradient_accumulation_steps, stage.expert * stage.expert_tensor > 1
+            assert done == listed, name
+            layers = {layer: layer - stage.chunks[0][0] < stage.recompute.layers for layer in range(4)}
+            for layer, again in layers.items():
+                own = count if layer in stage.layers else 0
+                assert done.get(f"L{layer}.attention", 0) == done.get(f"L{layer}.attention.backward", 0) == own, name
+                assert done.get(f"L{layer}.attention.recompute", 0) == own * again, name
+                assert done.get(f"L{layer}.moe.dispatch", 0) == own * exchanges, name
+            # A boundary tensor, or its gradient; rows of the experts are sent from rank to rank, too.
+            boundary = plan.global_batch_size * plan.sequence_length * 64 * 4 // len(stage.devices.ranks)
+            assert sent > boundary if exchanges else sent == boundary, name
+    assert all(told[name] != told[other] for name in told for other in told if name != other)
+
+
+@pytest.mark.slow
+def test_six_layouts_resume_from_the_checkpoints_of_each_other(tmp_path: Path) -> None:
     """Weights and moments, of a tied embedding too: Adam's third step depends on those of the first two."""
-    names = ("data ranks behind", "tensor ranks before")
-    words = planned(tmp_path, {name: unlike_plan(THREE[name], "") for name in names}, "")
+    shapes = {name: {**THREE, **FOUR}[name] for name in (*THREE, "experts before")}
+    words = planned(tmp_path, {name: unlike_plan(each, "") for name, each in shapes.items()}, "")
     words["one process"] = ALONE
-    for number, (name, each) in enumerate(words.items()):
-        saved = tmp_path / f"saved-{number}"
-        flags = f"{each} --train-iters 4 --save {saved} --save-interval 2"
-        whole = run(1 if name == "one process" else 3, trained, flags, str(tmp_path / f"{number}.jsonl"))[0]
+    worlds = {name: 1 if name == "one process" else 3 for name in words}
+    names = [*words]
+    for number, (name, other) in enumerate(zip(names, names[1:] + names[:1], strict=True)):
+        saved, log = tmp_path / f"saved-{number}", tmp_path / f"{number}.jsonl"
+        flags = f"{words[name]} --train-iters 4 --save {saved} --save-interval 2"
+        whole = run(worlds[name], trained, flags, str(log))[0]
         assert len(whole) == 4
-        for other in words.keys() - {name}:
-            flags = f"{words[other]} --train-iters 4 --load {saved} --ckpt-step 2"
-            log = str(tmp_path / f"{number} by {other}.jsonl".replace(" ", "-"))
-            resumed = run(1 if other == "one process" else 3, trained, flags, log)[0]
-            for value, expected in zip(resumed, whole[2:], strict=True):
-                assert value == pytest.approx(expected, rel=ROUNDING), (name, other)
+        flags = f"{words[other]} --train-iters 4 --load {saved} --ckpt-step 2"
+        resumed = run(worlds[other], trained, flags, str(log.with_suffix(".resumed")))[0]
+        for value, expected in zip(resumed, whole[2:], strict=True):
+            assert value == pytest.approx(expected, rel=ROUNDING), (name, other)
 
 
 @pytest.mark.slow

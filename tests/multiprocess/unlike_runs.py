@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,12 @@ def told_of_a_lost_rank(words: str) -> str:
     return ""
 
 
-def boundary_bytes(words: str) -> int:
-    """Bytes that this rank sends over stage boundaries in one step, counted where they are handed to torch.distributed."""
+Step = tuple[dict[str, int], dict[str, int], int]
+
+
+def one_step(words: str) -> Step:
+    """What this rank does in one step, by operator: as recorded, and as its list has it; and the bytes that it sends over
+    stage boundaries, counted where they are handed to torch.distributed."""
     import torch.distributed as dist
 
     job = _assembled(f"{words} --train-iters 1").job
@@ -152,10 +157,18 @@ def boundary_bytes(words: str) -> int:
     sent, isend = [], dist.isend
     dist.isend = lambda tensor, *more, **named: sent.append(tensor.nbytes) or isend(tensor, *more, **named)  # type: ignore
     try:
-        job.machinery.runner.run(job.schedule.instructions, feed, 0)
+        spans = job.machinery.runner.run(job.schedule.instructions, feed, 0).spans
     finally:
         dist.isend = isend
-    return sum(sent)
+    # An operator that waits for collectives of its own has several spans.
+    done = {(span.name, span.micro_batch, span.partition) for span in spans}
+    listed = {(i.name, i.micro_batch or 0, i.partition) for i in job.schedule.instructions}
+    return Counter(name for name, *_ in done), Counter(name for name, *_ in listed), sum(sent)
+
+
+def one_step_of(plans: dict[str, str]) -> dict[str, Step]:
+    """The same of several runs, by name."""
+    return {name: one_step(words) for name, words in plans.items()}
 
 
 def _assembled(words: str) -> Any:
