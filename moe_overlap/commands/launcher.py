@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 ENDED_BY_SIGNAL = 128
 """The status of a process that a signal ended, as shells count it: this and the signal's number."""
-THIS_MACHINE = "127.0.0.1"
-"""The rendezvous address of a job on one machine: an address rather than a name, as a machine's own name may not resolve."""
 STOPS_WITHIN = datetime.timedelta(seconds=30)
 """Time for a rank to end after a signal; one that saves first (--exit-signal-handler) has as long as a collective."""
 
@@ -60,6 +58,11 @@ def _watch(launch: Launch, words: Sequence[str], config: Config, folder: LaunchF
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    from moe_overlap.commands import meeting
+
+    meeting.register()
+    if launch.nodes == 1:
+        meeting.stay_on_this_machine()
     # The agent logs every failure in several lines; this process has nothing else to log.
     logging.disable(logging.CRITICAL)
     program = str(Path(sys.argv[0]).resolve())
@@ -86,6 +89,8 @@ def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
     """torchrun's description of the same start."""
     from torch.distributed.launcher.api import LaunchConfig
 
+    from moe_overlap.commands.meeting import BACKEND, THIS_MACHINE
+
     patience = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
     configs: dict[str, Any] = {"timeout": max(1, int(patience.total_seconds()))}
     if launch.backend == "static":
@@ -96,7 +101,7 @@ def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
         max_nodes=launch.nodes,
         nproc_per_node=launch.processes_per_node,
         run_id=str(uuid.uuid4()) if apart else launch.job,
-        rdzv_backend=launch.backend,
+        rdzv_backend=BACKEND,
         rdzv_endpoint=f"{THIS_MACHINE}:0" if apart else launch.endpoint,
         # Else the agent asks for the address of this machine's own name, which not every machine can resolve.
         local_addr=THIS_MACHINE if apart else None,

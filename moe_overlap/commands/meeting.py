@@ -1,0 +1,147 @@
+"""Where the machines of a job meet, and where their ranks do: stores that listen on one address, not on all.
+
+torch's stores listen on every interface and ask nobody who he is; what an agent finds there it unpickles. So the stores of
+`--nproc-per-node` are made here, on sockets that are bound to the address by which the others find them:
+1. one machine: 127.0.0.1, and gloo's and NCCL's own sockets stand on the loopback interface, too (`LOOPBACK`);
+2. several: the address of `--rdzv-endpoint` or `--master-addr`. All interfaces where that name means the loopback interface here
+   (Debian gives a machine's own name 127.0.1.1), or an address that this machine does not have (behind NAT).
+
+The rest is torch's: `register` names a rendezvous of its agent, of both kinds, whose stores are ours.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import ipaddress
+import os
+import socket
+import sys
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+
+BACKEND = "bound"
+"""The name of our rendezvous at torch's agent; with `rank` among its settings it is the static kind."""
+THIS_MACHINE = "127.0.0.1"
+"""The address of a job on one machine: an address rather than a name, as a machine's own name may not resolve."""
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+"""Variables by which ranks of one machine reach each other's sockets, where the user's do not say otherwise."""
+STORE_SECONDS = datetime.timedelta(seconds=60)
+"""torch's own patience with a store at the meeting."""
+
+
+def register() -> None:
+    """Make BACKEND known to torch's agent; once in a process."""
+    rendezvous_handler_registry.register(BACKEND, _handler)
+
+
+def stay_on_this_machine() -> None:
+    """Keep the sockets of the ranks of one machine on its loopback interface."""
+    for name, interface in LOOPBACK.items():
+        os.environ.setdefault(name, interface)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens where a host is found; the port is free where 0 is asked for."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    places = [address, ("", *address[1:])]
+    # A name for the loopback interface is another address on other machines.
+    if ipaddress.ip_address(address[0]).is_loopback and host != THIS_MACHINE:
+        places = places[1:]
+    listening = socket.socket(family, kind, protocol)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listening.bind(places[0])
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL or len(places) == 1:
+                raise
+            listening.bind(places[1])
+        listening.listen(socket.SOMAXCONN)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def listening_store(host: str, port: int, machines: int | None = None) -> TCPStore:
+    """A store of this process that listens where a host is found.
+
+    Args:
+        machines: whose connections are waited for; None: nobody's.
+    """
+    listening = listening_socket(host, port)
+    # The store closes the descriptor that it is given.
+    return TCPStore(
+        host,
+        listening.getsockname()[1],
+        machines,
+        is_master=True,
+        timeout=STORE_SECONDS,
+        master_listen_fd=listening.detach(),
+    )
+
+
+class _Numbering(C10dRendezvousBackend):
+    """torch's backend of machines that number themselves, under our name."""
+
+    @property
+    def name(self) -> str:
+        return BACKEND
+
+
+class _Numbered(StaticTCPRendezvous):
+    """torch's meeting of machines that know their numbers, under our name; the first holds the store."""
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.rank == 0 and not self._store:
+            self._store = listening_store(self.master_addr, self.master_port, self.world_size)
+        return super().next_rendezvous()
+
+
+def _handler(params: RendezvousParameters) -> RendezvousHandler:
+    return _static(params) if "rank" in params.config else _dynamic(params)
+
+
+def _dynamic(params: RendezvousParameters) -> RendezvousHandler:
+    """Machines that number themselves: the one that the endpoint names holds the store; else this is another."""
+    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
+    store = _store_of(host, port) if _matches_machine_hostname(host) else _connected(host, port)
+    handler: Any = create_handler(store, _Numbering(store, params.run_id), params)
+    # The store that this machine's agent makes for the ranks of all machines.
+    handler._create_tcp_store_server = listening_store
+    return handler  # type: ignore[no-any-return]
+
+
+def _store_of(host: str, port: int) -> Store:
+    try:
+        return listening_store(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # Another agent of this machine holds it already.
+        return _connected(host, port)
+
+
+def _connected(host: str, port: int) -> TCPStore:
+    return TCPStore(host, port, is_master=False, timeout=STORE_SECONDS)
+
+
+def _static(params: RendezvousParameters) -> RendezvousHandler:
+    host, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
+    rank, seconds = int(params.config["rank"]), int(params.config["timeout"])
+    return _Numbered(host, port, rank, params.max_nodes, params.run_id, seconds)
