@@ -104,6 +104,8 @@ class _Numbering(C10dRendezvousBackend):
 class _Numbered(StaticTCPRendezvous):
     """torch's meeting of machines that know their numbers, under our name; the first holds the store."""
 
+    _store: Store | None
+
     def get_backend(self) -> str:
         return BACKEND
 

@@ -12,7 +12,8 @@ import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ MOST_DEPTH = 200
 MOST_DIGITS = 300
 MOST_WHOLE_DIGITS = 9
 """Digits of the largest number that a word or a name holds; Python itself refuses to read thousands."""
+_CHUNK_BYTES = 1 << 24
+
+Checksums = dict[str, tuple[int, int]]
+"""File name -> bytes, CRC-32."""
 MOST_VALUES = 4_000_000
 """Commas and opening brackets of the largest JSON text: with as many values as these, Python's objects take some 400 MB."""
 
@@ -161,6 +166,18 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """
     with new_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def checksums(paths: Iterable[Path]) -> Checksums:
+    """Size and CRC-32 of files."""
+    sums = {}
+    for path in paths:
+        crc = size = 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+        sums[path.name] = (size, crc)
+    return sums
 
 
 def _text(content: bytes) -> str:

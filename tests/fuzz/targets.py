@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -260,6 +261,7 @@ def _measurements(folder: Path) -> tuple[Target, ...]:
         ),
     )
     samples = gzip.compress("\n".join(rows).encode(), mtime=0)
+    recorded = (ROOT / "tests/golden/sharding_whole.json").read_bytes()
     return (
         Target(
             "loads",
@@ -288,12 +290,22 @@ def _measurements(folder: Path) -> tuple[Target, ...]:
         Target("samples", (samples,), from_file(folder, "samples.csv.gz", read_samples), packed(bytes_changed)),
         Target(
             "capture",
-            ((ROOT / "tests/golden/sharding_whole.json").read_bytes(),),
+            (recorded,),
             from_file(folder, "capture.json", load_captured),
             bytes_changed,
             0.3,
         ),
+        Target(
+            "captured", (recorded.partition(b"\n")[2],), from_file(folder, "signed.json", _signed_capture), JSON, 0.3
+        ),
     )
+
+
+def _signed_capture(path: Path) -> object:
+    """A capture whose first line is the hash of what follows, whatever that is."""
+    body = path.read_bytes().rstrip(b"\n")
+    path.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body + b"\n")
+    return load_captured(path)
 
 
 def _json_or_bytes(seed: bytes, draw: object) -> bytes:

@@ -20,7 +20,6 @@ import re
 import secrets
 import shutil
 import stat
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +27,12 @@ from typing import Any
 
 from megatron.training.checkpoint.mark import MARK, READABLE, RESUMABLE, Damaged, mark_text, read_mark
 from moe_overlap.describe.errors import ConfigError, one_of
-from moe_overlap.describe.files import printable
+from moe_overlap.describe.files import checksums, printable
 
 _FINISHED = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"\.tmp-(?:replaced-)?step-(\d{6,})-.*")
 _REPLACED = re.compile(r"\.replaced-step-(\d{6,})-[0-9a-f]+")
 _UPSTREAM_TRACKER = "latest_checkpointed_iteration.txt"
-_CHUNK_BYTES = 1 << 24
-
-Checksums = dict[str, tuple[int, int]]
-"""File name -> bytes, CRC-32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,18 +191,6 @@ def open_temporary(folder: Path, step: int) -> Path:
         temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(8)}"
         temporary.mkdir()
     return temporary
-
-
-def checksums(paths: Iterable[Path]) -> Checksums:
-    """Size and CRC-32 of files."""
-    sums = {}
-    for path in paths:
-        crc = size = 0
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                crc, size = zlib.crc32(chunk, crc), size + len(chunk)
-        sums[path.name] = (size, crc)
-    return sums
 
 
 def require_whole(checkpoint: Stored, needed: Iterable[str]) -> None:

@@ -11,18 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy
 import torch
-import torch.distributed as dist
 from megatron.core import package_info
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -32,7 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.training.cli.config import Config, DataConfig
-from megatron.training.data.indexed import cannot_write, prepare_builtin_corpus
+from megatron.training.data.index_cache import CACHE_VERSION, build_with_cache
+from megatron.training.data.indexed import prepare_builtin_corpus
 from megatron.training.data.sources import (
     BUILTIN_SPLIT,
     DEFAULT_SPLIT,
@@ -55,7 +51,6 @@ Dataset: TypeAlias = GPTDataset | BlendedDataset
 PARTS = ("train", "validation", "test")
 ORIGIN = "dataset_id"
 """megatron-core's name for the number of the dataset, in a blend, that a sample is from."""
-SECONDS_UNTIL_ABANDONED = 24 * 3600
 FIRST_SAMPLES = 4
 """Samples that name the order of a text."""
 
@@ -121,6 +116,7 @@ def build_datasets(
 
     key = [
         package_info.__version__,
+        CACHE_VERSION,
         seed,
         sequence_length,
         split,
@@ -132,7 +128,7 @@ def build_datasets(
     builder = BlendedMegatronDatasetBuilder(
         MockGPTDataset if data.mock_data else GPTDataset, list(samples), lambda: True, config
     )
-    train, valid, test = _build_with_cache(builder, cache / "indices" / name)
+    train, valid, test = build_with_cache(builder, cache / "indices" / name)
     _check_lengths((train, valid, test), samples, has_parts=parts is not None)
     digest = "mock" if data.mock_data else on_first_rank(lambda: dataset_digest(source))
     order = on_first_rank(lambda: _first_samples(train))
@@ -210,70 +206,6 @@ def _state(source: DataSource) -> list[Any]:
     """An identification of the blends' content, rewritten files included, which megatron-core's own key misses."""
     files = [Path(prefix + suffix).stat() for prefix in source.prefixes for suffix in (".bin", ".idx")]
     return [asdict(source), [(f.st_size, f.st_mtime_ns) for f in files]]
-
-
-def _build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> tuple[Dataset | None, ...]:
-    """Build with the indices of `folder`, or write them.
-
-    megatron-core takes any index file that exists for a whole one. A job killed while it writes would poison every
-    later one, so new indices go to a folder of their own, which gets its name once every rank has read them.
-    """
-
-    def choose() -> str:
-        try:
-            if folder.is_dir():
-                return str(folder)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            for abandoned in folder.parent.glob("*.building-*"):
-                if time.time() - abandoned.stat().st_mtime > SECONDS_UNTIL_ABANDONED:
-                    shutil.rmtree(abandoned, ignore_errors=True)
-            building = tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent)
-            Path(building).chmod(0o755)
-            return building
-        except OSError as error:
-            raise cannot_write(folder.parent, error) from error
-
-    def finish() -> bool:
-        try:
-            Path(chosen).rename(folder)
-        except OSError:
-            return not folder.is_dir()
-        return True
-
-    chosen = on_first_rank(choose)
-    on_every_rank(partial(_check_visible, Path(chosen)))
-    builder.config.path_to_cache = chosen
-    try:
-        datasets = tuple(builder.build())
-    except Exception as error:  # megatron-core hides the error of a full disk behind a plain Exception, on rank 0.
-        if not isinstance(error.__cause__ or error.__context__, OSError):
-            raise
-        reason = error.__cause__ or error.__context__
-        if chosen != str(folder):
-            shutil.rmtree(chosen, ignore_errors=True)
-        assert isinstance(reason, OSError)
-        raise cannot_write(folder.parent, reason) from error
-    if chosen != str(folder):
-        if dist.is_initialized():
-            dist.barrier()
-        if not on_first_rank(finish):
-            # Another job was faster. Other machines may have mapped files of this one: NFS takes them away when they are deleted.
-            builder.config.path_to_cache = str(folder)
-            datasets = tuple(builder.build())
-            if dist.is_initialized():
-                dist.barrier()
-            on_first_rank(partial(shutil.rmtree, chosen, ignore_errors=True))
-    return datasets
-
-
-def _check_visible(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ConfigError(
-            "--data-cache-path",
-            folder.parent,
-            "is not the same folder on every node",
-            "give a folder on a shared file system",
-        )
 
 
 def _check_lengths(parts: tuple[Dataset | None, ...], samples: tuple[int, int, int], has_parts: bool) -> None:

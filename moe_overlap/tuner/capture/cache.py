@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -18,11 +19,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron.training.cli.config import Config
 from megatron.training.cli.config_fields import DeviceConfig, PrecisionConfig
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_text, printable
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.expression import Expression
@@ -49,6 +52,10 @@ _OP_FIELDS = tuple(field.name for field in dataclasses.fields(Op))
 _STORAGE_FIELDS = tuple(field.name for field in dataclasses.fields(Storage))
 
 
+MOST_CAPTURE_BYTES = 64 << 20
+"""Bytes of the largest capture that is read; those of the largest shipped models have some two million."""
+
+
 class CorruptFileError(ValueError):
     """A file is not what was written."""
 
@@ -73,20 +80,26 @@ def save_captured(captured: CapturedModel, path: Path) -> None:
     temporary.replace(path)
 
 
-def load_captured(path: Path) -> CapturedModel:
+def load_captured(path: Path, key: str | None = None) -> CapturedModel:
     """Read what `save_captured` wrote.
 
+    Args:
+        key: hash of the request that it must answer; default any.
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptFileError: its content is not what was written, or was written by another release.
+        CorruptFileError: its content is not what was written, answers another request, or was written by another release.
     """
+    if not path.exists():
+        raise FileNotFoundError(path)
     try:
-        digest, _, body = path.read_text(encoding="utf-8").partition("\n")
+        digest, _, body = bounded_text(path, MOST_CAPTURE_BYTES).partition("\n")
         if digest != _digest(body.rstrip("\n")):
             raise CorruptFileError(f"{path}: its content does not have the hash in its first line")
         values = json.loads(body)
+        if key is not None and values["sha256"] != key:
+            raise CorruptFileError(f"{path}: it is the capture of another request")
         table = [Expression.parse(text) for text in values["expressions"]]
-        return CapturedModel(
+        captured = CapturedModel(
             parts=tuple(_part(part, table) for part in values["parts"]),
             layer_kinds=tuple(values["layer_kinds"]),
             mtp_kinds=tuple(values["mtp_kinds"]),
@@ -95,8 +108,12 @@ def load_captured(path: Path) -> CapturedModel:
             versions=tuple((name, version) for name, version in values["versions"]),
             sha256=values["sha256"],
         )
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise CorruptFileError(f"{path}: {error}") from error
+        _require_types(captured)
+        return captured
+    except CorruptFileError:
+        raise
+    except (Unreadable, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"{path}: {printable(str(error), 200)}") from error
 
 
 def _digest(body: str) -> str:
@@ -151,6 +168,52 @@ def _op(row: list[Any], table: list[Expression]) -> Op:
 def _storage(row: list[Any], table: list[Expression]) -> Storage:
     fields = dict(zip(_STORAGE_FIELDS, row, strict=True))
     return Storage(**{**fields, "bytes": table[fields["bytes"]]})
+
+
+Test = Callable[[Any], bool]
+"""Whether a value is of a type."""
+
+
+def _require_types(record: Any) -> None:
+    """TypeError for a record of which a field is not of its type: whoever computes with it would fail, and know no file."""
+    wrong = _wrong_field(record)
+    if wrong:
+        raise TypeError(f"{wrong} is of another type")
+
+
+def _wrong_field(record: Any) -> str:
+    """The first field that is not of its type; empty where there is none."""
+    kind: type = type(record)
+    tests = _tests(kind)  # type: ignore[arg-type]
+    return next((f"{kind.__name__}.{name}" for name, test in tests.items() if not test(getattr(record, name))), "")
+
+
+@functools.cache
+def _tests(kind: type) -> dict[str, Test]:
+    """Field of a dataclass -> the test of its type."""
+    return {name: _test(hint) for name, hint in get_type_hints(kind).items()}
+
+
+@functools.cache
+def _test(hint: Any) -> Test:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        tests = [_test(one) for one in arguments]
+        return lambda value: any(test(value) for test in tests)
+    if origin is Literal:
+        return lambda value: value in arguments
+    if origin is tuple:
+        each = [_test(one) for one in arguments if one is not Ellipsis]
+        if arguments[-1] is Ellipsis:
+            return lambda value: type(value) is tuple and all(map(each[0], value))
+        return lambda value: (
+            type(value) is tuple
+            and len(value) == len(each)
+            and all(test(one) for test, one in zip(each, value, strict=True))
+        )
+    if dataclasses.is_dataclass(hint) and hint is not Expression:  # that is made by its own reader
+        return lambda value: type(value) is hint and not _wrong_field(value)
+    return lambda value: type(value) is hint
 
 
 def cached_captures(requests: Sequence[Request], cache_dir: Path) -> list[CapturedModel]:
@@ -209,7 +272,7 @@ class CaptureFiles:
 
     def _load(self, path: Path) -> CapturedModel:
         if path not in self._read:
-            self._read[path] = load_captured(path)
+            self._read[path] = load_captured(path, path.stem)
         return self._read[path]
 
 

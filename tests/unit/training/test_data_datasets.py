@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.cli.config import DataConfig
-from megatron.training.data import datasets as data
 from megatron.training.data import indexed
 from megatron.training.data import sources as corpus
 from megatron.training.data.datasets import BatchSampler, Dataset, batches, build_datasets, unigram_entropy
+from megatron.training.data.index_cache import _check_visible, build_with_cache
 from megatron.training.data.indexed import indexed_dataset
 from megatron.training.data.sources import check_indexed_dataset
 from megatron.training.data.tokenizers import ByteTokenizer, NullTokenizer
@@ -384,7 +384,7 @@ def test_unigram_entropy(tmp_path: Path) -> None:
 
 def test_every_rank_must_see_the_cache(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the same folder on every node"):
-        data._check_visible(tmp_path / "elsewhere")
+        _check_visible(tmp_path / "elsewhere")
 
 
 def test_the_order_of_a_text_has_a_name(tmp_path: Path) -> None:
@@ -409,11 +409,12 @@ def test_indices_of_a_slower_job_go_when_nobody_reads_them(tmp_path: Path) -> No
         def build(self) -> list[None]:
             folder.mkdir(exist_ok=True)  # by another job, while this one builds
             (folder / "index").touch()
+            (folder / "sums.json").write_text('{"index": [0, 0]}')
             read.append((self.config.path_to_cache, sorted(path.name for path in tmp_path.iterdir())))
             return [None]
 
     builder: Any = Builder()
-    assert data._build_with_cache(builder, folder) == (None,)
+    assert build_with_cache(builder, folder) == (None,)
     (own, _), (published, there) = read
     assert published == str(folder) and Path(own).name in there, "read while its own files are still there"
     assert [path.name for path in tmp_path.iterdir()] == ["indices"]

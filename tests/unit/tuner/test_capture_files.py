@@ -156,6 +156,35 @@ def test_a_file_of_another_release_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("sha256",), 5),
+        (("layer_kinds",), [1]),
+        (("expressions",), [5]),
+        (("expressions",), ["1/0"]),
+        (("layout", "tensor"), "2"),
+        (("layout", "tensor"), True),
+        (("parts", 0, "saved"), [0.5]),
+        (("parts", 0, "ops", 0, 0), None),
+        (("parts", 0, "storages"), [[]]),
+    ],
+)
+def test_values_of_other_types_are_told(tmp_path: Path, place: tuple[Any, ...], value: Any) -> None:
+    """Their hash is right: a search would fail with them, wherever it first computes."""
+    path = tmp_path / "graph.json"
+    save_captured(captured(), path)
+    values = json.loads(path.read_text().partition("\n")[2])
+    inside = values
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    body = json.dumps(values)
+    path.write_text(f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
+    with pytest.raises(CorruptFileError, match="graph.json"):
+        load_captured(path)
+
+
+@pytest.mark.parametrize(
     "damage", [lambda text: text[:-40], lambda text: text.replace("mm", "mn"), lambda text: "\x00"]
 )
 def test_a_corrupt_file_is_told(tmp_path: Path, damage: Any) -> None:
@@ -179,9 +208,14 @@ def test_the_cache_captures_once_and_again_when_corrupt(tmp_path: Path, capsys: 
         found = joined(CaptureFiles(tmp_path, capture=capture).captures(asked), asked[0].model)
     assert ran == ["none", "full"] and len(found.parts) == 2 and found.layer_kinds == ("moe", "moe")
     assert capsys.readouterr().err == ""
-    next(tmp_path.glob("*.json")).write_text("{}")
+    one, other = (tmp_path / f"{each.sha256()}.json" for each in asked)
+    one.write_text("{}")
     CaptureFiles(tmp_path, capture=capture).captures(asked)
     assert len(ran) == 3 and "captured again" in capsys.readouterr().err
+    # Whole, and of another request: the names of files are all that tell them apart.
+    other.write_bytes(one.read_bytes())
+    CaptureFiles(tmp_path, capture=capture).captures(asked)
+    assert ran[3:] == ["full"] and "the capture of another request; captured again" in capsys.readouterr().err
 
 
 def test_the_key_knows_what_matters() -> None:

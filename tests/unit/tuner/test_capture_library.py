@@ -139,7 +139,7 @@ def test_tables_of_many_layouts_are_those_of_each(biases: bool) -> None:
 def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path) -> None:
     def capture(missing: Mapping[Path, Request]) -> None:
         for path, asked in missing.items():
-            save_captured(captured(asked), path)
+            save_captured(replace(captured(asked), sha256=asked.sha256()), path)
 
     flags = f"{MOE} --bf16 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
     job = read_job([*flags.split(), "--expert-tensor-parallel-size", "1", "--vocab-size", "512"], 4)
@@ -220,15 +220,16 @@ def test_rows_of_experts_grow_with_the_ranks_they_come_from() -> None:
 
 def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = requests([(2, 1, 2, 1)])
-    save_captured(captured(asked[0]), tmp_path / f"{asked[0].sha256()}.json")
+    whole = replace(captured(asked[0]), sha256=asked[0].sha256())
+    save_captured(whole, tmp_path / f"{whole.sha256}.json")
     reads: list[Path] = []
     load = cache.load_captured
 
-    def counted(path: Path) -> CapturedModel:
+    def counted(path: Path, key: str) -> CapturedModel:
         reads.append(path)
-        return load(path)
+        return load(path, key)
 
     monkeypatch.setattr(cache, "load_captured", counted)
     files = CaptureFiles(tmp_path)
-    assert files.captures(asked) == files.captures(asked) == [captured(asked[0])]
+    assert files.captures(asked) == files.captures(asked) == [whole]
     assert len(reads) == 1
