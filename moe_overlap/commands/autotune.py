@@ -33,7 +33,7 @@ from typing import TextIO
 from megatron.training.report.live_line import LiveLine
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
-from moe_overlap.commands.exits import INTERRUPTED
+from moe_overlap.commands.exits import INTERRUPTED, interruptible
 from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
     ELSEWHERE,
@@ -53,7 +53,7 @@ from moe_overlap.commands.job_arguments import (
 )
 from moe_overlap.commands.predict import token_count
 from moe_overlap.commands.tune_many import tune_both, tune_numbers
-from moe_overlap.describe.errors import ConfigError, system_refusal
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.asked import BEYOND, SPACES, SearchSettings
@@ -88,6 +88,7 @@ SOLVER_SECONDS = 5.0
 """Seconds of solver time for each weight-gradient schedule."""
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake."""
     arguments = _parser().parse_args(argv)
@@ -99,9 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return (_overlap if arguments.overlap_only else _plan)(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {system_refusal(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("error: interrupted before the answer was complete", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
+import errno
 import functools
 import os
 import signal
@@ -18,11 +18,11 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from moe_overlap.describe.errors import system_refusal
 from moe_overlap.describe.files import printable
+from moe_overlap.describe.process import end_with_parent
 
 LAUNCH_FOLDER = "MOE_OVERLAP_LAUNCH_FOLDER"
 """Variable by which our own launcher tells its ranks where their `LaunchFolder` is."""
 RANK_0_SPEAKS_WITHIN_SECONDS = 10
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ def leave_to_signals() -> None:
 def end_with_launcher() -> None:
     """Have the kernel end this process when torchrun is killed: ranks that train on would collide with those of a restart.
 
-    Linux alone has it. Ranks that no torchrun started, of Slurm or a shell, end as their launcher ends them.
+    Ranks that no torchrun started, of Slurm or a shell, end as their launcher ends them.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
 
 
 def leave(rank: int, line: str, status: int, is_shared: bool = False) -> int:
@@ -148,24 +148,46 @@ _Main = TypeVar("_Main", bound=Callable[..., int])
 
 
 def interruptible(main: _Main) -> _Main:
-    """A command that Ctrl-C, and a path at which the system refuses it, end with one line.
+    """A command that Ctrl-C, a path at which the system refuses it, and a full disk behind its output, end with one line.
 
-    Of many ranks the first one says that it was interrupted. Training has signals of its own.
+    Where the reader of its output goes away (`| head`) it ends by SIGPIPE, as programs do. Of many ranks the first one says that
+    it was interrupted. Training has signals of its own.
     """
 
     @functools.wraps(main)
     def command(*arguments: Any, **named: Any) -> int:
         try:
-            return main(*arguments, **named)
+            try:
+                return main(*arguments, **named)
+            finally:
+                # Behind the command Python would flush with nobody there to answer.
+                sys.stdout.flush()
         except KeyboardInterrupt:
             if os.environ.get("RANK", "0") == "0":
                 print("error: interrupted", file=sys.stderr, flush=True)
             return INTERRUPTED
         except OSError as error:
-            print(f"error: {system_refusal(error)}", file=sys.stderr, flush=True)
-            return 2
+            return _refused(error)
 
     return cast("_Main", command)
+
+
+_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors without a path that are of standard output: nothing else of a command writes to an open file without naming it."""
+
+
+def _refused(error: OSError) -> int:
+    if error.filename is None and error.errno in _UNWRITTEN:
+        # What is left in Python's buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGPIPE)
+        line = f"standard output: {error.strerror}; make space, or send it elsewhere"
+    else:
+        line = str(system_refusal(error))
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    return 2
 
 
 @contextlib.contextmanager

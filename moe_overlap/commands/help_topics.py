@@ -104,7 +104,7 @@ class _Help(argparse.Action):
             str(group.title): group for group in parser._action_groups if group._group_actions and group.description
         }
         if name == ALL:
-            parser.print_help()
+            print(parser.format_help(), end="")  # argparse's own printing hides a full disk
             parser.exit()
         if name is not None and name not in topics:
             error = ConfigError("--help", name, "is no topic", f"use {', '.join(topics)} or {ALL}")

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_overlap import VERSION_LINE
-from moe_overlap.commands.exits import ends_with_its_reader, interruptible
+from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text
 from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_flags
 
 
-@ends_with_its_reader()
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit status 0, or 2 for a script that holds no flags."""

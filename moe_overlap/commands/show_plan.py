@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_overlap import VERSION_LINE
-from moe_overlap.commands.exits import ends_with_its_reader, interruptible
+from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.commands.job_arguments import name_of, words_of
 from moe_overlap.describe.errors import ConfigError
@@ -25,7 +25,6 @@ from moe_overlap.plan.sizes import GRADIENT_BYTES
 from moe_overlap.report.plan import format_plan
 
 
-@ends_with_its_reader()
 @interruptible
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json, new_file, whole_number
+from moe_overlap.describe.process import end_with_parent
 from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import UniformLayout
@@ -91,7 +93,8 @@ def in_processes(run: Callable[[Shard], Answer], jobs: int) -> list[Answer]:
     processes, answers = [], []
     for index in range(2, jobs + 1):
         receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=_answer, args=(run, Shard(index, jobs), sending), daemon=True)
+        own = run, Shard(index, jobs), sending, os.getpid()
+        process = context.Process(target=_answer, args=own, daemon=True)
         process.start()
         sending.close()
         processes.append((process, receiving))
@@ -107,7 +110,9 @@ def in_processes(run: Callable[[Shard], Answer], jobs: int) -> list[Answer]:
     return answers
 
 
-def _answer(run: Callable[[Shard], Answer], shard: Shard, sending: Connection) -> None:
+def _answer(run: Callable[[Shard], Answer], shard: Shard, sending: Connection, parent: int) -> None:
+    # Nobody takes the answer of a search that was killed, or that memory ran out for.
+    end_with_parent(parent)
     try:
         sending.send((run(shard), None))
     except BaseException as error:

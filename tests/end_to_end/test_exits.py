@@ -22,6 +22,10 @@ UNREAD = (
     [str(PROGRAM), "@examples/tiny-mixtral-8x7b.args", "--dry-run"],
     ["-m", "tools.show_plan", "tests/golden/pp2_ep2.json"],
     ["-m", "tools.import_flags", "tests/golden/train_moe.sh"],
+    ["-m", "tools.predict", "--list-gpus"],
+    ["-m", "tools.predict", "--help", "all"],
+    ["-m", "tools.autotune", "--list-gpus"],
+    ["-m", "tools.compare_losses", "--help"],
 )
 PROMPT_SECONDS = 300.0
 """A rank that has lost its peers must not wait for the collective's timeout of ten minutes."""
@@ -111,3 +115,11 @@ def test_what_nobody_reads_ends_as_other_programs_do(words: list[str]) -> None:
             [sys.executable, *words], stdout=out, stderr=subprocess.PIPE, cwd=ROOT, env=environment, check=False
         )
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize("words", UNREAD[2:-1], ids=lambda words: " ".join(words[1:3]))
+def test_a_full_disk_behind_the_output_is_one_line(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as out:
+        ended = subprocess.run([sys.executable, *words], stdout=out, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    line = "error: standard output: No space left on device; make space, or send it elsewhere\n"
+    assert (ended.returncode, ended.stderr) == (2, line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -292,3 +293,18 @@ def test_a_shard_writes_its_answer_and_says_what_is_missing(
     assert not (tmp_path / "tuned/plan.json").exists()
     assert autotune.main([*job, "--shard", "2/2"]) == 0
     assert (tmp_path / "tuned/plan.json").exists()
+
+
+def test_processes_end_with_a_search_that_is_killed() -> None:
+    """They would compute on for nobody, for minutes."""
+    program = (
+        "import os, time; from moe_overlap.plan_search.shards import in_processes\n"
+        "in_processes(lambda shard: (os.write(1, b'%d\\n' % os.getpid()), time.sleep(600)), 3)"
+    )
+    search = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert search.stdout is not None
+    workers = {int(search.stdout.readline()) for _ in range(3)}
+    search.kill()
+    search.wait()
+    # The pipe ends when the last that can write to it is gone.
+    assert len(workers) == 3 and search.stdout.read() == ""
