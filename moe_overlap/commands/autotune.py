@@ -54,6 +54,7 @@ from moe_overlap.commands.job_arguments import (
 from moe_overlap.commands.predict import token_count
 from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.asked import BEYOND, SPACES, SearchSettings
@@ -255,7 +256,9 @@ def _options(arguments: argparse.Namespace, tell: Tell) -> Options:
 
 
 def _require_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be written before anything is searched for it."""
+    """Refuse a folder that cannot be written, or named in a line, before anything is searched for it."""
+    if not str(folder).isprintable():
+        raise ConfigError("--output", printable(str(folder)), "has control characters", "give another name")
     place = folder
     while not place.exists():
         place = place.parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -472,8 +473,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     if search.refusal is not None:
         return lines
     ranks = start_flags(search.plan.world_size, search.cluster.group_of(0).gpus_per_node)
-    direct = f"python pretrain_moe.py {ranks}@{folder / ARGUMENTS}"
-    start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else direct
+    direct = f"python pretrain_moe.py {ranks}{shlex.quote(f'@{folder / ARGUMENTS}')}"
+    start = f"sbatch {shlex.quote(str(folder / SCRIPT))}" if SCRIPT in files else direct
     added = words_to_add(search.written.flags, search.written_for)
     lines.append(line("next", f"{start} {added}".rstrip()))
     return lines

@@ -194,7 +194,8 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
             line("next", "tools/predict.py on these flags: it names the cheapest change that makes them fit"),
         ]
     ranks = start_flags(chosen.plan.world_size, per_node)
-    return [*lines, line("next", f"python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}")]
+    flags = shlex.quote(f"@{folder / 'megatron_args.txt'}")
+    return [*lines, line("next", f"python pretrain_moe.py {ranks}{flags}")]
 
 
 def answers_graphs(graphs: GraphsChoice | None, chosen: Prediction) -> bool:

@@ -21,6 +21,7 @@ from functools import cache
 from typing import Literal
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.describe.readers.upstream_flags import load_upstream_flags
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, StagePlan
@@ -164,7 +165,8 @@ def argument_file(
     comments = {name: _comment(name, plan, effects or {}) for name in by_group}
     if plan_file is not None:
         comments["--plan"] += _layout_in_file(in_file, plan, effects or {})
-    lines = [*(f"# {line}".rstrip() for line in head), *flag_lines(by_group, comments)]
+    # Names come from files: none ends its comment.
+    lines = [*(f"# {printable(line, len(line))}".rstrip() for line in head), *flag_lines(by_group, comments)]
     left_out = tuple((name, reason) for name, reason in gone.items() if name in grouped(words))
     if left_out:
         lines += ["", "# left out", *(line for pair in left_out for line in _wrapped(": ".join(pair)))]

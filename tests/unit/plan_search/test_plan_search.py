@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -206,6 +207,8 @@ def test_answer_and_json(tmp_path: Path) -> None:
     files = write_search(tmp_path, found)
     lines = search_lines(found, tmp_path, files, 1e12)
     assert len(lines) <= 13 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
+    odd = search_lines(found, Path("a b/$(touch c)"), files, 1e12)[-1]
+    assert shlex.split(odd)[:3] == ["next", "sbatch", "a b/$(touch c)/launch.sbatch"] and "'a b/$(touch c)/" in odd
     # What the flags of this job lack stands behind the command, for the user to fill in.
     assert lines[-1].endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model FILE")
     assert any(line.startswith("your flags") for line in lines) and any("ruled out by bounds" in line for line in lines)

@@ -150,6 +150,15 @@ def test_one_replica_and_one_micro_batch_are_said_as_such(gpus: int, batch: str,
     assert [line for line in lines if line in {f"# {text}" for text in said}] == [f"# {text}" for text in said]
 
 
+def test_no_name_of_a_file_ends_its_comment() -> None:
+    plan, arguments = mixtral()
+    expected = shlex.split(argument_file(MIXTRAL, plan, arguments).text, comments=True)
+    for name in ("x\n--lr 99\n#.args", "x\r--lr 99", "x\u2028--lr 99\u2028#"):
+        written = argument_file(MIXTRAL, plan, arguments, head=[f"{name} on 64 × H100"]).text
+        assert shlex.split(written, comments=True) == expected
+        assert written.splitlines()[0].endswith("on 64 × H100")
+
+
 def test_flags_stand_in_their_groups() -> None:
     plan, arguments = mixtral()
     text = argument_file(MIXTRAL, plan, arguments).text
