@@ -7,6 +7,7 @@ JSON may nest without end, hold a number of a million digits, the same key twice
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -168,16 +169,57 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def checksums(paths: Iterable[Path]) -> Checksums:
-    """Size and CRC-32 of files."""
+def checksums(paths: Iterable[Path], from_device: bool = False) -> Checksums:
+    """Size and CRC-32 of files.
+
+    Args:
+        from_device: read them again from where they are kept, not from this machine's memory, as far as the system lets files
+            that are synced go from its cache.
+    """
     sums = {}
     for path in paths:
         crc = size = 0
         with path.open("rb") as file:
+            if from_device and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while chunk := file.read(_CHUNK_BYTES):
                 crc, size = zlib.crc32(chunk, crc), size + len(chunk)
         sums[path.name] = (size, crc)
     return sums
+
+
+class SummedFile(io.BufferedWriter):
+    """A new file, written from its beginning to its end, with the size and CRC-32 of what it was given. Synced by its writer when
+    it is closed: on a file system of several machines nobody else can.
+
+    Attributes:
+        sums: of the bytes so far, as they were in memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.sums = (0, 0)
+
+    def write(self, content: Any) -> int:
+        """Write all of it."""
+        size, crc = self.sums
+        self.sums = (size + memoryview(content).nbytes, zlib.crc32(content, crc))
+        return super().write(content)
+
+    def close(self) -> None:
+        """Have the file system write it to the device, and close it."""
+        if not self.closed:
+            self.flush()
+            os.fsync(self.fileno())
+        super().close()
+
+    def seekable(self) -> bool:
+        """No: the sums are of one byte after the other."""
+        return False
+
+    def seek(self, *_: Any) -> int:
+        """Refused."""
+        raise io.UnsupportedOperation("a summed file is written in order")
 
 
 def _text(content: bytes) -> str:

@@ -204,6 +204,8 @@ class Checkpointer:
                 lock = FolderLock(Path(folder), flag)
                 lock.acquire()
                 self._locks.append(lock)
+                # As a save begins: what stands in its way is told before the first step.
+                checkpoint_folder.open_temporary(Path(folder), 0).rmdir()
 
         try:
             on_first_rank(acquire)

@@ -185,9 +185,11 @@ def open_temporary(folder: Path, step: int) -> Path:
     """Sweep the remains of killed saves and make a fresh folder for this save."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # The folder is locked and a run has one save at a time, so whatever is temporary here belongs to a run that is dead.
-        for leftover, _ in list(_matches(folder, _TEMPORARY)):
-            shutil.rmtree(leftover)
+        # The folder is locked and a run has one save at a time, so whatever is temporary here belongs to a run that is dead. What
+        # cannot be removed stands in nobody's way.
+        for leftover in [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]:
+            with contextlib.suppress(OSError):
+                _remove(leftover)
         temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(8)}"
         temporary.mkdir()
     return temporary
@@ -254,7 +256,7 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
         (temporary / MARK).write_text(mark, encoding="utf-8")
         _sync(temporary / MARK)
         _sync(temporary)
-        if final.exists():
+        if os.path.lexists(final):
             # A checkpoint is replaced by two renames; killed between them, a run still finds the displaced one.
             complete = (final / MARK).is_file()
             final.rename(folder / f".{'replaced' if complete else 'tmp'}-{final.name}-{secrets.token_hex(8)}")
@@ -294,7 +296,15 @@ def _delete(path: Path) -> None:
     """Delete a checkpoint: a rename makes it absent at once; if the run is killed then, the next save sweeps the rest."""
     doomed = path.with_name(f".tmp-{path.name.lstrip('.')}-{secrets.token_hex(8)}")
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with its content; of a link, which somebody has put in place of a checkpoint that was moved, the link."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

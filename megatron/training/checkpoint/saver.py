@@ -7,6 +7,9 @@ Steps of a save beside training:
     4. after its next steps the loop asks whether all threads are done, and hears their error if there is one.
 A run killed before 3 leaves the former checkpoint as the last complete one.
 
+What is saved is what was in memory: checksums are made of the bytes on their way to a file, and compared with those that its
+writer reads back from the device.
+
 Data files are megatron.core.dist_checkpointing's: tensors under keys by layer, never by rank or stage. `parallel_state` is not
 read: the groups are handed over, and where megatron-core would fetch them the same state is built here. megatron-core's own
 asynchronous callers fork a process with the training process's memory, and wait for ever when it dies.
@@ -14,6 +17,7 @@ asynchronous callers fork a process with the training process's memory, and wait
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,14 +40,37 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from megatron.training.checkpoint import folder as checkpoint_folder
+from megatron.training.checkpoint.loader import NEEDED_FILES
 from megatron.training.cli.config import CheckpointConfig
 from megatron.training.cli.rules.checkpoint import Differences
 from megatron.training.initialize import device_of_this_process, on_every_rank, on_first_rank
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Checksums, SummedFile, checksums
 
 EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
+
+
+class _Summing(FileSystem):
+    """torch's file system, whose new files are synced, and remembered with the checksums of what was written to them."""
+
+    def __init__(self) -> None:
+        self.sums: Checksums = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """A stream to a new file."""
+        assert mode == "wb", mode
+        with SummedFile(Path(path)) as stream:
+            yield stream
+        self.sums[Path(path).name] = stream.sums
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Give a file that is written its name."""
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 class DirectSave(AsyncSaveShardedStrategy):
@@ -55,11 +82,15 @@ class DirectSave(AsyncSaveShardedStrategy):
     Args:
         copies: write copies of the tensors, so that training may go on meanwhile.
         group: the ranks that save, for the writing thread alone where there is one; the default group unless given.
+
+    Attributes:
+        sums: checksums of the files that this rank has written last, of their bytes in memory.
     """
 
     def __init__(self, copies: bool, group: Any = None) -> None:
         super().__init__("torch_dist", 1)
         self._copies, self._group = copies, group
+        self.sums: Checksums = {}
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -82,12 +113,15 @@ class DirectSave(AsyncSaveShardedStrategy):
         return AsyncRequest(self._write, (by_key, checkpoint_dir), [])
 
     def _write(self, by_key: dict[str, list[Any]], folder: str | Path) -> None:
+        writer: Any = torch_checkpoint.FileSystemWriter(folder, sync_files=False)
+        writer.fs = files = _Summing()
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key),
-            storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=True),
+            storage_writer=writer,
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=self._group,
         )
+        self.sums = files.sums
 
 
 def first_reason(error: CheckpointException) -> str:
@@ -230,12 +264,13 @@ class Saver:
             # Every rank makes the group, in the same place. Threads communicate whenever their disk is done: in a group
             # of training those calls would meet the ones of a step. The data is on the host, hence gloo.
             self._group = dist.new_group(backend="gloo")
-        self._strategy: Any = DirectSave(copies=self._thread is not None, group=self._group)
+        self._direct = DirectSave(copies=self._thread is not None, group=self._group)
+        self._strategy: Any = self._direct
         fewest, most = replica_range(groups) if flags.ckpt_fully_parallel_save else (1, 1)
         if most > 1:
             # Stages without replicas keep no distribution, and would exchange it at every save.
             keep = flags.ckpt_assume_constant_structure and fewest > 1
-            self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, groups.dp_cp, keep)
+            self._strategy = FullyParallelSaveStrategyWrapper(self._direct, groups.dp_cp, keep)
 
     def open(self, folder: Path, step: int) -> Path:
         """A fresh place for a save's files, seen by every rank. The former save must be completed."""
@@ -299,7 +334,7 @@ class Saver:
     def _finish(
         self, request: AsyncRequest, temporary: Path, step: int, content: Mapping[str, Any], keep: Keep
     ) -> None:
-        folder, rank = temporary.parent, dist.get_rank()
+        folder = temporary.parent
         assert request.async_fn is not None
         try:
             with checkpoint_folder.writing(folder):
@@ -308,11 +343,11 @@ class Saver:
             with checkpoint_folder.writing(folder):
                 raise OSError(first_reason(error)) from error
 
-        def read_again() -> checkpoint_folder.Checksums:
+        def read_again() -> Checksums:
             with checkpoint_folder.writing(folder):
-                return checkpoint_folder.checksums(temporary.glob(f"__{rank}_*.distcp"))
+                return _read_again(temporary, self._direct.sums)
 
-        # Every file is read again from disk by its writer; a rank that cannot fails all, and nothing is published.
+        # By its writer; a rank that cannot, or finds other bytes than it had, fails all, and nothing is published.
         own_sums = on_every_rank(read_again, self._group)
         sums: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(sums, own_sums, group=self._group)
@@ -321,12 +356,29 @@ class Saver:
             with checkpoint_folder.writing(folder):
                 save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(temporary))
             files = {name: sizes for of_rank in sums for name, sizes in of_rank.items()}
-            # The files of no rank in particular: metadata and the configuration just written.
-            files |= checkpoint_folder.checksums(path for path in temporary.iterdir() if path.name not in files)
+            # The files that no rank sums: what is common, and the configuration just written.
+            files |= checksums(path for path in temporary.iterdir() if path.name not in files)
+            with checkpoint_folder.writing(folder):
+                _require_files(temporary, [*NEEDED_FILES, *files])
             checkpoint_folder.publish(temporary, folder, step, {**content, "files": files})
             checkpoint_folder.prune(folder, step, keep.last, keep.multiples_of)
 
         on_first_rank(complete, self._group)
+
+
+def _read_again(temporary: Path, written: Checksums) -> Checksums:
+    """The checksums of files, which are those of what was in memory."""
+    for name, found in checksums((temporary / name for name in written), from_device=True).items():
+        if found != written[name]:
+            raise OSError(f"{name} reads back other bytes than were written")
+    return written
+
+
+def _require_files(temporary: Path, names: Sequence[str]) -> None:
+    """Nothing is published of a folder that somebody has emptied while it was written."""
+    for name in names:
+        if not (temporary / name).is_file():
+            raise OSError(f"{name} has vanished while the checkpoint was written")
 
 
 def _require_shared(folder: Path, temporary: Path) -> None:
