@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -91,3 +93,21 @@ def order_of_a_save(folder: str) -> list[str]:
     with patch.object(os, "fsync", synced), patch.object(os, "rename", renamed):
         train(Path(folder), "run", f"--save {folder}/saved --save-interval 4")
     return seen
+
+
+def four_saves(folder: str) -> None:
+    """Steps 1 to 4, each saved."""
+    train(Path(folder), "run", f"--save {folder}/saved --save-interval 1")
+
+
+def resumed(folder: str, may_restart: bool) -> tuple[str, list[int], str]:
+    """The error of a run that goes on to step 4, the steps it makes, and what it prints."""
+    environment = {"TORCHELASTIC_MAX_RESTARTS": "3"} if may_restart else {}
+    printed = io.StringIO()
+    Path(folder, "again.jsonl").unlink(missing_ok=True)
+    with patch.dict(os.environ, environment), contextlib.redirect_stdout(printed):
+        try:
+            steps = train(Path(folder), "again", f"--load {folder}/saved")
+        except ConfigError as error:
+            return str(error), [], printed.getvalue()
+    return "", sorted(steps), printed.getvalue()

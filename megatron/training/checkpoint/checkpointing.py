@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import platform
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,15 @@ from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.build import unwrap
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
+
+RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+"""Variable by which torch's agent tells its ranks how often they may be started again."""
+
+
+def falls_back(environment: Mapping[str, str]) -> bool:
+    """Whether a run goes on from an earlier checkpoint where the newest is damaged: where nobody is there to choose one."""
+    return environment.get(RESTARTS, "0") != "0"
+
 
 # The dynamic loss scale of fp16
 
@@ -264,20 +275,61 @@ class Checkpointer:
         --finetune takes the weights alone and starts at step 0; --no-load-optim leaves out optimizer and schedule, as upstream.
         Random-number states are taken in the layout they were saved in only: elsewhere the run keeps those of its seed.
 
+        Where the ranks may be started again (--max-restarts), a checkpoint of --load that is damaged is passed over, and told of.
+
         Returns:
             Where the run stands; None where there is nothing to load.
         Raises:
             ConfigError: on every rank: incomplete, corrupt, or not a checkpoint of this run.
         """
         flags = self._config.checkpoint
-        start = on_first_rank(lambda: checkpoint_rules.start_of(flags))
+        start = self._whole_start(falls_back(os.environ) and flags.ckpt_step is None)
         note = checkpoint_rules.missing_note(flags, start)
-        self.notes = () if note is None else (note,)
+        self.notes += () if note is None else (note,)
         if start is None:
             return None
         with checkpoint_rules.told_of(start.flag):
             self._load(start)
         return Progress() if start.weights_alone else Progress(**start.stored.mark["progress"])
+
+    def _whole_start(self, may_pass_over: bool) -> Start | None:
+        """The checkpoint that the run starts from, each of its files as it was written. Collective.
+
+        Args:
+            may_pass_over: take the one before where it is not.
+        """
+        self.notes = ()
+        flags, damaged = self._config.checkpoint, dict[Path, ConfigError]()
+        while True:
+            passed_over = [*damaged] if may_pass_over else None
+            start = on_first_rank(partial(checkpoint_rules.start_of, flags, passed_over))
+            if damaged and (start is None or start.flag != "--load"):
+                # All are damaged: a run that was under way does not begin anew.
+                raise next(iter(damaged.values()))
+            if start is None:
+                return None
+            may_pass_over = may_pass_over and start.flag == "--load"
+            try:
+                with checkpoint_rules.told_of(start.flag):
+                    self._require_whole(start.stored)
+            except ConfigError as error:
+                if not may_pass_over:
+                    raise
+                damaged[start.stored.path] = error
+                continue
+            if may_pass_over:
+                incomplete = on_first_rank(partial(checkpoint_folder.incomplete_behind, start.stored))
+                told = [f"{error.value} {error.rule}" for error in damaged.values()]
+                told += [f"{path} is incomplete or damaged" for path in incomplete]
+                self.notes = tuple(f"{each}; the checkpoint before is taken" for each in told)
+            return start
+
+    def _require_whole(self, stored: Stored) -> None:
+        # Ranks share the files, so that a checkpoint is read once for its checksums, not once per rank. The order is
+        # the same on all.
+        on_first_rank(lambda: checkpoint_folder.require_whole(stored, NEEDED_FILES))
+        names = sorted(stored.mark["files"])
+        on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
 
     def _require_folders(self) -> None:
         for lock in self._locks:
@@ -285,11 +337,6 @@ class Checkpointer:
 
     def _load(self, start: Start) -> None:
         flags, stored, load = self._config.checkpoint, start.stored, start.folder
-        # Ranks share the files, so that a checkpoint is read once for its checksums, not once per rank. The order is
-        # the same on all.
-        on_first_rank(lambda: checkpoint_folder.require_whole(stored, NEEDED_FILES))
-        names = sorted(stored.mark["files"])
-        on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
         with_optimizer = not (start.weights_alone or flags.no_load_optim)
         with_random = not (start.weights_alone or flags.no_load_rng)
         same_layout = stored.mark["layout"] == self._layout

@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,17 @@ def non_persistent_folder(parent: str, given: str | None) -> Path:
     return Path(given) if given is not None else Path(parent) / "non_persistent"
 
 
-def choose(load: str, step: int | None, exit_on_missing: bool) -> Stored | None:
+def choose(
+    load: str, step: int | None, exit_on_missing: bool, passed_over: Collection[Path] | None = None
+) -> Stored | None:
     """The checkpoint to load.
 
     Args:
         load: the folder, as given to --load.
         step: --ckpt-step; None takes the newest.
         exit_on_missing: whether nothing to load is an error.
+        passed_over: damaged checkpoints, before which another is looked for, as before one that is incomplete; None: those are
+            errors.
     Returns:
         None when the folder is absent or empty.
     Raises:
@@ -93,22 +97,33 @@ def choose(load: str, step: int | None, exit_on_missing: bool) -> Stored | None:
     """
     folder = Path(load)
     _refuse_other_folders(folder)
-    stored = complete_checkpoints(folder)
+    known_damaged = passed_over or ()
+    stored = [each for each in complete_checkpoints(folder) if each.path not in known_damaged]
     by_step = {checkpoint.step: checkpoint for checkpoint in stored}
-    incomplete = sorted(int(match[1]) for _, match in _matches(folder, _FINISHED) if int(match[1]) not in by_step)
+    others = [int(match[1]) for path, match in _matches(folder, _FINISHED) if path not in known_damaged]
+    incomplete = sorted(number for number in others if number not in by_step)
     newest = stored[-1] if stored else None
     if step is not None and step in by_step:
         return _of_our_format(by_step[step])
     if step is not None and step not in incomplete:
         raise ConfigError("--ckpt-step", step, f"{load} holds no such step", f"it holds {_steps(by_step)}")
     # A newer step that is not complete stops the run: going on from the one before would silently repeat steps.
-    if step is not None or (incomplete and (newest is None or incomplete[-1] > newest.step)):
+    is_newer = incomplete and (newest is None or incomplete[-1] > newest.step)
+    if step is not None or (is_newer and (newest is None or passed_over is None)):
         raise _incomplete(load, step if step is not None else incomplete[-1], newest)
     if newest is None and exit_on_missing:
         raise ConfigError(
             "--load", load, "holds no checkpoint", "correct the path or drop --exit-on-missing-checkpoint"
         )
     return newest and _of_our_format(newest)
+
+
+def incomplete_behind(checkpoint: Stored) -> list[str]:
+    """The steps beside a checkpoint that are beyond it and not complete."""
+    folder = checkpoint.path.parent
+    complete = {each.step for each in complete_checkpoints(folder)}
+    steps = (int(match[1]) for _, match in _matches(folder, _FINISHED))
+    return [str(folder / step_name(step)) for step in sorted(steps) if step > checkpoint.step and step not in complete]
 
 
 def _of_our_format(checkpoint: Stored) -> Stored:

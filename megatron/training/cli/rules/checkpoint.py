@@ -7,8 +7,9 @@ that the run asks for; which learning-rate schedule holds where both differ.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.training.checkpoint.folder import Stored, choose, non_persistent_folder
@@ -65,9 +66,11 @@ class Start:
     weights_alone: bool
 
 
-def start_of(flags: CheckpointConfig) -> Start | None:
+def start_of(flags: CheckpointConfig, passed_over: Collection[Path] | None = None) -> Start | None:
     """The checkpoint of --load, or else that of --pretrained-checkpoint; None where there is nothing to load.
 
+    Args:
+        passed_over: as `choose` takes it.
     Raises:
         ConfigError: the checkpoint is incomplete or of another format, or is missing where the flags want one.
     """
@@ -76,8 +79,8 @@ def start_of(flags: CheckpointConfig) -> Start | None:
         non_persistent = None
         if flags.non_persistent_ckpt_type is not None and flags.ckpt_step is None:
             folder = non_persistent_folder(flags.load, flags.non_persistent_global_ckpt_dir)
-            non_persistent = choose(str(folder), None, exit_on_missing=False)
-        stored = choose(flags.load, flags.ckpt_step, must_exist and non_persistent is None)
+            non_persistent = choose(str(folder), None, False, passed_over)
+        stored = choose(flags.load, flags.ckpt_step, must_exist and non_persistent is None, passed_over)
         if non_persistent is not None and (stored is None or non_persistent.step > stored.step):
             stored = non_persistent
         if stored is not None:
