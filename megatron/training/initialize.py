@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import random as core_random
 
 from megatron.training import cpu_backend
 from megatron.training.cli.config import Config
+from megatron.training.messages import from_first, of_all
 from moe_overlap.describe.errors import ConfigError
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ class AnotherRankFailed(RuntimeError):
 def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
     """Run `work` on rank 0; every rank returns its result. Without a process group: just run it.
 
-    Collective. The result is pickled.
+    Collective. The result is what JSON holds: strings, numbers, lists, dictionaries, None.
     Args:
         group: every rank of the run; the default group unless given.
     Raises:
@@ -50,7 +51,7 @@ def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
             message[0] = work()
         except Exception as error:  # the others wait in the broadcast: they must hear of any failure
             failure, message[1] = error, _portable(error)
-    dist.broadcast_object_list(message, src=0, group=group)
+    message = from_first(message, group)
     if failure is not None:
         # After the broadcast, which the other ranks are waiting in.
         raise failure
@@ -70,8 +71,7 @@ def on_every_rank(work: Callable[[], T], group: Any = None) -> T:
         result = work()
     except Exception as error:  # the others must hear of any failure here, too
         failure = error
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, _portable(failure) if failure is not None else None, group=group)
+    failures = of_all(_portable(failure) if failure is not None else None, group)
     if failure is not None:
         raise failure
     # Ranks without an error of their own raise that of the lowest rank that has one.

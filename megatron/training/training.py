@@ -7,6 +7,7 @@ an evaluation, an end) every rank decides alike, since all of them are collectiv
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import signal
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from megatron.training.checkpoint.checkpointing import Progress
 from megatron.training.cli.config import Config
 from megatron.training.job import Batches, Job, StepResult
+from megatron.training.messages import of_all_on_first
 from megatron.training.report.metrics import StepMetrics
 from megatron.training.report.outputs import Sink
 from megatron.training.report.reports import StorageTracker, held_tensors, resident_bytes
@@ -304,11 +306,16 @@ class TrainingLoop:
 
 def spans_of_all_ranks(spans: Sequence[Span]) -> dict[int, Sequence[Span]] | None:
     """The spans of a step by rank, on rank 0; None on the other ranks. Collective."""
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     # Over NCCL the spans of all ranks would lie in the first GPU's memory, beside the model; so they go between hosts. Not run.
     group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-    dist.gather_object(tuple(spans), gathered, group=group)
-    return None if gathered is None else dict(enumerate(gathered))
+    rows = of_all_on_first([dataclasses.astuple(span) for span in spans], group)
+    return None if rows is None else {rank: [_span(row) for row in of_rank] for rank, of_rank in enumerate(rows)}
+
+
+def _span(row: Sequence[Any]) -> Span:
+    *values, partition = row
+    fields = dict(zip((field.name for field in dataclasses.fields(Span)), [*values, tuple(partition)], strict=True))
+    return Span(**fields)
 
 
 def stops_at_nan(config: Config) -> bool:

@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -31,6 +31,7 @@ from moe_overlap.commands.train import place_among_ranks
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import new_file, whole_number
+from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct
 from moe_overlap.tuner.profile.lookup import DTYPE_BYTES, IN_STEP, link_grid, operator_grid
@@ -158,7 +159,7 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks, database: Database, ex
     dtype = arguments.dtype or ("bfloat16" if device.kind == "cuda" else "float32")
     wanted = distinct([*operator_grid(dtype, device.kind, arguments.quick), *filter(can_be_measured, extra)])
     # The first rank alone has read the database: it says what is missing, and everyone measures a share.
-    mine = _of_first([key for key in wanted if key not in database.operators], ranks)[ranks.rank :: ranks.world]
+    mine = _missing(wanted, database.operators, ranks)[ranks.rank :: ranks.world]
     bar = progress("operators", len(mine), ranks.rank == 0)
     measure_operators(database, mine, seconds, lambda _: bar())
     if ranks.nodes > 1:
@@ -175,24 +176,26 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks, database: Database, ex
 
 def _take_over(database: Database, ranks: Ranks) -> None:
     """Keep on the first rank what ranks of other machines have measured and not written."""
-    import torch.distributed as dist
+    from megatron.training.messages import of_all
 
-    measured: list[dict[OperatorKey, float]] = [{} for _ in range(ranks.world)]
-    dist.all_gather_object(measured, {} if database.is_kept else database.operators)
+    operators = {} if database.is_kept else database.operators
+    measured = of_all([(as_values(key), taken) for key, taken in operators.items()])
     if ranks.rank == 0:
         for of_rank in measured:
-            for key, taken in of_rank.items():
-                database.add_operator(key, taken)
+            for key, taken in of_rank:
+                database.add_operator(read_record(OperatorKey, key, "another rank"), taken)
 
 
-def _of_first(items: list[Key], ranks: Ranks) -> list[Key]:
-    """The list of the first rank."""
-    import torch.distributed as dist
+def _missing(every: Sequence[Key], known: Container[Key], ranks: Ranks) -> list[Key]:
+    """What the first rank does not know yet.
 
-    answer = [items]
-    if ranks.world > 1:
-        dist.broadcast_object_list(answer)
-    return answer[0]
+    Args:
+        every: the same on all ranks.
+    """
+    from megatron.training.messages import from_first
+
+    places = [place for place, key in enumerate(every) if key not in known]
+    return [every[place] for place in (from_first(places) if ranks.world > 1 else places)]
 
 
 def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Database, seconds: float) -> None:
@@ -214,7 +217,7 @@ def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Databa
     grid = [
         (key, group) for tier, group, size in tiers for key in link_grid(tier, size, COLLECTIVES, kind, arguments.quick)
     ]
-    missing = set(_of_first([key for key, _ in grid if key not in database.links], ranks))
+    missing = set(_missing([key for key, _ in grid], database.links, ranks))
     bar = progress("links", len(missing), ranks.rank == 0)
     for key, group in grid:
         if key in missing:
@@ -222,7 +225,7 @@ def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Databa
             if ranks.rank == 0:
                 database.add_link(key, taken)
             bar()
-    if _of_first([name for name in ("overlap_slowdown",) if name not in database.rates], ranks):
+    if _missing(("overlap_slowdown",), database.rates, ranks):
         exchanged, product = (1 << 20, 128) if kind == "cpu" else (1 << 26, 4096)
         slowdown = slowdown_of_both(tiers[0][1], kind, exchanged, product)
         if ranks.rank == 0:

@@ -37,7 +37,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-DAMAGES = {
+DAMAGES: dict[Callable[[Path], None], str] = {
     flipped: "__0_0.distcp is corrupt",
     lost: "common.pt cannot be read: No such file or directory",
     unmarked: f"{NEWEST} is incomplete or damaged",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.end_to_end.program import SMALL_ARGS, alone
 from tests.security import saving_runs
 from tests.security.saving_runs import order_of_a_save, said_of
 from tests.spawn import run
@@ -50,6 +53,27 @@ def test_every_byte_is_on_the_device_before_a_name_says_so(tmp_path: Path) -> No
     assert seen[-1] == "saved" and all(
         len(place[name]) == 1 for name in ("complete.json", temporary, published, "saved")
     )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that holds no checkpoint."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user mounts nothing")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_told_as_such_and_stays_as_it_was(small_disk: Path) -> None:
+    saved = small_disk / "saved"
+    words = [SMALL_ARGS, "--expert-model-parallel-size", "1", "--train-iters", "2", "--save", str(saved)]
+    ended = alone([*words, "--save-interval", "1"])
+    reason = "cannot be written: No space left on device; free space, correct permissions, or choose another folder"
+    assert (ended.status, ended.err) == (2, f"error: --save {saved}: {reason}\n")
+    assert [*saved.iterdir()] == []
 
 
 def moved(folder: Path, step: str, elsewhere: Path) -> None:

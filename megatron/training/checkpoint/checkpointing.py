@@ -55,7 +55,7 @@ from megatron.training.checkpoint.saver import (
     without_keys,
 )
 from megatron.training.cli.arguments import config_to_flags
-from megatron.training.cli.config import Config
+from megatron.training.cli.config import CheckpointConfig, Config
 from megatron.training.cli.rules import checkpoint as checkpoint_rules
 from megatron.training.cli.rules.checkpoint import Start, model_fingerprint
 from megatron.training.cli.rules.resume import require_same_run
@@ -66,6 +66,28 @@ from moe_overlap.plan.plan import Plan
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 """Variable by which torch's agent tells its ranks how often they may be started again."""
+
+
+def _told_start(flags: CheckpointConfig, passed_over: Sequence[Path] | None) -> Start | None:
+    """What rank 0 starts from. Collective."""
+
+    def find() -> list[Any] | None:
+        start = checkpoint_rules.start_of(flags, passed_over)
+        if start is None:
+            return None
+        stored = start.stored
+        return [
+            [str(stored.path), stored.step, stored.order, stored.mark],
+            start.flag,
+            start.folder,
+            start.weights_alone,
+        ]
+
+    found = on_first_rank(find)
+    if found is None:
+        return None
+    (path, step, order, mark), flag, folder, weights_alone = found
+    return Start(Stored(Path(path), step, order, mark), flag, folder, weights_alone)
 
 
 def falls_back(environment: Mapping[str, str]) -> bool:
@@ -302,7 +324,7 @@ class Checkpointer:
         flags, damaged = self._config.checkpoint, dict[Path, ConfigError]()
         while True:
             passed_over = [*damaged] if may_pass_over else None
-            start = on_first_rank(partial(checkpoint_rules.start_of, flags, passed_over))
+            start = _told_start(flags, passed_over)
             if damaged and (start is None or start.flag != "--load"):
                 # All are damaged: a run that was under way does not begin anew.
                 raise next(iter(damaged.values()))

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 
+from megatron.training.messages import of_all
+
 KEY_PREFIX = "optimizer.state."
 MASTER_WEIGHT = "fp32_param"
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -88,9 +90,7 @@ def step_count(optimizer: Any) -> int:
         state = shard.inner.state.get(shard.main, {})
         steps.append(int(state.get("step", shard.group.get("step", 0))))
     assert len(set(steps[1:])) <= 1, f"parameters were stepped unequally: {sorted(set(steps))}"
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, max(steps))
-    return max(gathered)
+    return max(of_all(max(steps)))
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ asynchronous callers fork a process with the training process's memory, and wait
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from megatron.training.checkpoint.loader import NEEDED_FILES
 from megatron.training.cli.config import CheckpointConfig
 from megatron.training.cli.rules.checkpoint import Differences
 from megatron.training.initialize import device_of_this_process, on_every_rank, on_first_rank
+from megatron.training.messages import of_all
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Checksums, SummedFile, checksums
 
@@ -195,9 +197,7 @@ def differences(state: Any, stored: Mapping[str, tuple[int, ...]], ignored: Sequ
         ignored: beginnings of keys that the checkpoint may hold without being asked for.
     """
     of_rank = {shard.key: (tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, of_rank)
-    wanted = {key: value for asked in of_ranks for key, value in asked.items()}
+    wanted = {key: (tuple(shape), padded) for asked in of_all(of_rank) for key, (shape, padded) in asked.items()}
     shapes = []
     for key in sorted(wanted.keys() & stored.keys()):
         shape, padded = wanted[key]
@@ -275,7 +275,7 @@ class Saver:
     def open(self, folder: Path, step: int) -> Path:
         """A fresh place for a save's files, seen by every rank. The former save must be completed."""
         assert self._under_way is None
-        temporary = on_first_rank(lambda: checkpoint_folder.open_temporary(folder, step))
+        temporary = Path(on_first_rank(lambda: str(checkpoint_folder.open_temporary(folder, step))))
         on_every_rank(lambda: _require_shared(folder, temporary))
         return temporary
 
@@ -334,6 +334,15 @@ class Saver:
     def _finish(
         self, request: AsyncRequest, temporary: Path, step: int, content: Mapping[str, Any], keep: Keep
     ) -> None:
+        try:
+            self._write(request, temporary, step, content, keep)
+        except Exception:
+            # All ranks have failed, and nobody loads it: on a full disk the next save wants the space.
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _write(self, request: AsyncRequest, temporary: Path, step: int, content: Mapping[str, Any], keep: Keep) -> None:
         folder = temporary.parent
         assert request.async_fn is not None
         try:
@@ -349,13 +358,12 @@ class Saver:
 
         # By its writer; a rank that cannot, or finds other bytes than it had, fails all, and nothing is published.
         own_sums = on_every_rank(read_again, self._group)
-        sums: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sums, own_sums, group=self._group)
+        sums = of_all(own_sums, self._group)
 
         def complete() -> None:
             with checkpoint_folder.writing(folder):
                 save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(temporary))
-            files = {name: sizes for of_rank in sums for name, sizes in of_rank.items()}
+            files = {name: (size, crc) for of_rank in sums for name, (size, crc) in of_rank.items()}
             # The files that no rank sums: what is common, and the configuration just written.
             files |= checksums(path for path in temporary.iterdir() if path.name not in files)
             with checkpoint_folder.writing(folder):

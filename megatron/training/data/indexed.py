@@ -95,7 +95,9 @@ class BuiltinCorpus:
 
 
 def prepare_builtin_corpus(
-    cache: Path, tokenizer: Tokenizer, on_first_rank: Callable[[Callable[[], BuiltinCorpus]], BuiltinCorpus]
+    cache: Path,
+    tokenizer: Tokenizer,
+    on_first_rank: Callable[[Callable[[], tuple[str, int, int]]], tuple[str, int, int]],
 ) -> BuiltinCorpus:
     """The standard library as an indexed dataset under `cache`, made at its first use.
 
@@ -107,22 +109,22 @@ def prepare_builtin_corpus(
         ConfigError: the cache cannot be written.
     """
 
-    def prepare() -> BuiltinCorpus:
+    def prepare() -> tuple[str, int, int]:
         summary = summarize_corpus()
         key = json.dumps([CORPUS_FORMAT, summary.digest, tokenizer.unique_identifiers])
         prefix = str(cache / f"python-{hashlib.sha256(key.encode()).hexdigest()[:16]}_text_document")
         with contextlib.suppress(ConfigError):
             check_indexed_dataset(prefix)
-            return BuiltinCorpus(prefix, summary.files, summary.text_bytes)
+            return prefix, summary.files, summary.text_bytes
         try:
             with indexed_dataset(prefix, tokenizer.vocab_size, replaces_equal=True) as writer:
                 for text in builtin_corpus_documents():
                     writer.add_document([*tokenizer.tokenize(text), tokenizer.eod])
         except OSError as error:
             raise cannot_write(cache, error) from error
-        return BuiltinCorpus(prefix, summary.files, summary.text_bytes)
+        return prefix, summary.files, summary.text_bytes
 
-    return on_first_rank(prepare)
+    return BuiltinCorpus(*on_first_rank(prepare))
 
 
 def cannot_write(cache: Path, error: OSError) -> ConfigError:

@@ -60,7 +60,7 @@ def prove_outputs(config: Config, rank: int) -> None:
 
     on_every_rank(lambda: prove_places(config, rank))
     for flag, folder in _checkpoint_folders(config):
-        probe = on_first_rank(lambda folder=folder: _probe(folder))  # type: ignore[misc]
+        probe = Path(on_first_rank(lambda folder=folder: str(_probe(folder))))  # type: ignore[misc]
         try:
             on_every_rank(lambda flag=flag, probe=probe: _require_shared(flag, probe))  # type: ignore[misc]
         finally:

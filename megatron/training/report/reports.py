@@ -27,6 +27,7 @@ from megatron.training.cli.arguments import ParsedArguments
 from megatron.training.cli.config import Config, LoggingConfig
 from megatron.training.cli.dry_run import model_line, planned_layout_line
 from megatron.training.cli.flags.without_effect import idle_flags
+from megatron.training.messages import of_all
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.describe.cluster import start_flags
 from moe_overlap.describe.expert_load import ExpertLoad
@@ -127,8 +128,7 @@ class TimerWindow:
         """
         own = {name: value / self._steps for name, value in self._sums.items()}
         self._sums, self._steps = {}, 0
-        ranks: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, own)
+        ranks: list[dict[str, float]] = of_all(own)
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: tuple(rank.get(name, 0.0) for rank in ranks) for name in names}
 
@@ -231,9 +231,7 @@ def uses_expert_loads(config: Config) -> bool:
 
 def _memory_text(peak_bytes: int, resident: int) -> str:
     """`peak 398 to 412 MiB, most on rank 1; resident 880 to 900 MiB`, over all ranks."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (peak_bytes, resident))
-    peaks, residents = zip(*ranks, strict=True)
+    peaks, residents = zip(*of_all((peak_bytes, resident)), strict=True)
     low, high = min(peaks) / 2**20, max(peaks) / 2**20
     host = f"resident {min(residents) / 2**20:.0f} to {max(residents) / 2**20:.0f} MiB"
     return f"peak {low:.0f} to {high:.0f} MiB, most on rank {peaks.index(max(peaks))}; {host}"

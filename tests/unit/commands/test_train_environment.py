@@ -59,7 +59,7 @@ def test_a_rank_asks_to_end_with_its_launcher_before_anything_else(monkeypatch: 
 def test_only_ranks_of_torchrun_end_with_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     kernel = SimpleNamespace(prctl=lambda *words: asked.append(words))
-    monkeypatch.setattr("moe_overlap.commands.exits.ctypes.CDLL", lambda *_, **__: kernel)
+    monkeypatch.setattr("moe_overlap.describe.process.ctypes.CDLL", lambda *_, **__: kernel)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     end_with_launcher()
     assert asked == []
