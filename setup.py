@@ -21,6 +21,7 @@ setup(
     ],
     packages=find_namespace_packages(include=["megatron.training*", "moe_overlap*"]),
     package_data={
+        "moe_overlap": ["py.typed"],
         "moe_overlap.describe": ["*.json"],
         "moe_overlap.describe.readers": ["*.json"],
         "moe_overlap.tuner.cost": ["*.json"],

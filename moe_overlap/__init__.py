@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_overlap.describe.cluster import Cluster
+    from moe_overlap.describe.errors import ConfigError
     from moe_overlap.results import predict, tune
 
-__all__ = ["Cluster", "predict", "tune"]
+__all__ = ["Cluster", "ConfigError", "predict", "tune"]
 __version__ = "0.1.0"
 VERSION_LINE = f"megatron-moe-overlap {__version__}"
 """The line that `--version` prints."""
 
 
 def __getattr__(name: str) -> Any:
-    """`from moe_overlap import tune, predict, Cluster`; what they need is imported when they are asked for."""
+    """`from moe_overlap import tune, predict, Cluster, ConfigError`; what they need is imported when they are asked for."""
     if name in __all__:
         from moe_overlap import results
 

@@ -7,22 +7,24 @@ path of an argument file for its flags, and a type and a number of GPUs for a cl
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import html
 import json
 import math
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, get_args, get_type_hints, overload
 
 import moe_overlap.api as api
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
-from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import write_whole
+from moe_overlap.describe.errors import ConfigError, one_of
+from moe_overlap.describe.files import printable, write_whole
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
@@ -33,12 +35,27 @@ from moe_overlap.report.search import PlanSearch, answer_of
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.hardware import Constants
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Arguments = str | Path | Sequence[str]
 """Megatron flags, or the path of a file that has them."""
+KINDS: dict[str, tuple[type, ...]] = {
+    "plan": (str, Path),
+    "decided": (Plan,),
+    "name": (str,),
+    "software": (str,),
+    "expert_load": (str, Path),
+    "memory_margin": (int, float),
+    "constants": (Constants,),
+}
+"""Option -> the types of its values; beside these None, and what is called or one of a few words."""
+PARAMETERS = ("gpu", "num_gpus", "target", "search_space", "time_limit")
+"""Options that are parameters of `tune`, and some of `predict`."""
+WORDS: dict[str, tuple[str, ...]] = {"precision": get_args(Precision), "target": get_args(Target)}
+"""Option -> its values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -181,10 +198,12 @@ def predict(
     Args:
         args: Megatron flags as a list, or the path of a file that has them.
         cluster: the machines; or else `gpu` and `num_gpus`, as on the command line.
-        options: as `api.Options` has them: precision, software, memory_margin and others.
+        options: precision, plan, decided, name, software, expert_load, memory_margin, graphs, tell, constants: as `api.Options`
+            says of each.
     Raises:
         ConfigError: the flags, the machines or the options are wrong.
     """
+    _check_options(options)
     words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
     predicted = api.predict_job(words, machines, options)
     fields = {field.name: getattr(predicted.prediction, field.name) for field in dataclasses.fields(Prediction)}
@@ -247,19 +266,50 @@ def tune(
     Raises:
         ConfigError: as `search_plan` and `api.tune`.
     """
+    _check_options(options, target=target)
     words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
     if limits is not None:
         return api.tune(words, machines, limits, solver_seconds, traces, **options)
     if traces:
         raise ConfigError("traces", str(traces[0]), "they refine the overlap of one layout", "give limits as well")
-    if time_limit is not None and not time_limit > 0:
+    if time_limit is not None and not (isinstance(time_limit, int | float) and time_limit > 0):
         raise ConfigError("time_limit", time_limit, "must be greater than 0 seconds", "drop it to search all")
     settings = SearchSettings(target=target, space=search_space, seconds=math.inf if time_limit is None else time_limit)
     return TunedPlan(search_plan(words, machines, settings, **options))
 
 
+def _check_options(options: Mapping[str, Any], **others: Any) -> None:
+    """Refuse options that there are not, and values that are none of theirs: Python itself would take both.
+
+    Args:
+        others: options that are parameters.
+    """
+    known = get_type_hints(Options)
+    for name, value in {**options, **others}.items():
+        if name not in known and name not in others:
+            near = difflib.get_close_matches(name, [*known, *PARAMETERS], 1)
+            fix = f"did you mean {near[0]}?" if near else f"use {one_of(tuple(known))}"
+            raise ConfigError(name, printable(repr(value)), "is no option", fix)
+        if value is None and name not in others:
+            continue
+        if name in WORDS and value not in WORDS[name]:
+            raise ConfigError(name, printable(str(value)), "unknown choice", f"use {one_of(WORDS[name])}")
+        if name in KINDS and (not isinstance(value, KINDS[name]) or isinstance(value, bool)):
+            kinds = one_of(tuple(kind.__name__ for kind in KINDS[name]))
+            raise ConfigError(name, printable(repr(value)), f"is {_a(type(value).__name__)}", f"give {_a(kinds)}")
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
 def _words(args: Arguments) -> list[str]:
     """The flags; a single text is the path of a file."""
+    if not isinstance(args, str | Path):
+        for word in args:
+            if not isinstance(word, str):
+                rule = f"is {_a(type(word).__name__)}, and flags are text"
+                raise ConfigError("args", printable(repr(word)), rule, f'write "{word}"')
     if isinstance(args, Path) or (isinstance(args, str) and not args.startswith("@")):
         return [f"@{args}"]
     return [args] if isinstance(args, str) else list(args)
@@ -273,7 +323,12 @@ def _cluster(cluster: Cluster | None, gpu: str | None, num_gpus: int | None) -> 
         return cluster
     if gpu is None or num_gpus is None:
         raise ConfigError("gpu", gpu or "", "the machines are unknown", "give gpu and num_gpus, or cluster")
-    return shipped_cluster(gpu, num_gpus, "gpu")
+    try:
+        count = operator.index(num_gpus)
+    except TypeError:
+        shown = printable(repr(num_gpus))
+        raise ConfigError("num_gpus", shown, "is no whole number", "write it without quotes") from None
+    return shipped_cluster(gpu, count, "gpu")
 
 
 # Tables

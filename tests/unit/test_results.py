@@ -114,3 +114,38 @@ def test_mistakes() -> None:
         tune(SMALL, gpu="H100", num_gpus=8, time_limit=0)
     with pytest.raises(ConfigError, match=r"^traces t.json: they refine the overlap of one layout"):
         tune(SMALL, H100, traces=["t.json"])  # type: ignore[call-overload]
+
+
+ON = {"gpu": "H100", "num_gpus": 64}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"precission": "fp8"}, "precission 'fp8': is no option; did you mean precision?"),
+        ({"tme_limit": 3}, "tme_limit 3: is no option; did you mean time_limit?"),
+        ({"target": "megatron"}, "target megatron: unknown choice; use moe-overlap, megatron-lm or any"),
+        ({"precision": "fp7"}, "precision fp7: unknown choice; use fp32, bf16, fp16, fp8, mxfp8 or nvfp4"),
+        ({"software": 26}, "software 26: is an int; give a str"),
+        ({"plan": {}}, "plan {}: is a dict; give a str or Path"),
+        ({"memory_margin": "0.9"}, "memory_margin '0.9': is a str; give an int or float"),
+        ({"num_gpus": "64"}, "num_gpus '64': is no whole number; write it without quotes"),
+        ({"args": ["--num-layers", 4]}, 'args 4: is an int, and flags are text; write "4"'),
+        ({"time_limit": "3"}, "time_limit 3: must be greater than 0 seconds; drop it to search all"),
+    ],
+    ids=str,
+)
+def test_an_option_that_there_is_not_answers_nothing(given: dict[str, object], line: str) -> None:
+    words = {"args": MIXTRAL, **ON, **given}
+    calls = [tune] if given.keys() & {"target", "tme_limit", "time_limit"} else [tune, predict]
+    for call in calls:
+        with pytest.raises(moe_overlap.ConfigError) as error:
+            call(**words)  # type: ignore[call-overload, arg-type, operator]
+        assert str(error.value) == line
+    assert asked == []
+
+
+def test_what_is_typed_is_said_to_be() -> None:
+    assert (ROOT / "moe_overlap" / "py.typed").is_file() and '"moe_overlap": ["py.typed"]' in (
+        ROOT / "setup.py"
+    ).read_text()
