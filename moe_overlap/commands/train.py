@@ -233,6 +233,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     import torch.distributed as dist
 
     from megatron.training.checkpoint.checkpointing import Checkpointer, Progress, model_fingerprint
+    from megatron.training.checkpoint.padding import FIELD, keeping_rows, saved_rows
     from megatron.training.cli.rules.resume import DIGEST, ORDER, SAMPLES
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
     from megatron.training.data.sources import tokenizer_of_run
@@ -251,6 +252,13 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
     plan = on_device(plan_of_run(config, model, dist.get_world_size()), config, device_of_this_process())
+    kept = None
+    if FIELD not in parsed.written_fields():
+        kept = keeping_rows(config, plan, vocabulary, saved_rows(config.checkpoint))
+    if kept is not None and kept != config:
+        # Of the model alone: flags are compared and saved as the user wrote them.
+        model = describe_model(kept, vocabulary, parsed.name)
+        plan = on_device(plan_of_run(kept, model, dist.get_world_size()), kept, device_of_this_process())
     if plan.transfers:
         config = config_of_stage(config, plan, plan.stage_of(rank))
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)

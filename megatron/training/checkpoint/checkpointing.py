@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import platform
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron.training.checkpoint import folder as checkpoint_folder
 from megatron.training.checkpoint.folder import Stored, non_persistent_folder
 from megatron.training.checkpoint.loader import (
-    NEEDED_FILES,
     CommonLoad,
     RestrictedLoad,
     decoded_states,
@@ -45,6 +42,7 @@ from megatron.training.checkpoint.loader import (
 )
 from megatron.training.checkpoint.lock import FolderLock
 from megatron.training.checkpoint.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
+from megatron.training.checkpoint.padding import rows_told
 from megatron.training.checkpoint.saver import (
     Keep,
     Saver,
@@ -54,8 +52,9 @@ from megatron.training.checkpoint.saver import (
     replica_range,
     without_keys,
 )
+from megatron.training.checkpoint.start import whole_start
 from megatron.training.cli.arguments import config_to_flags
-from megatron.training.cli.config import CheckpointConfig, Config
+from megatron.training.cli.config import Config
 from megatron.training.cli.rules import checkpoint as checkpoint_rules
 from megatron.training.cli.rules.checkpoint import Start, model_fingerprint
 from megatron.training.cli.rules.resume import require_same_run
@@ -63,37 +62,6 @@ from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.build import unwrap
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
-
-RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
-"""Variable by which torch's agent tells its ranks how often they may be started again."""
-
-
-def _told_start(flags: CheckpointConfig, passed_over: Sequence[Path] | None) -> Start | None:
-    """What rank 0 starts from. Collective."""
-
-    def find() -> list[Any] | None:
-        start = checkpoint_rules.start_of(flags, passed_over)
-        if start is None:
-            return None
-        stored = start.stored
-        return [
-            [str(stored.path), stored.step, stored.order, stored.mark],
-            start.flag,
-            start.folder,
-            start.weights_alone,
-        ]
-
-    found = on_first_rank(find)
-    if found is None:
-        return None
-    (path, step, order, mark), flag, folder, weights_alone = found
-    return Start(Stored(Path(path), step, order, mark), flag, folder, weights_alone)
-
-
-def falls_back(environment: Mapping[str, str]) -> bool:
-    """Whether a run goes on from an earlier checkpoint where the newest is damaged: where nobody is there to choose one."""
-    return environment.get(RESTARTS, "0") != "0"
-
 
 # The dynamic loss scale of fp16
 
@@ -305,7 +273,7 @@ class Checkpointer:
             ConfigError: on every rank: incomplete, corrupt, or not a checkpoint of this run.
         """
         flags = self._config.checkpoint
-        start = self._whole_start(falls_back(os.environ) and flags.ckpt_step is None)
+        start, self.notes = whole_start(flags)
         note = checkpoint_rules.missing_note(flags, start)
         self.notes += () if note is None else (note,)
         if start is None:
@@ -313,45 +281,6 @@ class Checkpointer:
         with checkpoint_rules.told_of(start.flag):
             self._load(start)
         return Progress() if start.weights_alone else Progress(**start.stored.mark["progress"])
-
-    def _whole_start(self, may_pass_over: bool) -> Start | None:
-        """The checkpoint that the run starts from, each of its files as it was written. Collective.
-
-        Args:
-            may_pass_over: take the one before where it is not.
-        """
-        self.notes = ()
-        flags, damaged = self._config.checkpoint, dict[Path, ConfigError]()
-        while True:
-            passed_over = [*damaged] if may_pass_over else None
-            start = _told_start(flags, passed_over)
-            if damaged and (start is None or start.flag != "--load"):
-                # All are damaged: a run that was under way does not begin anew.
-                raise next(iter(damaged.values()))
-            if start is None:
-                return None
-            may_pass_over = may_pass_over and start.flag == "--load"
-            try:
-                with checkpoint_rules.told_of(start.flag):
-                    self._require_whole(start.stored)
-            except ConfigError as error:
-                if not may_pass_over:
-                    raise
-                damaged[start.stored.path] = error
-                continue
-            if may_pass_over:
-                incomplete = on_first_rank(partial(checkpoint_folder.incomplete_behind, start.stored))
-                told = [f"{error.value} {error.rule}" for error in damaged.values()]
-                told += [f"{path} is incomplete or damaged" for path in incomplete]
-                self.notes = tuple(f"{each}; the checkpoint before is taken" for each in told)
-            return start
-
-    def _require_whole(self, stored: Stored) -> None:
-        # Ranks share the files, so that a checkpoint is read once for its checksums, not once per rank. The order is
-        # the same on all.
-        on_first_rank(lambda: checkpoint_folder.require_whole(stored, NEEDED_FILES))
-        names = sorted(stored.mark["files"])
-        on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
 
     def _require_folders(self) -> None:
         for lock in self._locks:
@@ -372,6 +301,8 @@ class Checkpointer:
         metadata = on_every_rank(lambda: index_of(stored))
         differing = differences(request, tensor_shapes(metadata), ignored)
         told = checkpoint_rules.require_fit(stored, load, differing, flags.dist_ckpt_strictness)
+        if differing.rows is not None:
+            told = (*told, rows_told(*differing.rows, self._groups.tp.size()))
         loaded = self._read(stored, metadata, without_keys(request, differing.absent_keys))
         del request  # It holds what was loaded, too.
         dropped = 0

@@ -198,10 +198,12 @@ def differences(state: Any, stored: Mapping[str, tuple[int, ...]], ignored: Sequ
     """
     of_rank = {shard.key: (tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)}
     wanted = {key: (tuple(shape), padded) for asked in of_all(of_rank) for key, (shape, padded) in asked.items()}
-    shapes = []
+    shapes, rows = [], None
     for key in sorted(wanted.keys() & stored.keys()):
         shape, padded = wanted[key]
-        if stored[key] != shape and not (padded and stored[key][1:] == shape[1:]):
+        if stored[key] != shape and padded and stored[key][1:] == shape[1:]:
+            rows = stored[key][0], shape[0]
+        elif stored[key] != shape:
             shapes.append(f"{key} is {list(stored[key])} in the checkpoint, {list(shape)} here")
     absent = sorted(wanted.keys() - stored.keys())
     extra = sorted(key for key in stored.keys() - wanted.keys() if not key.startswith(tuple(ignored)))
@@ -210,6 +212,7 @@ def differences(state: Any, stored: Mapping[str, tuple[int, ...]], ignored: Sequ
         tuple(f"{key} {list(wanted[key][0])} is not in the checkpoint" for key in absent),
         tuple(f"{key} {list(stored[key])} is only in the checkpoint" for key in extra),
         frozenset(absent),
+        rows,
     )
 
 

@@ -42,12 +42,14 @@ class Differences:
         absent: keys that the checkpoint lacks ("unexpected" in --dist-ckpt-strictness).
         extra: keys that the run does not ask for ("missing" in the load).
         absent_keys: the keys of `absent`.
+        rows: of the vocabulary, in the checkpoint and here, where they differ in their padding.
     """
 
     shapes: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     absent_keys: frozenset[str] = frozenset()
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
