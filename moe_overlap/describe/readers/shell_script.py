@@ -63,7 +63,16 @@ class _Return(Exception):
 
 
 class _Exit(Exception):
-    """An `exit` that is certainly executed: the script, or the inner one, ends."""
+    """An `exit` that is certainly executed: the script, or the inner one, ends.
+
+    Attributes:
+        line: of it.
+        empty: variables without a value that conditions have asked for before.
+    """
+
+    def __init__(self, line: int, empty: Iterable[str]) -> None:
+        super().__init__()
+        self.line, self.empty = line, tuple(empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +108,12 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
         nodes = parse_script(text.replace("\0", ""))
         follower.assigned |= set(_assigned(nodes))
         follower.follow(nodes)
-    except _Exit:
-        pass
+    except _Exit as ended:
+        if not follower.commands:
+            why = f": {' and '.join(ended.empty[-3:])} has no value" if ended.empty else ""
+            rule = f"ends the script before it starts a program{why}"
+            fix = f"give it by --set {ended.empty[-1]}=VALUE" if ended.empty else "give the script that calls torchrun"
+            raise ConfigError(f"{source} line {ended.line}", "", rule, fix) from None
     except SyntaxProblem as problem:
         raise ConfigError(f"{source} line {problem.line}", "", problem.rule, "correct the script") from None
     except TooLong:
@@ -256,11 +269,15 @@ class _Follower(Expansion):
             self._call_function(self._functions[name], tuple(words[1:]))
         elif name in ("return", "exit"):
             if self._undecided is None:
-                raise _Return if name == "return" else _Exit
-        elif name in ("unset", "shift", "source", ".") or name in _SETTING:
+                raise _Return if name == "return" else _Exit(node.line, self.empty)
+        elif name in ("set", "unset", "shift", "source", ".") or name in _SETTING or words[:2] == ["printf", "-v"]:
             self._built_in(node.line, words)
         elif name == "eval":
-            self._call(parse_script(" ".join(words[1:])))
+            self._call(parse_script(" ".join(self.fields(node.words[1:], is_read_again=True))))
+        elif name.startswith("-"):
+            rule = f"begins with {printable(UNKNOWN.sub('…', name), 40)}, which is no command"
+            fix = "end the line before with a backslash, without a comment between them"
+            raise ConfigError(f"{self._source} line {node.line}", "", rule, fix)
         elif (inner := inner_script(words, self.text(node.document))) is not None:
             self._call(parse_script(inner), is_shell=True)
         else:
@@ -277,6 +294,10 @@ class _Follower(Expansion):
                     self.assigned.add(each)
                 else:
                     self.assign(each, (self.unknown(line, each),))
+        elif name == "set":
+            if "--" in words:
+                values = tuple(words[words.index("--") + 1 :])
+                self._arguments = values if self._undecided is None else (self.unknown(line, "@"),)
         elif name == "shift":
             count = int(words[1]) if words[1:] and re.fullmatch(r"\d{1,4}", words[1]) else 1
             self._arguments = None if self._arguments is None else self._arguments[count:]
@@ -285,6 +306,10 @@ class _Follower(Expansion):
             file = "".join(words[1:2])
             for each in () if _ENVIRONMENTS.search(file) else self._values:
                 rule = f"reads {printable(UNKNOWN.sub('…', file), 40)}, which may set ${{{each}}}"
+                self.assign(each, (self.mark(Unknown(line, each, rule)),))
+        elif name == "printf":
+            rule = f"sets ${{{words[2]}}} by printf, which cannot be read without running it" if words[2:] else ""
+            for each in names[:1]:
                 self.assign(each, (self.mark(Unknown(line, each, rule)),))
         else:
             for each in [*names, *(["REPLY", "MAPFILE"] if not names else []), *_changed(" ".join(words[1:]))]:

@@ -454,6 +454,9 @@ class _Parser:
         if text.startswith("$((", begin):
             self._place += 3
             return Sum(self._balanced("))", "$(( is not closed"))
+        if text.startswith("$[", begin):  # an older spelling of the same
+            self._place += 2
+            return Sum(self._balanced("]", "$[ is not closed"))
         if text.startswith("$(", begin):
             self._place += 2
             return Substitution(self._balanced(")", "$( is not closed"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -67,6 +67,8 @@ class Expansion:
         self._undecided: int | None = None
         """The line of the condition or loop, around what is followed, that cannot be decided."""
         self._filled = 0
+        self.empty: dict[str, None] = {}
+        """Variables without a value that conditions have asked for, in order."""
 
     def assign(self, name: str, values: Values) -> None:
         """Set a variable; inside what may be executed or not it becomes unknown."""
@@ -78,11 +80,16 @@ class Expansion:
 
     # Words
 
-    def fields(self, words: Iterable[Word], is_condition: bool = False) -> list[str]:
-        """The words of a command with everything filled in and split."""
-        return [field for word in words for field in self._split(word, is_condition)]
+    def fields(self, words: Iterable[Word], is_condition: bool = False, is_read_again: bool = False) -> list[str]:
+        """The words of a command with everything filled in and split.
 
-    def _split(self, word: Word, is_condition: bool) -> list[str]:
+        Args:
+            is_read_again: by `eval`: quotes that come out of variables stay until then, as in a shell.
+        """
+        split = str.split if is_read_again else blank_split
+        return [field for word in words for field in self._split(word, is_condition, split)]
+
+    def _split(self, word: Word, is_condition: bool, split: Callable[[str], list[str]]) -> list[str]:
         """The fields of one word: values that stand outside quotes are split at blanks, elements of quoted arrays apart."""
         if not word.has_quotes and any(isinstance(piece, Text) and _BRACES.search(piece.text) for piece in word.pieces):
             return [self.no_value("".join(piece.text for piece in word.pieces if isinstance(piece, Text)))]
@@ -92,7 +99,7 @@ class Expansion:
             if isinstance(piece, Parameter) and (piece.subscript == "@" or piece.name == "@") and piece.is_quoted:
                 parts = list(self._parameter(piece, is_condition))
             elif isinstance(piece, Parameter) and not piece.is_quoted:
-                parts = [part for value in self._parameter(piece, is_condition) for part in blank_split(value)]
+                parts = [part for value in self._parameter(piece, is_condition) for part in split(value)]
             else:
                 parts = [self._piece(piece, is_condition)]
             for number, part in enumerate(parts):
@@ -146,6 +153,8 @@ class Expansion:
             found = tuple(value if value is not None else self.no_value(f"${{{shown}{operator}...}}") for value in cut)
         else:
             return (self.no_value(f"${{{shown}{'' if operator == 'not followed' else operator}...}}"),)
+        if is_condition and not any(found or ()) and name not in self.assigned:
+            self.empty[name] = None
         if found is None:
             found = () if is_condition or name in self.assigned else (self.mark(Unknown(self.line, name, "")),)
         self.spend(sum(map(len, found)))

@@ -77,6 +77,14 @@ def test_values_from_outside_win() -> None:
         ('srun -N 2 --container-image x bash -c "cd /w && python train.py --x 1 > log"', "--x 1"),
         ("X=3\nsrun bash -lc 'export Y=4; torchrun train.py --x $X --y $Y'", "--x 3 --y 4"),
         ("torchrun --nnodes 2 -m pretrain_gpt --x 1", "--x 1"),
+        (
+            "C=\"python p.py --f '([0]*1+[1]*3)' --q 'x|y' --r 'a;b' --s 'run #3'\"\neval $C",
+            "--f ([0]*1+[1]*3) --q x|y --r a;b --s run #3",
+        ),
+        ('C="python p.py --q \'a b\'"\nsrun bash -c "$C --z 1"', "--q a b --z 1"),
+        ("N=3\npython p.py --x $[N * 2 + 1] --y 1", "--x 7 --y 1"),
+        ('set -euo pipefail\nset -- --a 1 "b c"\npython p.py "$@" --x 1', "--a 1 b c --x 1"),
+        ('f() { set -- "$@" --y 2; python p.py "$@"; }\nf --x 1', "--x 1 --y 2"),
         ("python -m torch.distributed.run --nproc-per-node 8 pretrain.py --x 1", "--x 1"),
         ("run() {\n  local N=$1\n  torchrun train.py --n $N\n}\nrun 7", "--n 7"),
         ('run() { torchrun train.py --n $1 $2 "$@"; }\nrun 7 --y', "--n 7 --y 7 --y"),
@@ -146,6 +154,17 @@ def test_ways_of_writing(script: str, words: str) -> None:
         ("A=1\ncat <<EOF\npython p.py", "x.sh line 2: begins a here-document that 'EOF' does not end"),
         ("done\npython p.py", "x.sh line 1: has done without what it belongs to"),
         ("f() { f; }\nf\npython p.py", "x.sh line 1: grows without end"),
+        (
+            "python p.py --a 1 \\\n  --b 2\n  --c 3 \\\n  --d 4",
+            "x.sh line 3: begins with --c, which is no command; end the line before with a backslash",
+        ),
+        ("A=( --c 3 )\npython p.py --a 1\n ${A[@]}", "x.sh line 3: begins with --c, which is no command"),
+        (
+            'if [ -z "$M" ]; then\n  exit 1\nfi\npython p.py --x 1',
+            "x.sh line 2: ends the script before it starts a program: M has no value; give it by --set M=VALUE",
+        ),
+        ("X=1\nprintf -v X '%d' 3\npython p.py --x $X", "x.sh line 2: sets ${X} by printf, which cannot be read"),
+        ('if [ -f a ]; then set -- --a 1; fi\npython p.py "$@" --x 1', "x.sh line 1: decides ${@}"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_its_line(script: str, line: str) -> None:
