@@ -23,6 +23,7 @@ TOGETHER = (
     # Hosts and CPU groups are the machine's: one program takes away what another left (tools/bench/bed.py).
     (
         "tests/end_to_end/test_benchmark_overlap.py",
+        "tests/end_to_end/test_boundary_on_links.py",
         "tests/end_to_end/test_first_run.py",
         "tests/unit/bench/test_bed.py",
     ),

@@ -80,7 +80,7 @@ def test_what_measures_or_slows_links_down_has_the_machine_to_itself() -> None:
         path for path, text in files.items() if re.search("emulator|namespaces|profile_cluster|slurm_cluster", text)
     }
     marked = {path for path, text in files.items() if "pytest.mark.alone" in text}
-    assert starts == marked and len(marked) == 8
+    assert starts == marked and len(marked) == 9
     for path in marked:
         assert files[path].count("mark.slow") == files[path].count("mark.alone"), path.name
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron.training import messages
 from moe_overlap.commands import profile_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.serialize import as_values
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.profile import lookup as filling
@@ -187,7 +189,8 @@ def test_ranks_of_other_machines_keep_what_they_measure_until_the_first_takes_it
     before = first.path.read_text()
     other.add_operator(gemm(8, 8, 8), 1e-3)
     assert first.path.read_text() == before and other.operators == {gemm(8, 8, 8): 1e-3}
-    monkeypatch.setattr(dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), [{}, other.operators]))
+    told = [(as_values(key), taken) for key, taken in other.operators.items()]
+    monkeypatch.setattr(messages, "of_all", lambda _: json.loads(json.dumps([[], told])))
     profile_cluster._take_over(first, profile_cluster.Ranks(rank=0, world=2, local_rank=0, per_node=1))
     assert Database.load(first.path).operators == other.operators
 
@@ -199,8 +202,9 @@ def test_only_ranks_of_another_machine_hand_over(
     """The second of two ranks, on a machine of its own and on the first one's."""
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": per_node}.items():
         monkeypatch.setenv(name, str(value))
-    for name in ("init_process_group", "broadcast_object_list", "barrier", "destroy_process_group"):
+    for name in ("init_process_group", "barrier", "destroy_process_group"):
         monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    monkeypatch.setattr(messages, "from_first", lambda places: places)
     measured: list[Database] = []
     monkeypatch.setattr(operators, "measure_operators", lambda database, *_: measured.append(database))
     monkeypatch.setattr(profile_cluster, "_measure_links", lambda *_: None)
