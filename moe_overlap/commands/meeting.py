@@ -1,6 +1,6 @@
 """Where the machines of a job meet, and where their ranks do: stores that listen on one address, not on all.
 
-torch's stores listen on every interface and ask nobody who he is; what an agent finds there it unpickles. So the stores of
+torch's stores listen on every interface and ask for no password; what an agent finds there it unpickles. So the stores of
 `--nproc-per-node` are made here, on sockets that are bound to the address by which the others find them:
 1. one machine: 127.0.0.1, and gloo's and NCCL's own sockets stand on the loopback interface, too (`LOOPBACK`);
 2. several: the address of `--rdzv-endpoint` or `--master-addr`. All interfaces where that name means the loopback interface here
