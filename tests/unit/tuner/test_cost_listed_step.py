@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,7 @@ def test_a_search_plays_a_step_once_and_what_is_exposed_is_played_when_it_is_ask
     assert sum(found.breakdown.values()) == pytest.approx(found.predicted.step_seconds)
     assert found.breakdown["exposed_transfer_seconds"] > 0.0
     assert [ways for ways in played if ways != (1.0, 1.0)] == [(0.0, 1.0), (1.0, 0.0)]
+    assert pickle.loads(pickle.dumps(found)) == copy.deepcopy(found) == found
 
 
 def test_weights_that_arrive_under_passes_cost_what_passes_do_not_hide() -> None:

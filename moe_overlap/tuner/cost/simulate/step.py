@@ -460,6 +460,10 @@ class _Breakdown(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._order)
 
+    def __reduce__(self) -> tuple[type, tuple[dict[str, float]]]:
+        """Copied and pickled as what it says."""
+        return dict, (dict(self),)
+
     @cached_property
     def _late(self) -> dict[str, float]:
         return self._others()
