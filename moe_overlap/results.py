@@ -11,10 +11,10 @@ import difflib
 import html
 import json
 import math
-import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args, get_type_hints, overload
 
@@ -296,11 +296,7 @@ def _check_options(options: Mapping[str, Any], **others: Any) -> None:
             raise ConfigError(name, printable(str(value)), "unknown choice", f"use {one_of(WORDS[name])}")
         if name in KINDS and (not isinstance(value, KINDS[name]) or isinstance(value, bool)):
             kinds = one_of(tuple(kind.__name__ for kind in KINDS[name]))
-            raise ConfigError(name, printable(repr(value)), f"is {_a(type(value).__name__)}", f"give {_a(kinds)}")
-
-
-def _a(noun: str) -> str:
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+            raise ConfigError(name, printable(repr(value)), f"is of type {type(value).__name__}", f"give {kinds}")
 
 
 def _words(args: Arguments) -> list[str]:
@@ -308,7 +304,7 @@ def _words(args: Arguments) -> list[str]:
     if not isinstance(args, str | Path):
         for word in args:
             if not isinstance(word, str):
-                rule = f"is {_a(type(word).__name__)}, and flags are text"
+                rule = f"is of type {type(word).__name__}, and flags are text"
                 raise ConfigError("args", printable(repr(word)), rule, f'write "{word}"')
     if isinstance(args, Path) or (isinstance(args, str) and not args.startswith("@")):
         return [f"@{args}"]
@@ -324,7 +320,7 @@ def _cluster(cluster: Cluster | None, gpu: str | None, num_gpus: int | None) -> 
     if gpu is None or num_gpus is None:
         raise ConfigError("gpu", gpu or "", "the machines are unknown", "give gpu and num_gpus, or cluster")
     try:
-        count = operator.index(num_gpus)
+        count = index(num_gpus)
     except TypeError:
         shown = printable(repr(num_gpus))
         raise ConfigError("num_gpus", shown, "is no whole number", "write it without quotes") from None

@@ -228,4 +228,4 @@ def test_layers_that_are_alike_are_decided_once() -> None:
 
 def test_tune_is_exported_beside_predict() -> None:
     assert moe_overlap.tune is results.tune
-    assert set(moe_overlap.__all__) == {"Cluster", "predict", "tune"}
+    assert set(moe_overlap.__all__) == {"Cluster", "ConfigError", "predict", "tune"}
