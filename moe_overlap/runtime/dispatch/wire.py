@@ -146,7 +146,9 @@ class AllToAll:
                 if send_counts[peer]:
                     works.append((peer, dist.isend(outgoing[peer], group=self.group, group_dst=peer, tag=tag)))
         except RuntimeError as error:
-            raise self._failed(name, [peer], error) from error
+            # None of them is done. One that ended because of another may be the first to show.
+            unfinished = dict.fromkeys([peer, *peers])
+            raise self._failed(name, list(unfinished), error) from error
         return _OnHost(self, rows, received, works, name)
 
     def _start_on_stream(
