@@ -11,6 +11,7 @@ import difflib
 import html
 import json
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Unpack, get_args, get_type_hints, overloa
 import moe_overlap.api as api
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
-from moe_overlap.describe.errors import ConfigError, one_of
+from moe_overlap.describe.errors import ConfigError, one_of, require
 from moe_overlap.describe.files import printable, write_whole
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan.plan import Plan, Precision
-from moe_overlap.plan.serialize import save_plan
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import read_value, save_plan
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.search import search_plan
@@ -35,27 +36,16 @@ from moe_overlap.report.search import PlanSearch, answer_of
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.hardware import Constants
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Arguments = str | Path | Sequence[str]
 """Megatron flags, or the path of a file that has them."""
-KINDS: dict[str, tuple[type, ...]] = {
-    "plan": (str, Path),
-    "decided": (Plan,),
-    "name": (str,),
-    "software": (str,),
-    "expert_load": (str, Path),
-    "memory_margin": (int, float),
-    "constants": (Constants,),
-}
-"""Option -> the types of its values; beside these None, and what is called or one of a few words."""
 PARAMETERS = ("gpu", "num_gpus", "target", "search_space", "time_limit")
-"""Options that are parameters of `tune`, and some of `predict`."""
-WORDS: dict[str, tuple[str, ...]] = {"precision": get_args(Precision), "target": get_args(Target)}
-"""Option -> its values."""
+"""Parameters of `tune`, which a misspelt option may mean."""
+CALLED = ("graphs", "tell")
+"""Options that are functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -266,7 +256,8 @@ def tune(
     Raises:
         ConfigError: as `search_plan` and `api.tune`.
     """
-    _check_options(options, target=target)
+    _check_options(options)
+    require(target in get_args(Target), "target", target, "unknown choice", f"use {one_of(get_args(Target))}")
     words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
     if limits is not None:
         return api.tune(words, machines, limits, solver_seconds, traces, **options)
@@ -278,25 +269,22 @@ def tune(
     return TunedPlan(search_plan(words, machines, settings, **options))
 
 
-def _check_options(options: Mapping[str, Any], **others: Any) -> None:
-    """Refuse options that there are not, and values that are none of theirs: Python itself would take both.
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse unknown options and values of other types: Python itself accepts both.
 
-    Args:
-        others: options that are parameters.
+    Raises:
+        ConfigError: the first option that is wrong.
     """
-    known = get_type_hints(Options)
-    for name, value in {**options, **others}.items():
-        if name not in known and name not in others:
-            near = difflib.get_close_matches(name, [*known, *PARAMETERS], 1)
-            fix = f"did you mean {near[0]}?" if near else f"use {one_of(tuple(known))}"
+    hints = get_type_hints(Options)
+    for name, value in options.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, [*hints, *PARAMETERS], 1)
+            fix = f"did you mean {near[0]}?" if near else f"use {one_of(tuple(hints))}"
             raise ConfigError(name, printable(repr(value)), "is no option", fix)
-        if value is None and name not in others:
-            continue
-        if name in WORDS and value not in WORDS[name]:
-            raise ConfigError(name, printable(str(value)), "unknown choice", f"use {one_of(WORDS[name])}")
-        if name in KINDS and (not isinstance(value, KINDS[name]) or isinstance(value, bool)):
-            kinds = one_of(tuple(kind.__name__ for kind in KINDS[name]))
-            raise ConfigError(name, printable(repr(value)), f"is of type {type(value).__name__}", f"give {kinds}")
+        if name in CALLED:
+            require(value is None or callable(value), name, printable(repr(value)), "is no function", "give a function")
+        else:
+            read_value(hints[name], os.fspath(value) if isinstance(value, Path) else value, name)
 
 
 def _words(args: Arguments) -> list[str]:

@@ -14,6 +14,7 @@ import math
 import os
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from moe_overlap.describe.errors import ConfigError
@@ -117,7 +118,7 @@ def format_json(value: Any, indent: int = 0, used: int = 0) -> str:
 
 
 def read_record(kind: type[Record], values: Any, source: str, path: str = "") -> Record:
-    """Build a dataclass from JSON values.
+    """Build a dataclass from JSON values; a value that is an object of its type already stays.
 
     Args:
         kind: a dataclass of str, int, float, bool, None, Literal, tuple, dict and dataclasses.
@@ -129,27 +130,36 @@ def read_record(kind: type[Record], values: Any, source: str, path: str = "") ->
     subject = _subject(source, path)
     if not isinstance(values, dict):
         raise ConfigError(subject, _short(values), "must be an object", f"give the fields of {kind.__name__}")
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints, needed = _schema(kind)  # type: ignore[arg-type]
     for key in values:
-        if key not in fields:
-            raise ConfigError(_subject(source, _join(path, key)), "", "unknown key", f"use one of {', '.join(fields)}")
-    for name, field in fields.items():
-        if name not in values and not field.metadata.get("may_be_missing", False):
+        if key not in hints:
+            raise ConfigError(_subject(source, _join(path, key)), "", "unknown key", f"use one of {', '.join(hints)}")
+    for name in needed:
+        if name not in values:
             raise ConfigError(_subject(source, _join(path, name)), "", "is missing", f"add {name}")
-    hints = get_type_hints(kind)
-    return kind(**{name: _read(hints[name], value, source, _join(path, name)) for name, value in values.items()})
+    return kind(**{name: read_value(hints[name], value, source, _join(path, name)) for name, value in values.items()})
 
 
-def _read(hint: Any, value: Any, source: str, path: str) -> Any:
-    """One value of a declared type."""
-    origin, arguments = get_origin(hint), get_args(hint)
+@cache
+def _schema(kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Types of a dataclass's fields by name, and the names of those that no file may leave out."""
+    types_by_name, fields = get_type_hints(kind), dataclasses.fields(kind)
+    needed = tuple(field.name for field in fields if not field.metadata.get("may_be_missing", False))
+    return {field.name: types_by_name[field.name] for field in fields}, needed
+
+
+def read_value(hint: Any, value: Any, source: str, path: str = "") -> Any:
+    """One value of a declared type. Arguments and errors as of `read_record`."""
+    if hint in SCALARS:
+        return _read_scalar(hint, value, source, path)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return read_record(hint, value, source, path)
+        return value if type(value) is hint else read_record(hint, value, source, path)
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
         (other,) = (argument for argument in arguments if argument is not type(None))
-        return _read(other, value, source, path)
+        return read_value(other, value, source, path)
     if origin is Literal:
         if isinstance(value, str) and value in arguments:
             return value
@@ -161,7 +171,7 @@ def _read(hint: Any, value: Any, source: str, path: str) -> Any:
             raise ConfigError(_subject(source, path), _short(value), "must be an object", "write {…}")
         for key in value:
             _read_scalar(str, key, source, path)
-        return {key: _read(arguments[1], item, source, f'{path}["{key}"]') for key, item in value.items()}
+        return {key: read_value(arguments[1], item, source, f'{path}["{key}"]') for key, item in value.items()}
     return _read_scalar(hint, value, source, path)
 
 
@@ -174,8 +184,12 @@ def _read_tuple(arguments: tuple[Any, ...], value: Any, source: str, path: str) 
         raise ConfigError(
             _subject(source, path), _short(value), f"must have {len(arguments)} entries", f"give {len(arguments)}"
         )
+    if value and arguments[0] in SCALARS and arguments[0] is not float and len(set(arguments)) == 1:
+        fits = SCALARS[arguments[0]][1]
+        if all(map(fits, value)):
+            return tuple(value)  # Without the place of every entry, which only an error shows.
     items = zip(arguments, value, strict=True)
-    return tuple(_read(hint, item, source, f"{path}[{i}]") for i, (hint, item) in enumerate(items))
+    return tuple(read_value(hint, item, source, f"{path}[{i}]") for i, (hint, item) in enumerate(items))
 
 
 SCALARS: dict[type, tuple[str, Callable[[Any], bool]]] = {
@@ -206,5 +220,5 @@ def _join(path: str, key: str) -> str:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 60 else text[:59] + "…"

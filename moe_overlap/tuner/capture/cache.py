@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -19,8 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from megatron.training.cli.config import Config
 from megatron.training.cli.config_fields import DeviceConfig, PrecisionConfig
@@ -28,6 +26,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text, printable
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import read_record
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Implementation, Layout, Op, Part, Storage
 from moe_overlap.tuner.capture.processes import CaptureError, CaptureProcesses
@@ -58,6 +57,19 @@ MOST_CAPTURE_BYTES = 64 << 20
 
 class CorruptFileError(ValueError):
     """A file is not what was written."""
+
+
+UNREADABLE = (
+    ConfigError,
+    Unreadable,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+"""Errors of reading values that another program may have written."""
 
 
 def save_captured(captured: CapturedModel, path: Path) -> None:
@@ -98,21 +110,12 @@ def load_captured(path: Path, key: str | None = None) -> CapturedModel:
         values = json.loads(body)
         if key is not None and values["sha256"] != key:
             raise CorruptFileError(f"{path}: it is the capture of another request")
-        table = [Expression.parse(text) for text in values["expressions"]]
-        captured = CapturedModel(
-            parts=tuple(_part(part, table) for part in values["parts"]),
-            layer_kinds=tuple(values["layer_kinds"]),
-            mtp_kinds=tuple(values["mtp_kinds"]),
-            layout=Layout(**values["layout"]),
-            implementation=values["implementation"],
-            versions=tuple((name, version) for name, version in values["versions"]),
-            sha256=values["sha256"],
-        )
-        _require_types(captured)
-        return captured
+        table = [Expression.parse(text) for text in values.pop("expressions")]
+        values["parts"] = [_part(part, table) for part in values["parts"]]
+        return read_record(CapturedModel, values, path.name)
     except CorruptFileError:
         raise
-    except (Unreadable, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise CorruptFileError(f"{path}: {printable(str(error), 200)}") from error
 
 
@@ -141,79 +144,25 @@ def _part_values(part: Part, table: dict[Expression, int]) -> dict[str, Any]:
     return values
 
 
-def _part(values: dict[str, Any], table: list[Expression]) -> Part:
-    lists = ("saved", "inputs", "outputs", "gradient_inputs", "gradient_outputs")
-    return Part(
-        **{
-            **values,
-            **{name: tuple(values[name]) for name in lists},
-            "ops": tuple(_op(row, table) for row in values["ops"]),
-            "storages": tuple(_storage(row, table) for row in values["storages"]),
-        }
-    )
+def _part(values: dict[str, Any], table: list[Expression]) -> dict[str, Any]:
+    """Fields of a part, with expressions in place of their numbers."""
+    operators = [_op(row, table) for row in values["ops"]]
+    storages = [dict(zip(_STORAGE_FIELDS, row, strict=True)) for row in values["storages"]]
+    return {
+        **values,
+        "ops": operators,
+        "storages": [{**storage, "bytes": table[storage["bytes"]]} for storage in storages],
+    }
 
 
-def _op(row: list[Any], table: list[Expression]) -> Op:
+def _op(row: list[Any], table: list[Expression]) -> dict[str, Any]:
     fields = dict(zip(_OP_FIELDS, row, strict=True))
     if fields["collective"] is not None:
         kind, axis, size, payload = fields["collective"]
-        fields["collective"] = Collective(kind=kind, axis=axis, size=size, payload_bytes=table[payload])
-    for name in ("reads", "writes", "after"):
-        fields[name] = tuple(fields[name])
+        fields["collective"] = {"kind": kind, "axis": axis, "size": size, "payload_bytes": table[payload]}
     for name in ("shape", "touched", "elements"):
-        fields[name] = tuple(table[index] for index in fields[name])
-    return Op(**{**fields, "flops": table[fields["flops"]], "bytes": table[fields["bytes"]]})
-
-
-def _storage(row: list[Any], table: list[Expression]) -> Storage:
-    fields = dict(zip(_STORAGE_FIELDS, row, strict=True))
-    return Storage(**{**fields, "bytes": table[fields["bytes"]]})
-
-
-Test = Callable[[Any], bool]
-"""Whether a value is of a type."""
-
-
-def _require_types(record: Any) -> None:
-    """TypeError for a record of which a field is not of its type: whoever computes with it would fail, and know no file."""
-    wrong = _wrong_field(record)
-    if wrong:
-        raise TypeError(f"{wrong} is of another type")
-
-
-def _wrong_field(record: Any) -> str:
-    """The first field that is not of its type; empty where there is none."""
-    kind: type = type(record)
-    tests = _tests(kind)  # type: ignore[arg-type]
-    return next((f"{kind.__name__}.{name}" for name, test in tests.items() if not test(getattr(record, name))), "")
-
-
-@functools.cache
-def _tests(kind: type) -> dict[str, Test]:
-    """Field of a dataclass -> the test of its type."""
-    return {name: _test(hint) for name, hint in get_type_hints(kind).items()}
-
-
-@functools.cache
-def _test(hint: Any) -> Test:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        tests = [_test(one) for one in arguments]
-        return lambda value: any(test(value) for test in tests)
-    if origin is Literal:
-        return lambda value: value in arguments
-    if origin is tuple:
-        each = [_test(one) for one in arguments if one is not Ellipsis]
-        if arguments[-1] is Ellipsis:
-            return lambda value: type(value) is tuple and all(map(each[0], value))
-        return lambda value: (
-            type(value) is tuple
-            and len(value) == len(each)
-            and all(test(one) for test, one in zip(each, value, strict=True))
-        )
-    if dataclasses.is_dataclass(hint) and hint is not Expression:  # that is made by its own reader
-        return lambda value: type(value) is hint and not _wrong_field(value)
-    return lambda value: type(value) is hint
+        fields[name] = [table[index] for index in fields[name]]
+    return {**fields, "flops": table[fields["flops"]], "bytes": table[fields["bytes"]]}
 
 
 def cached_captures(requests: Sequence[Request], cache_dir: Path) -> list[CapturedModel]:
