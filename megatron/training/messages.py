@@ -1,6 +1,6 @@
-"""Values that ranks tell each other: JSON in tensors, which no receiver executes, as it would torch's pickled objects.
+"""Collectives of JSON values, sent as tensors. torch's own collectives of objects unpickle what arrives, and so may run it.
 
-Tuples arrive as lists. Every function is collective over its group: the default one unless given.
+Tuples arrive as lists. Every function is collective over its group, by default the world.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def from_first(value: Any, group: Any = None) -> Any:
-    """The value of rank 0; the others' do not count."""
+    """The value of rank 0, on every rank."""
     sent = _encoded(value if dist.get_rank() == 0 else None, group)
     size = torch.tensor([sent.numel()], device=sent.device)
     dist.broadcast(size, 0, group=group)

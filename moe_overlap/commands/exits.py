@@ -148,60 +148,55 @@ _Main = TypeVar("_Main", bound=Callable[..., int])
 
 
 def interruptible(main: _Main) -> _Main:
-    """A command that Ctrl-C, a path at which the system refuses it, and a full disk behind its output, end with one line.
+    """A command that ends with one line on Ctrl-C, on a path that the system refuses, and on a full disk behind its output.
 
-    Where the reader of its output goes away (`| head`) it ends by SIGPIPE, as programs do. Of many ranks the first one says that
+    It ends by SIGPIPE, as programs do, when the reader of its output goes away (`| head`). Of many ranks the first one says that
     it was interrupted. Training has signals of its own.
     """
 
     @functools.wraps(main)
     def command(*arguments: Any, **named: Any) -> int:
         try:
-            try:
+            with flushed_output():
                 return main(*arguments, **named)
-            finally:
-                # Behind the command Python would flush with nobody there to answer.
-                sys.stdout.flush()
         except KeyboardInterrupt:
             if os.environ.get("RANK", "0") == "0":
                 print("error: interrupted", file=sys.stderr, flush=True)
             return INTERRUPTED
         except OSError as error:
-            return _refused(error)
+            print(refusal_line(error), file=sys.stderr, flush=True)
+            return 2
 
     return cast("_Main", command)
 
 
-_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Errors without a path that are of standard output: nothing else of a command writes to an open file without naming it."""
-
-
-def _refused(error: OSError) -> int:
-    if error.filename is None and error.errno in _UNWRITTEN:
-        # What is left in Python's buffer goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGPIPE)
-        line = f"standard output: {error.strerror}; make space, or send it elsewhere"
-    else:
-        line = str(system_refusal(error))
-    print(f"error: {line}", file=sys.stderr, flush=True)
-    return 2
-
-
 @contextlib.contextmanager
-def ends_with_its_reader() -> Iterator[None]:
-    """End the process by SIGPIPE, as programs do, when the reader of what the block prints goes away (`| head`).
-
-    Outside the block Python's own setting holds: a socket that a peer has closed is an error, not the end.
-    """
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+def flushed_output() -> Iterator[None]:
+    """Flush standard output behind the block, where an error has a handler. Python's own flush at exit has none."""
     try:
         yield
     finally:
         sys.stdout.flush()
-        signal.signal(signal.SIGPIPE, before)
+
+
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of standard output, if they name no path: commands open every other file by its path."""
+
+
+def refusal_line(error: OSError) -> str:
+    """The line that a command ends with where the system refuses a path or its output; a closed pipe ends the process by SIGPIPE.
+
+    Raises:
+        OSError: the error itself, if it is neither.
+    """
+    if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+        return f"error: {system_refusal(error)}"
+    # Python would try once more at exit to write what its buffer still holds.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
+    return f"error: standard output: {error.strerror}; make space, or send it elsewhere"
 
 
 def end_process(status: int) -> NoReturn:

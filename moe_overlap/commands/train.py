@@ -29,13 +29,14 @@ from moe_overlap.commands.exits import (
     LaunchFolder,
     end_process,
     end_with_launcher,
-    ends_with_its_reader,
+    flushed_output,
     leave,
     leave_to_signals,
+    refusal_line,
     speak,
 )
 from moe_overlap.commands.missing import says_what_is_missing
-from moe_overlap.describe.errors import ConfigError, system_refusal
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.describe.model import require_bounded_layers
 
@@ -68,13 +69,17 @@ def main(argv: Sequence[str]) -> int:
         from megatron.training.cli.arguments import parse
         from megatron.training.cli.dry_run import dry_run
         from megatron.training.cli.launch import require_launchable, split_launch
+        from megatron.training.cli.rules.checkpoint import RESTARTS
         from megatron.training.cli.start import require_startable, this_machine
         from megatron.training.cli.validation import validate
         from megatron.training.plan_argument import with_plan
 
         launch, words = split_launch(argv, os.environ)
         world_size = launch.world_size if launch else world_size
-        with ends_with_its_reader():
+        if launch is not None and launch.max_restarts:
+            # As torch's agent tells the ranks: the checks here then allow what the ranks will do.
+            os.environ[RESTARTS] = str(launch.max_restarts)
+        with flushed_output():
             parsed = with_plan(with_checkpoint_arguments(parse(words)), world_size)
             require_bounded_layers("--mtp-num-layers", parsed.config.model.mtp_num_layers)
             if parsed.dry_run:
@@ -96,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
     except OSError as error:
-        return leave(rank, f"error: {system_refusal(error)}", 2)
+        return leave(rank, refusal_line(error), 2)
 
 
 def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -233,7 +238,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     import torch.distributed as dist
 
     from megatron.training.checkpoint.checkpointing import Checkpointer, Progress, model_fingerprint
-    from megatron.training.checkpoint.padding import FIELD, keeping_rows, saved_rows
+    from megatron.training.checkpoint.padding import FIELD, config_for_rows, saved_rows
     from megatron.training.cli.rules.resume import DIGEST, ORDER, SAMPLES
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
     from megatron.training.data.sources import tokenizer_of_run
@@ -252,13 +257,12 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
     plan = on_device(plan_of_run(config, model, dist.get_world_size()), config, device_of_this_process())
-    kept = None
-    if FIELD not in parsed.written_fields():
-        kept = keeping_rows(config, plan, vocabulary, saved_rows(config.checkpoint))
-    if kept is not None and kept != config:
-        # Of the model alone: flags are compared and saved as the user wrote them.
-        model = describe_model(kept, vocabulary, parsed.name)
-        plan = on_device(plan_of_run(kept, model, dist.get_world_size()), kept, device_of_this_process())
+    rows = None if FIELD in parsed.written_fields() else saved_rows(config.checkpoint)
+    padded = None if rows is None else config_for_rows(config, plan, vocabulary, rows)
+    if padded is not None:
+        # For the model alone: a resume compares, and a save keeps, the flags that the user wrote.
+        model = describe_model(padded, vocabulary, parsed.name)
+        plan = on_device(plan_of_run(padded, model, dist.get_world_size()), padded, device_of_this_process())
     if plan.transfers:
         config = config_of_stage(config, plan, plan.stage_of(rank))
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)

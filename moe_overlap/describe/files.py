@@ -173,8 +173,7 @@ def checksums(paths: Iterable[Path], from_device: bool = False) -> Checksums:
     """Size and CRC-32 of files.
 
     Args:
-        from_device: read them again from where they are kept, not from this machine's memory, as far as the system lets files
-            that are synced go from its cache.
+        from_device: drop synced files from the page cache first, if the system can, so that the device is read.
     """
     sums = {}
     for path in paths:
@@ -189,11 +188,12 @@ def checksums(paths: Iterable[Path], from_device: bool = False) -> Checksums:
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file, written from its beginning to its end, with the size and CRC-32 of what it was given. Synced by its writer when
-    it is closed: on a file system of several machines nobody else can.
+    """A new file, written in order, which sums the bytes in memory on their way to it.
+
+    Closing it syncs it: on a file system of several machines its writer alone can.
 
     Attributes:
-        sums: of the bytes so far, as they were in memory.
+        sums: bytes and CRC-32 so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -212,14 +212,6 @@ class SummedFile(io.BufferedWriter):
             self.flush()
             os.fsync(self.fileno())
         super().close()
-
-    def seekable(self) -> bool:
-        """No: the sums are of one byte after the other."""
-        return False
-
-    def seek(self, *_: Any) -> int:
-        """Refused."""
-        raise io.UnsupportedOperation("a summed file is written in order")
 
 
 def _text(content: bytes) -> str:

@@ -14,8 +14,8 @@ WORDS = """--untie-embeddings-and-output-weights --vocab-size 300 --micro-batch-
     --moe-token-dispatcher-type alltoall"""
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 LINE = (
-    "128 rows of the vocabulary are new: they begin at random and join the softmax, which raises the first losses; "
-    "--make-vocab-size-divisible-by 192 keeps the 384 that were saved"
+    "128 rows of the vocabulary are new: they start at random values and enter the softmax, which raises the first losses; "
+    "--make-vocab-size-divisible-by 192 keeps the 384 saved rows"
 )
 
 

@@ -72,9 +72,9 @@ def a_folder_is_emptied(temporary: Path) -> None:
 
 
 def order_of_a_save(folder: str) -> list[str]:
-    """Syncs and renames of a save, in order: names below the folder, of a rename both."""
+    """Syncs, drops from the page cache (`NAME dropped`) and renames (`NAME > NAME`) of a save, in order."""
     saved, seen = Path(folder, "saved").resolve(), list[str]()
-    fsync, rename = os.fsync, os.rename
+    fsync, rename, advise = os.fsync, os.rename, os.posix_fadvise
 
     def name(path: Any) -> str:
         return Path(path).name
@@ -85,12 +85,21 @@ def order_of_a_save(folder: str) -> list[str]:
             seen.append(name(path))
         fsync(descriptor)
 
+    def advised(descriptor: int, offset: int, length: int, advice: int) -> None:
+        assert (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        seen.append(f"{name(Path(f'/proc/self/fd/{descriptor}').readlink())} dropped")
+        advise(descriptor, offset, length, advice)
+
     def renamed(source: Any, target: Any, **named: Any) -> None:
         if Path(source).resolve().is_relative_to(saved):
             seen.append(f"{name(source)} > {name(target)}")
         rename(source, target, **named)
 
-    with patch.object(os, "fsync", synced), patch.object(os, "rename", renamed):
+    with (
+        patch.object(os, "fsync", synced),
+        patch.object(os, "rename", renamed),
+        patch.object(os, "posix_fadvise", advised),
+    ):
         train(Path(folder), "run", f"--save {folder}/saved --save-interval 4")
     return seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,9 @@ def test_every_byte_is_on_the_device_before_a_name_says_so(tmp_path: Path) -> No
     # By the writer, too: rank 0 syncs every file once more, which does nothing for those of other machines.
     assert len(place["__0_0.distcp"]) == 2 and len(place[".metadata.tmp"]) == 1 and len(place[".metadata"]) == 1
     assert place["__0_0.distcp"][0] < place[".metadata.tmp"][0] < place[".metadata"][0]
+    # Read back from the device: behind the writer's sync, before anything else.
+    for name, written in (("__0_0.distcp", "__0_0.distcp"), (".metadata", ".metadata.tmp")):
+        assert place[written][0] < place[f"{name} dropped"][0] < place[name][-1]
     assert place["complete.json"] < place[temporary] < place[published] < place["saved"]
     assert seen[-1] == "saved" and all(
         len(place[name]) == 1 for name in ("complete.json", temporary, published, "saved")
@@ -57,10 +61,10 @@ def test_every_byte_is_on_the_device_before_a_name_says_so(tmp_path: Path) -> No
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that holds no checkpoint."""
+    """Space for the weights and moments, by which a start is refused, and not for the whole checkpoint."""
     place = tmp_path / "disk"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(place)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("this user mounts nothing")
     yield place
@@ -73,7 +77,15 @@ def test_a_full_disk_is_told_as_such_and_stays_as_it_was(small_disk: Path) -> No
     ended = alone([*words, "--save-interval", "1"])
     reason = "cannot be written: No space left on device; free space, correct permissions, or choose another folder"
     assert (ended.status, ended.err) == (2, f"error: --save {saved}: {reason}\n")
-    assert [*saved.iterdir()] == []
+    assert "step 1/2" in re.sub(" +", " ", ended.out) and [*saved.iterdir()] == []
+
+
+def test_a_disk_without_space_for_a_checkpoint_is_told_before_the_first_step(tmp_path: Path) -> None:
+    words = [SMALL_ARGS, "--expert-model-parallel-size", "1", "--train-iters", "2", "--save", str(tmp_path / "saved")]
+    ended = alone([*words, "--hidden-size", str(1 << 20)])
+    assert ended.status == 2 and "step" not in ended.out
+    line = rf"error: --save {tmp_path}/saved: has [\d.e+]+ GB free, and a checkpoint takes at least [\d.e+]+; make space, .*\n"
+    assert re.fullmatch(line, ended.err), ended.err
 
 
 def moved(folder: Path, step: str, elsewhere: Path) -> None:
@@ -103,10 +115,14 @@ def test_a_checkpoint_that_was_moved_and_linked_back_is_pruned_as_a_link(left: s
     checkpoints.prune(folder, 12, 1, None)
     assert sorted(path.name for path in folder.iterdir()) == ["step-000012"]
     assert sorted(path.name for path in elsewhere.iterdir()) == ["step-000004", "step-000008"]
-    # A step that is saved again takes the link's place, and not what it points to.
-    moved(folder, "step-000012", elsewhere)
-    save(folder, 12)
-    assert not (folder / "step-000012").is_symlink() and (elsewhere / "step-000012" / "complete.json").is_file()
+    # A step that is saved again takes the link's place, and not what it points to; nor does it matter whether that is there.
+    for is_there in (True, False):
+        moved(folder, "step-000012", elsewhere / str(is_there))
+        if not is_there:
+            shutil.rmtree(elsewhere / str(is_there))
+        save(folder, 12)
+        assert not (folder / "step-000012").is_symlink() and load(folder) == 12
+    assert (elsewhere / "True" / "step-000012" / "complete.json").is_file()
 
 
 def test_what_cannot_be_removed_stands_in_no_saves_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from megatron.training.checkpoint.loader import (
 )
 from megatron.training.checkpoint.lock import FolderLock
 from megatron.training.checkpoint.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
-from megatron.training.checkpoint.padding import rows_told
+from megatron.training.checkpoint.padding import changed_rows_note
 from megatron.training.checkpoint.saver import (
     Keep,
     Saver,
@@ -52,7 +52,7 @@ from megatron.training.checkpoint.saver import (
     replica_range,
     without_keys,
 )
-from megatron.training.checkpoint.start import whole_start
+from megatron.training.checkpoint.start import verified_start
 from megatron.training.cli.arguments import config_to_flags
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules import checkpoint as checkpoint_rules
@@ -205,8 +205,6 @@ class Checkpointer:
                 lock = FolderLock(Path(folder), flag)
                 lock.acquire()
                 self._locks.append(lock)
-                # As a save begins: what stands in its way is told before the first step.
-                checkpoint_folder.open_temporary(Path(folder), 0).rmdir()
 
         try:
             on_first_rank(acquire)
@@ -265,7 +263,7 @@ class Checkpointer:
         --finetune takes the weights alone and starts at step 0; --no-load-optim leaves out optimizer and schedule, as upstream.
         Random-number states are taken in the layout they were saved in only: elsewhere the run keeps those of its seed.
 
-        Where the ranks may be started again (--max-restarts), a checkpoint of --load that is damaged is passed over, and told of.
+        With --max-restarts a damaged checkpoint of --load becomes a note, and the one before is loaded (`verified_start`).
 
         Returns:
             Where the run stands; None where there is nothing to load.
@@ -273,7 +271,7 @@ class Checkpointer:
             ConfigError: on every rank: incomplete, corrupt, or not a checkpoint of this run.
         """
         flags = self._config.checkpoint
-        start, self.notes = whole_start(flags)
+        start, self.notes = verified_start(flags)
         note = checkpoint_rules.missing_note(flags, start)
         self.notes += () if note is None else (note,)
         if start is None:
@@ -302,7 +300,7 @@ class Checkpointer:
         differing = differences(request, tensor_shapes(metadata), ignored)
         told = checkpoint_rules.require_fit(stored, load, differing, flags.dist_ckpt_strictness)
         if differing.rows is not None:
-            told = (*told, rows_told(*differing.rows, self._groups.tp.size()))
+            told = (*told, changed_rows_note(*differing.rows, self._groups.tp.size()))
         loaded = self._read(stored, metadata, without_keys(request, differing.absent_keys))
         del request  # It holds what was loaded, too.
         dropped = 0

@@ -88,8 +88,7 @@ def choose(
         load: the folder, as given to --load.
         step: --ckpt-step; None takes the newest.
         exit_on_missing: whether nothing to load is an error.
-        passed_over: damaged checkpoints, before which another is looked for, as before one that is incomplete; None: those are
-            errors.
+        passed_over: damaged checkpoints, which do not count, nor do incomplete ones; None: an incomplete newest one is an error.
     Returns:
         None when the folder is absent or empty.
     Raises:
@@ -97,11 +96,11 @@ def choose(
     """
     folder = Path(load)
     _refuse_other_folders(folder)
-    known_damaged = passed_over or ()
-    stored = [each for each in complete_checkpoints(folder) if each.path not in known_damaged]
+    damaged = passed_over or ()
+    stored = [checkpoint for checkpoint in complete_checkpoints(folder) if checkpoint.path not in damaged]
     by_step = {checkpoint.step: checkpoint for checkpoint in stored}
-    others = [int(match[1]) for path, match in _matches(folder, _FINISHED) if path not in known_damaged]
-    incomplete = sorted(number for number in others if number not in by_step)
+    steps = [int(match[1]) for path, match in _matches(folder, _FINISHED) if path not in damaged]
+    incomplete = sorted(number for number in steps if number not in by_step)
     newest = stored[-1] if stored else None
     if step is not None and step in by_step:
         return _of_our_format(by_step[step])
@@ -118,10 +117,10 @@ def choose(
     return newest and _of_our_format(newest)
 
 
-def incomplete_behind(checkpoint: Stored) -> list[str]:
-    """The steps beside a checkpoint that are beyond it and not complete."""
+def newer_incomplete(checkpoint: Stored) -> list[str]:
+    """Paths of the newer steps in a checkpoint's folder that are not complete."""
     folder = checkpoint.path.parent
-    complete = {each.step for each in complete_checkpoints(folder)}
+    complete = {stored.step for stored in complete_checkpoints(folder)}
     steps = (int(match[1]) for _, match in _matches(folder, _FINISHED))
     return [str(folder / step_name(step)) for step in sorted(steps) if step > checkpoint.step and step not in complete]
 
@@ -196,15 +195,20 @@ def writing(folder: Path) -> Iterator[None]:
         raise ConfigError("--save", folder, f"cannot be written: {error.strerror or error}", fix) from error
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Entries of a folder that saves have left which were killed, or deletions."""
+    return [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]
+
+
 def open_temporary(folder: Path, step: int) -> Path:
     """Sweep the remains of killed saves and make a fresh folder for this save."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # The folder is locked and a run has one save at a time, so whatever is temporary here belongs to a run that is dead. What
-        # cannot be removed stands in nobody's way.
-        for leftover in [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]:
+        # The folder is locked and a run has one save at a time, so whatever is temporary here belongs to a run that is dead. One
+        # that cannot be removed blocks no save: every save has a name of its own.
+        for path in leftovers(folder):
             with contextlib.suppress(OSError):
-                _remove(leftover)
+                _remove(path)
         temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(8)}"
         temporary.mkdir()
     return temporary
@@ -315,7 +319,7 @@ def _delete(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder with its content; of a link, which somebody has put in place of a checkpoint that was moved, the link."""
+    """Remove a folder with its content. A link, as users leave where they have moved a checkpoint, goes without its target."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

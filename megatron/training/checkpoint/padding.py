@@ -1,8 +1,8 @@
-"""The rows of a vocabulary that are padding, over a resume: as many as were saved, or a line says what others do.
+"""The padded vocabulary across a resume: the saved number of rows is kept where the layout allows, else a note states the change.
 
-An embedding has the tokenizer's vocabulary rounded up to a multiple that depends on the tensor ranks. In another layout that may
-be another number of rows. New ones begin at random and join the softmax of every token: the first losses are higher (by 5 % of a
-small model's), and no shape shows it.
+The embedding has the tokenizer's vocabulary rounded up to a multiple of the tensor ranks times --make-vocab-size-divisible-by. A
+resume with other tensor ranks may pad to another size. Added rows start at random values and enter every token's softmax: a small
+model's first loss rises by 5 %, and no shape error shows it.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.training.checkpoint.loader import index_of, tensor_shapes
-from megatron.training.checkpoint.start import may_pass_over
+from megatron.training.checkpoint.saver import EMBEDDING
 from megatron.training.cli.config import CheckpointConfig, Config
 from megatron.training.cli.rules.checkpoint import start_of
 from megatron.training.initialize import on_first_rank
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
 
-EMBEDDING = "embedding.word_embeddings.weight"
 DIVISIBLE_BY = "--make-vocab-size-divisible-by"
 FIELD = "model.make_vocab_size_divisible_by"
 
 
 def saved_rows(flags: CheckpointConfig) -> int | None:
-    """Rows of the embedding in the checkpoint that a run starts from; None where there is none. Collective.
+    """Rows of the embedding in the checkpoint that a run starts from; None without a readable one. Collective.
 
-    A checkpoint that cannot be read is no error here: loading it says what is wrong.
+    An unreadable checkpoint is no error here: loading it names the fault.
     """
 
     def read() -> int | None:
         try:
-            start = start_of(flags, () if may_pass_over(flags) else None)
+            start = start_of(flags)
             shape = () if start is None else tensor_shapes(index_of(start.stored)).get(EMBEDDING, ())
         except ConfigError:
             return None
@@ -39,30 +38,29 @@ def saved_rows(flags: CheckpointConfig) -> int | None:
     return on_first_rank(read)
 
 
-def keeping_rows(config: Config, plan: Plan, vocabulary: int, rows: int | None) -> Config | None:
-    """The configuration under which the embedding has the saved rows; None where its layout cannot have so many.
+def config_for_rows(config: Config, plan: Plan, vocabulary: int, rows: int) -> Config | None:
+    """The configuration that pads the vocabulary to a number of rows; None if its tensor ranks do not divide them.
 
     Args:
-        vocabulary: the tokenizer's.
-        rows: those that were saved.
+        vocabulary: tokens of the tokenizer.
     """
-    if rows is None or rows < vocabulary or any(rows % stage.tensor for stage in plan.stages):
+    if rows < vocabulary or any(rows % stage.tensor for stage in plan.stages):
         return None
     divisor = rows // config.parallel.tensor_model_parallel_size
     return dataclasses.replace(config, model=dataclasses.replace(config.model, make_vocab_size_divisible_by=divisor))
 
 
-def rows_told(saved: int, here: int, tensor: int) -> str:
-    """A line on rows that differ, and the flag by which they would not.
+def changed_rows_note(saved: int, rows: int, tensor: int) -> str:
+    """A note that the embedding has other rows than were saved, and the flag that keeps the saved number.
 
     Args:
-        tensor: ranks.
+        tensor: ranks that share the rows.
     """
-    keeps = f"{DIVISIBLE_BY} {saved // tensor} keeps the {saved} that were saved"
-    fix = keeps if saved % tensor == 0 else f"{tensor} tensor ranks cannot share the {saved} that were saved"
-    if here > saved:
-        effect = "they begin at random and join the softmax, which raises the first losses"
-        what = f"{here - saved} rows of the vocabulary are new: {effect}"
+    if rows > saved:
+        effect = "they start at random values and enter the softmax, which raises the first losses"
+        change = f"{rows - saved} rows of the vocabulary are new: {effect}"
     else:
-        what = f"{saved - here} padded rows of the vocabulary are gone from the softmax, which changes the first losses"
-    return f"{what}; {fix}"
+        change = f"{saved - rows} padded rows of the vocabulary have left the softmax, which changes the first losses"
+    if saved % tensor:
+        return f"{change}; {tensor} tensor ranks cannot share the {saved} saved rows"
+    return f"{change}; {DIVISIBLE_BY} {saved // tensor} keeps the {saved} saved rows"

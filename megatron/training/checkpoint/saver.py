@@ -7,8 +7,8 @@ Steps of a save beside training:
     4. after its next steps the loop asks whether all threads are done, and hears their error if there is one.
 A run killed before 3 leaves the former checkpoint as the last complete one.
 
-What is saved is what was in memory: checksums are made of the bytes on their way to a file, and compared with those that its
-writer reads back from the device.
+Checksums are those of the bytes in memory, summed on their way to a file; its writer reads the file back from the device and
+compares.
 
 Data files are megatron.core.dist_checkpointing's: tensors under keys by layer, never by rank or stage. `parallel_state` is not
 read: the groups are handed over, and where megatron-core would fetch them the same state is built here. megatron-core's own
@@ -56,7 +56,7 @@ EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.word_embeddings.weight", "output_lay
 
 
 class _Summing(FileSystem):
-    """torch's file system, whose new files are synced, and remembered with the checksums of what was written to them."""
+    """torch's file system with new files that are synced, and that sums the bytes written to each."""
 
     def __init__(self) -> None:
         self.sums: Checksums = {}
@@ -340,7 +340,7 @@ class Saver:
         try:
             self._write(request, temporary, step, content, keep)
         except Exception:
-            # All ranks have failed, and nobody loads it: on a full disk the next save wants the space.
+            # Every rank has failed by now. On a full disk the next save needs the space.
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -359,7 +359,7 @@ class Saver:
             with checkpoint_folder.writing(folder):
                 return _read_again(temporary, self._direct.sums)
 
-        # By its writer; a rank that cannot, or finds other bytes than it had, fails all, and nothing is published.
+        # Each writer reads its own files. One failure or difference fails every rank, and nothing is published.
         own_sums = on_every_rank(read_again, self._group)
         sums = of_all(own_sums, self._group)
 
@@ -367,7 +367,7 @@ class Saver:
             with checkpoint_folder.writing(folder):
                 save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(temporary))
             files = {name: (size, crc) for of_rank in sums for name, (size, crc) in of_rank.items()}
-            # The files that no rank sums: what is common, and the configuration just written.
+            # No rank has summed megatron-core's own files: common.pt and the configuration just written.
             files |= checksums(path for path in temporary.iterdir() if path.name not in files)
             with checkpoint_folder.writing(folder):
                 _require_files(temporary, [*NEEDED_FILES, *files])
@@ -378,15 +378,15 @@ class Saver:
 
 
 def _read_again(temporary: Path, written: Checksums) -> Checksums:
-    """The checksums of files, which are those of what was in memory."""
-    for name, found in checksums((temporary / name for name in written), from_device=True).items():
-        if found != written[name]:
+    """The checksums of written files, after comparing them with what the device returns."""
+    for name, checksum in checksums((temporary / name for name in written), from_device=True).items():
+        if checksum != written[name]:
             raise OSError(f"{name} reads back other bytes than were written")
     return written
 
 
 def _require_files(temporary: Path, names: Sequence[str]) -> None:
-    """Nothing is published of a folder that somebody has emptied while it was written."""
+    """Refuse to publish a folder from which another process has removed files during the save."""
     for name in names:
         if not (temporary / name).is_file():
             raise OSError(f"{name} has vanished while the checkpoint was written")

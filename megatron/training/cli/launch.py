@@ -197,7 +197,7 @@ def require_launchable(parsed: ParsedArguments, launch: Launch) -> None:
     if cuda_is_there() and 0 < gpus < launch.processes_per_node:
         rule, fix = f"this machine has {gpus} GPUs", f"start at most {gpus} processes here"
         raise ConfigError(PROCESSES, launch.processes_per_node, rule, fix)
-    _require_inputs(config, launch.max_restarts > 0)
+    _require_inputs(config)
     plan_of_run(config, describe_model(config, known_vocab_size(config) or 0, parsed.name), launch.world_size)
     # Each node looks at its own disks; where nodes number themselves, any node may be that of rank 0.
     first = launch.node_rank * launch.processes_per_node
@@ -207,10 +207,10 @@ def require_launchable(parsed: ParsedArguments, launch: Launch) -> None:
         _require_free_port(launch.endpoint)
 
 
-def _require_inputs(config: Config, may_pass_over: bool) -> None:
+def _require_inputs(config: Config) -> None:
     for prefix in data_source(config.data).prefixes:
         check_indexed_dataset(prefix)
-    start_of(config.checkpoint, () if may_pass_over else None)
+    start_of(config.checkpoint)
     for flag, path in missing_files(config):
         # A run without --exit-on-missing-checkpoint may begin where --load will find it the next time.
         if flag not in ("--load", "--pretrained-checkpoint"):

@@ -4,11 +4,11 @@
     <cache>/indices/<name>/sums.json     size and CRC-32 of each of them
     <cache>/indices/<name>.building-*    indices that a job is writing, or had not finished when it was killed
 
-The folder may be shared by users of a cluster. megatron-core takes any file that exists for a whole one, and unpickles one that
-is no array: code of whoever can write there would run. So
-1. new indices go to a folder of their own, which gets its name once every rank has read them;
-2. the first rank compares a folder with its sums before anybody reads it: another bit would be another order of the text;
-3. while megatron-core builds, what it loads is an array of whole numbers, or the run ends (`_arrays_alone`).
+Users of a cluster may share the folder. megatron-core takes any file that exists for a complete one, and unpickles a file that is
+no array: it would run the code of anyone who can write there. So
+1. a job writes new indices to a temporary folder, and renames it once every rank has read them;
+2. rank 0 compares a folder with its sums before any rank reads it: a flipped bit would change the order of the text;
+3. megatron-core's loads accept arrays of integers only (`_integer_arrays_only`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json, checksums
 
 CACHE_VERSION = 2
-"""Of the folder's content; others are built anew under a name of their own."""
+"""Version of the folder's content, part of its name: folders of other versions are not read."""
 SUMS = "sums.json"
 SECONDS_UNTIL_ABANDONED = 24 * 3600
 FLAG = "--data-cache-path"
@@ -99,13 +99,13 @@ def build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> tu
 
 def _built(builder: BlendedMegatronDatasetBuilder, folder: str) -> tuple[Any, ...]:
     builder.config.path_to_cache = folder
-    with _arrays_alone():
+    with _integer_arrays_only():
         return tuple(builder.build())
 
 
 @contextlib.contextmanager
-def _arrays_alone() -> Iterator[None]:
-    """megatron-core's loads, which allow pickles, as loads of arrays: its modules are given a numpy with another `load`."""
+def _integer_arrays_only() -> Iterator[None]:
+    """Give megatron-core's modules, whose `numpy.load` allows pickles, a numpy whose `load` does not."""
     modules: tuple[Any, ...] = (gpt_dataset, blended_dataset)
     for module in modules:
         module.numpy = _Numpy()
@@ -117,7 +117,7 @@ def _arrays_alone() -> Iterator[None]:
 
 
 class _Numpy:
-    """numpy, whose `load` maps an array of whole numbers."""
+    """numpy with a `load` that maps integer arrays and refuses everything else."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(numpy, name)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.training.checkpoint.folder import non_persistent_folder
+from megatron.training.checkpoint.folder import leftovers, non_persistent_folder
 from megatron.training.cli.config import Config
+from megatron.training.cli.sizes import describe_model, known_vocab_size
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
+from moe_overlap.describe.model import model_parameters
 
 _PROBE_BYTES = 4096
 _FIX = "free space, correct permissions, or choose another place"
@@ -108,6 +111,25 @@ def prove_places(config: Config, rank: int) -> None:
     """
     for flag, path, is_folder in places(config, rank):
         _prove(flag, path, is_folder)
+    if rank == 0:
+        for flag, folder in _checkpoint_folders(config):
+            _require_space(flag, folder, least_checkpoint_bytes(config))
+
+
+def least_checkpoint_bytes(config: Config) -> int:
+    """A lower bound of a checkpoint's bytes: weights of at least 2 bytes, and Adam's two fp32 moments."""
+    model = describe_model(config, known_vocab_size(config) or 0)
+    has_moments = config.optimizer.optimizer == "adam" and not config.checkpoint.no_save_optim
+    return model_parameters(model).total * (2 + (8 if has_moments else 0))
+
+
+def _require_space(flag: str, folder: Path, least_bytes: int) -> None:
+    """Refuse a file system with less free space than a checkpoint needs; what killed saves have left is removed before."""
+    left = sum(path.stat().st_size for place in leftovers(folder) for path in place.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free + left
+    if free < least_bytes:
+        rule = f"has {free / 1e9:.3g} GB free, and a checkpoint takes at least {least_bytes / 1e9:.3g}"
+        raise ConfigError(flag, folder, rule, "make space, or choose another folder")
 
 
 def _prove(flag: str, path: Path, is_folder: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.cli.config import CheckpointConfig, Config, LoggingConfig, OverlapConfig
+from megatron.training.cli.config import CheckpointConfig, Config, LoggingConfig, ModelConfig, OverlapConfig
 from megatron.training.report.metrics import MetricsLog
 from megatron.training.report.outputs import Sink, _probe, places, prove_outputs
 from moe_overlap.describe.errors import ConfigError
@@ -21,6 +21,7 @@ FIX = "free space, correct permissions, or choose another place"
 def test_what_is_proven_leaves_nothing_but_folders(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("kept\n")
     config = Config(
+        model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1),
         checkpoint=CheckpointConfig(save=str(tmp_path / "a/saved"), non_persistent_save_interval=1),
         logging=LoggingConfig(log_json=str(tmp_path / "log.jsonl"), tensorboard_dir=str(tmp_path / "board")),
         overlap=OverlapConfig(trace=str(tmp_path / "b/trace.json")),

@@ -7,6 +7,7 @@ that the run asks for; which learning-rate schedule holds where both differ.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,14 +69,24 @@ class Start:
     weights_alone: bool
 
 
-def start_of(flags: CheckpointConfig, passed_over: Collection[Path] | None = None) -> Start | None:
+RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+"""Variable by which torch's agent tells its ranks how often they may be started again."""
+
+
+def falls_back(flags: CheckpointConfig) -> bool:
+    """Whether an older checkpoint of --load replaces a damaged one: ranks restart by themselves, and no user chooses another."""
+    return os.environ.get(RESTARTS, "0") != "0" and flags.ckpt_step is None
+
+
+def start_of(flags: CheckpointConfig, damaged: Collection[Path] = ()) -> Start | None:
     """The checkpoint of --load, or else that of --pretrained-checkpoint; None where there is nothing to load.
 
     Args:
-        passed_over: as `choose` takes it.
+        damaged: checkpoints of --load that do not count where the run falls back.
     Raises:
         ConfigError: the checkpoint is incomplete or of another format, or is missing where the flags want one.
     """
+    passed_over = damaged if falls_back(flags) else None
     if flags.load is not None:
         must_exist = flags.exit_on_missing_checkpoint and flags.pretrained_checkpoint is None
         non_persistent = None
