@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.commands.compare import read_losses, relative_differences
-from moe_overlap.commands.exits import end_process
+from moe_overlap.commands.exits import end_process, interruptible
 from tools.bench.marks import write_between_marks
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"
@@ -216,6 +216,7 @@ def _log(folder: Path, layout: Layout) -> Path:
     return folder / f"{LAYOUTS.index(layout):02d}.jsonl"
 
 
+@interruptible
 def main(argv: Sequence[str]) -> int:
     """Print the table; exit status 1 when a layout disagrees."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

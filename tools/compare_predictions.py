@@ -21,6 +21,7 @@ from statistics import mean, median
 from typing import Any
 
 from moe_overlap.api import predict
+from moe_overlap.commands.exits import interruptible
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
 
@@ -57,6 +58,7 @@ class Compared:
         return self.predicted / self.median - 1.0
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a table; 2 for a user's mistake."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

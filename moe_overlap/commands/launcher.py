@@ -95,16 +95,18 @@ def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
     configs: dict[str, Any] = {"timeout": max(1, int(patience.total_seconds()))}
     if launch.backend == "static":
         configs["rank"] = launch.node_rank
-    apart = launch.nodes == 1 and not launch.endpoint
+    # A job of one machine meets on the loopback interface, whatever name it was given: nobody else has to find it.
+    is_alone = launch.nodes == 1
+    port = launch.endpoint.rpartition(":")[2] or 0
     return LaunchConfig(
         min_nodes=launch.nodes,
         max_nodes=launch.nodes,
         nproc_per_node=launch.processes_per_node,
-        run_id=str(uuid.uuid4()) if apart else launch.job,
+        run_id=launch.job if launch.endpoint else str(uuid.uuid4()),
         rdzv_backend=BACKEND,
-        rdzv_endpoint=f"{THIS_MACHINE}:0" if apart else launch.endpoint,
+        rdzv_endpoint=f"{THIS_MACHINE}:{port}" if is_alone else launch.endpoint,
         # Else the agent asks for the address of this machine's own name, which not every machine can resolve.
-        local_addr=THIS_MACHINE if apart else None,
+        local_addr=THIS_MACHINE if is_alone else None,
         rdzv_configs=configs,
         max_restarts=launch.max_restarts,
         shutdown_timeout=int((patience if config.training.exit_signal_handler else STOPS_WITHIN).total_seconds()),

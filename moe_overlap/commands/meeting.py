@@ -1,12 +1,12 @@
-"""Where the machines of a job meet, and where their ranks do: stores that listen on one address, not on all.
+"""Rendezvous stores of `--nproc-per-node` that listen on one address, not on all interfaces.
 
-torch's stores listen on every interface and ask for no password; what an agent finds there it unpickles. So the stores of
-`--nproc-per-node` are made here, on sockets that are bound to the address by which the others find them:
-1. one machine: 127.0.0.1, and gloo's and NCCL's own sockets stand on the loopback interface, too (`LOOPBACK`);
-2. several: the address of `--rdzv-endpoint` or `--master-addr`. All interfaces where that name means the loopback interface here
-   (Debian gives a machine's own name 127.0.1.1), or an address that this machine does not have (behind NAT).
+torch's stores listen on every interface without a password, and torch's agent unpickles what it reads from them: whoever reached
+the port ran code. The stores here are bound to the address by which the other processes find them:
+1. one machine: 127.0.0.1; gloo and NCCL open their own sockets on the loopback interface, too (`LOOPBACK`);
+2. several machines: the address of `--rdzv-endpoint` or `--master-addr`. If that name resolves to the loopback interface here
+   (Debian maps a machine's own name to 127.0.1.1), or to an address of another device (NAT), the store listens on all interfaces.
 
-The rest is torch's: `register` names a rendezvous of its agent, of both kinds, whose stores are ours.
+`register` adds a rendezvous to torch's agent that differs from torch's two, `c10d` and `static`, in these stores alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def stay_on_this_machine() -> None:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens where a host is found; the port is free where 0 is asked for."""
+    """A socket that listens on a host's address; port 0 takes a free one."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     places = [address, ("", *address[1:])]
     # A name for the loopback interface is another address on other machines.
@@ -76,10 +76,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def listening_store(host: str, port: int, machines: int | None = None) -> TCPStore:
-    """A store of this process that listens where a host is found.
+    """A store, hosted by this process, that listens on a host's address.
 
     Args:
-        machines: whose connections are waited for; None: nobody's.
+        machines: number of machines whose connections it waits for; None: it does not wait.
     """
     listening = listening_socket(host, port)
     # The store closes the descriptor that it is given.

@@ -187,7 +187,7 @@ def _take_over(database: Database, ranks: Ranks) -> None:
 
 
 def _missing(every: Sequence[Key], known: Container[Key], ranks: Ranks) -> list[Key]:
-    """What the first rank does not know yet.
+    """The keys that the first rank has not measured yet.
 
     Args:
         every: the same on all ranks.

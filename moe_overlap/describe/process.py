@@ -1,4 +1,4 @@
-"""This process and the one that started it."""
+"""The lifetime of this process: it can end together with the one that started it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process when the one that started it is gone, however that ended. Linux alone has it.
+    """Have the kernel kill this process when its parent ends, for whatever reason. Linux only.
 
     Args:
-        parent: its number, where it may be gone already.
+        parent: process id of the parent, if it may have ended already.
     """
     if sys.platform != "linux":
         return

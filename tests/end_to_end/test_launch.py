@@ -106,6 +106,8 @@ def test_ranks_of_one_machine_meet_where_no_name_must_be_resolved() -> None:
     config = parse(SMALL).config
     apart = elastic_config(Launch(processes_per_node=2), config)
     assert (apart.rdzv_endpoint, apart.local_addr) == ("127.0.0.1:0", "127.0.0.1")
+    port = elastic_config(Launch(processes_per_node=2, endpoint="host:29500", job="a"), config)
+    assert (port.rdzv_endpoint, port.local_addr, port.run_id) == ("127.0.0.1:29500", "127.0.0.1", "a")
     named = elastic_config(Launch(processes_per_node=2, nodes=2, endpoint="host:29500"), config)
     assert (named.rdzv_endpoint, named.local_addr) == ("host:29500", None)
 

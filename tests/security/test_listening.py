@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import subprocess
@@ -19,19 +20,34 @@ LISTENS = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 
 
-def processes_of(session: int) -> Iterator[Path]:
+def processes_of(job: int) -> Iterator[Path]:
+    """A process and those that it has started: torch's agent gives every rank a session of its own."""
+    parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                yield folder
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    for process in parents:
+        above = process
+        while above not in (job, 0):
+            above = parents.get(above, 0)
+        if above == job:
+            yield Path(f"/proc/{process}")
 
 
-def listening_addresses(session: int) -> set[str]:
-    """Addresses, in hexadecimal as the kernel writes them, on which processes of a session listen."""
+def interfaces(job: int) -> list[dict[str, str]]:
+    """The interfaces that variables name to each rank of a job, by variable."""
+    ranks = []
+    for process in processes_of(job):
+        environment = dict(line.partition("=")[::2] for line in (process / "environ").read_text().split("\0"))
+        if "LOCAL_RANK" in environment:
+            ranks.append({name: environment.get(name, "") for name in meeting.LOOPBACK})
+    return ranks
+
+
+def listening_addresses(job: int) -> set[str]:
+    """Addresses, in hexadecimal as the kernel writes them, on which processes of a job listen."""
     sockets, found = set(), set()
-    for process in processes_of(session):
+    for process in processes_of(job):
         for file in (process / "fd").iterdir():
             target = re.fullmatch(r"socket:\[(\d+)\]", str(file.readlink()) if file.is_symlink() else "")
             sockets |= {target[1]} if target else set()
@@ -53,6 +69,8 @@ def test_a_job_of_one_machine_listens_on_the_loopback_interface_alone() -> None:
         next(line for line in job.stdout if line.startswith("step"))
         # 127.0.0.1, least significant byte first.
         assert listening_addresses(job.pid) == {"0100007F"}
+        # Where the machine's name means another interface, gloo would take that.
+        assert interfaces(job.pid) == [{"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}] * 2
     finally:
         job.kill()
         job.communicate()

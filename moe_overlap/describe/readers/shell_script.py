@@ -66,8 +66,8 @@ class _Exit(Exception):
     """An `exit` that is certainly executed: the script, or the inner one, ends.
 
     Attributes:
-        line: of it.
-        empty: variables without a value that conditions have asked for before.
+        line: of the `exit`.
+        empty: variables without a value that conditions before it have read.
     """
 
     def __init__(self, line: int, empty: Iterable[str]) -> None:
@@ -309,8 +309,8 @@ class _Follower(Expansion):
                 self.assign(each, (self.mark(Unknown(line, each, rule)),))
         elif name == "printf":
             rule = f"sets ${{{words[2]}}} by printf, which cannot be read without running it" if words[2:] else ""
-            for each in names[:1]:
-                self.assign(each, (self.mark(Unknown(line, each, rule)),))
+            for variable in names[:1]:
+                self.assign(variable, (self.mark(Unknown(line, variable, rule)),))
         else:
             for each in [*names, *(["REPLY", "MAPFILE"] if not names else []), *_changed(" ".join(words[1:]))]:
                 self.assign(each, (self.unknown(line, each),))

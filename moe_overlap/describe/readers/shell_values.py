@@ -68,7 +68,7 @@ class Expansion:
         """The line of the condition or loop, around what is followed, that cannot be decided."""
         self._filled = 0
         self.empty: dict[str, None] = {}
-        """Variables without a value that conditions have asked for, in order."""
+        """Variables without a value that conditions have read, in order."""
 
     def assign(self, name: str, values: Values) -> None:
         """Set a variable; inside what may be executed or not it becomes unknown."""
@@ -84,7 +84,7 @@ class Expansion:
         """The words of a command with everything filled in and split.
 
         Args:
-            is_read_again: by `eval`: quotes that come out of variables stay until then, as in a shell.
+            is_read_again: `eval` parses the words once more, so quotes inside a variable's value stay in place.
         """
         split = str.split if is_read_again else blank_split
         return [field for word in words for field in self._split(word, is_condition, split)]

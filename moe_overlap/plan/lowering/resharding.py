@@ -142,7 +142,7 @@ class TransferLowering:
             yield self._gather(boundary_operator(OperatorKind.GATHER, *ends), place, arriving, buffer, len(members))
 
     def _up_to(self, last: tuple[bool, int], ends: Boundary, chunk: int, buffer: str) -> Iterator[Draft]:
-        """What crosses the boundary behind, in that stage's order, to the last transfer of a pass.
+        """The sends and receives over the boundary behind, in that stage's order, to the last transfer of a pass.
 
         Args:
             buffer: hidden states that cross the boundary, or their gradient.

@@ -440,19 +440,19 @@ def _stage(one: _Alone, closed: PredictedStage) -> PredictedStage:
 
 
 class _Breakdown(Mapping[str, float]):
-    """Seconds by what they are spent on, of which a search reads few: the others cost simulations, made when they are asked for.
+    """Seconds of a step by cause. Two causes need further simulations, which run when a reader first asks for one of them.
 
     Args:
-        known: some of them.
-        others: those that are not known, in seconds; they may depend on each other.
-        order: names.
+        known: seconds of the causes that need none.
+        simulate: the seconds of the remaining causes.
+        order: all causes.
     """
 
-    def __init__(self, known: dict[str, float], others: Callable[[], dict[str, float]], order: Sequence[str]) -> None:
-        self._known, self._others, self._order = known, others, order
+    def __init__(self, known: dict[str, float], simulate: Callable[[], dict[str, float]], order: Sequence[str]) -> None:
+        self._known, self._simulate, self._order = known, simulate, order
 
     def __getitem__(self, name: str) -> float:
-        return self._known[name] if name in self._known else self._late[name]
+        return self._known[name] if name in self._known else self._simulated[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._order)
@@ -461,12 +461,12 @@ class _Breakdown(Mapping[str, float]):
         return len(self._order)
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, float]]]:
-        """Copied and pickled as what it says."""
+        """Copies and pickles are plain dictionaries."""
         return dict, (dict(self),)
 
     @cached_property
-    def _late(self) -> dict[str, float]:
-        return self._others()
+    def _simulated(self) -> dict[str, float]:
+        return self._simulate()
 
 
 def _breakdown(slowest: _Alone, listed: _Lists, ones: Sequence[_Alone], played: float) -> Mapping[str, float]:
@@ -487,19 +487,19 @@ def _breakdown(slowest: _Alone, listed: _Lists, ones: Sequence[_Alone], played: 
         "optimizer_seconds": compressed.optimizer + compressed.norm,
     }
 
-    def others() -> dict[str, float]:
-        # All steps are extrapolated alike, so their differences are what the transfers, and the gathers, expose. Between unlike
-        # stages nothing is told from others: waits for tiles count as bubble.
+    def simulate_others() -> dict[str, float]:
+        # All steps are extrapolated alike, so their differences are the exposed seconds of the transfers, and of the gathers.
+        # Unlike stages have no such steps to compare: their waits for tiles count as bubble.
         still = played if plan.transfers else listed.step(ones, transfers=0.0)
-        gathers = any(one.compressed.gathers for one in ones) and not plan.transfers
-        complete = listed.step(ones, gathers=0.0) if gathers else played
+        has_gathers = any(one.compressed.gathers for one in ones) and not plan.transfers
+        complete = listed.step(ones, gathers=0.0) if has_gathers else played
         data = compressed.before_norm + compressed.after_norm - compressed.optimizer + played - complete
-        late = {"exposed_data_seconds": data, "exposed_transfer_seconds": played - still}
+        simulated = {"exposed_data_seconds": data, "exposed_transfer_seconds": played - still}
         # The remainder, so that the breakdown adds up to the step.
-        told = known | late
-        return late | {"bubble_seconds": played - sum(told[name] for name in order if name in told)}
+        causes = known | simulated
+        return simulated | {"bubble_seconds": played - sum(causes[name] for name in order if name in causes)}
 
     exposed = (f"exposed_{kind}_seconds" for kind in KINDS)
     ends = ("exposed_data_seconds", "exposed_transfer_seconds", "optimizer_seconds")
     order = ("compute_seconds", "bubble_seconds", *exposed, *ends)
-    return _Breakdown(known, others, order)
+    return _Breakdown(known, simulate_others, order)

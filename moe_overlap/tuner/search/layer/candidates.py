@@ -98,13 +98,13 @@ class Candidates:
     Attributes:
         limits: of the search for ranges in partitions.
         solver_seconds: for each weight-gradient schedule.
-        known: the predictions so far: several ways end at one plan.
+        predictions: those made so far, by plan: several mechanisms end at one plan.
     """
 
     problem: Problem
     limits: SearchLimits
     solver_seconds: float
-    known: list[tuple[Plan, Prediction]] = dataclasses.field(default_factory=list)
+    predictions: list[tuple[Plan, Prediction]] = dataclasses.field(default_factory=list)
 
     def uniform(self) -> Iterator[Candidate]:
         """One mechanism on all layers: each alone, then with weight gradients deferred where that may be the fastest."""
@@ -193,10 +193,11 @@ class Candidates:
 
     def predicted(self, plan: Plan) -> Prediction:
         """The prediction of a plan of this problem."""
-        prediction = next((prediction for known, prediction in self.known if known == plan), None)
+        # Plans hold dictionaries and have no hash; one decision predicts some twenty.
+        prediction = next((prediction for other, prediction in self.predictions if other == plan), None)
         if prediction is None:
             prediction = predict_plan(plan, self.problem)
-            self.known.append((plan, prediction))
+            self.predictions.append((plan, prediction))
         return prediction
 
     def _least_seconds(self, candidate: Candidate) -> float:

@@ -138,15 +138,17 @@ def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Pr
         return None
     if problem.listed.graphs_refusal is not None:
         return GraphsChoice(is_on=False, refused=str(problem.listed.graphs_refusal))
-    # The fastest that fits: bytes cost more than seconds to find, and are asked for until one does.
+    # The fastest that fits. Seconds alone order the candidates: a whole prediction, with its bytes, costs more.
     replaying = problem.replaying(True)
-    fastest = sorted(others[:REPLAYED], key=lambda each: listed_seconds(each.decided, replaying))
-    choices = [GraphsChoice(is_on=False, name=each.name) for each in fastest]
-    for place, each in enumerate(fastest):
-        choices[place] = dataclasses.replace(choices[place], other=predict_plan(each.decided, replaying))
-        if not choices[place].order[0]:
-            return choices[place]
-    return choices[0]
+    by_seconds = sorted(others[:REPLAYED], key=lambda candidate: listed_seconds(candidate.decided, replaying))
+    fastest: GraphsChoice | None = None
+    for candidate in by_seconds:
+        prediction = predict_plan(candidate.decided, replaying)
+        choice = GraphsChoice(is_on=False, name=candidate.name, other=prediction)
+        if prediction.fits:
+            return choice
+        fastest = fastest or choice
+    return fastest
 
 
 def choose(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:
