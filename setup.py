@@ -5,11 +5,11 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
+VERSION_FILE = Path(__file__).parent / "moe_overlap/describe/version.py"
+
 setup(
     name="megatron-moe-overlap",
-    version=re.search(r'__version__ = "(.+)"', (Path(__file__).parent / "moe_overlap/__init__.py").read_text()).group(
-        1
-    ),
+    version=re.search(r'__version__ = "(.+)"', VERSION_FILE.read_text()).group(1),
     description="A Megatron-LM fork for Mixture-of-Experts training with overlapped communication and an auto-tuner",
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moe_overlap.describe.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from moe_overlap.describe.cluster import Cluster
     from moe_overlap.describe.errors import ConfigError
     from moe_overlap.results import predict, tune
 
 __all__ = ["Cluster", "ConfigError", "predict", "tune"]
-__version__ = "0.1.0"
-VERSION_LINE = f"megatron-moe-overlap {__version__}"
-"""The line that `--version` prints."""
 
 
 def __getattr__(name: str) -> Any:

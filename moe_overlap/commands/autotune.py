@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron.training.report.live_line import LiveLine
-from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
 from moe_overlap.commands.exits import INTERRUPTED, interruptible
 from moe_overlap.commands.help_topics import parser_with_topics, topic
@@ -56,6 +55,7 @@ from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
 from moe_overlap.describe.host import usable_cores
+from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.asked import BEYOND, SPACES, SearchSettings
 from moe_overlap.plan_search.processes import Processes

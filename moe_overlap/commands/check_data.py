@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 
 from megatron.training.data.sources import REBUILD, check_indexed_dataset, token_range
-from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.version import VERSION_LINE
 
 
 @interruptible

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
+from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.report.trace import comparison_json, comparison_text, read_trace, require_one_job
 
 LOSSES = """Compare the losses of two runs: `tools/compare_losses.py A.jsonl B.jsonl [--bitwise | --relative 1e-5]`.

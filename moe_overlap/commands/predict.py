@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 
 from megatron.training.plan_argument import plan_of_flag
-from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, predict_job
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import parser_with_topics, topic
@@ -36,6 +35,7 @@ from moe_overlap.commands.job_arguments import (
     words_of,
 )
 from moe_overlap.describe.errors import ConfigError, require
+from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.job import PRECISIONS, Job
 from moe_overlap.plan.plan import Plan
 from moe_overlap.report.answer import Answer, answer_lines, training_json

@@ -32,10 +32,10 @@ import numpy
 from megatron.training.cli.packages import is_installed
 from megatron.training.cli.start import quiet_libraries
 from megatron.training.data.tokenizers import TYPES, Tokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
-from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.version import VERSION_LINE
 
 TASK_BYTES, TASK_DOCUMENTS = 1 << 20, 1000
 """A worker gets documents until one of these is reached."""

@@ -23,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from moe_overlap import VERSION_LINE
 from moe_overlap.api import job_operators
 from moe_overlap.commands.exits import end_process, interruptible
 from moe_overlap.commands.help_topics import Parser
@@ -31,6 +30,7 @@ from moe_overlap.commands.train import place_among_ranks
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import new_file, whole_number
+from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct

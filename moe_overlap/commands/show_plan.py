@@ -8,13 +8,13 @@ import math
 import sys
 from collections.abc import Sequence
 
-from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.commands.job_arguments import name_of, words_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription, model_parameters
+from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.job import model_of_plan
 from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lowering.lower import lower

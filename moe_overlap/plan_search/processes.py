@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.expert_load import NATURAL, expert_load_text
+from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan.serialize import as_values, content_sha256
 from moe_overlap.plan_search.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
 from moe_overlap.tuner.cost.hardware import shipped_constants

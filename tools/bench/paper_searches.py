@@ -23,10 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster, cluster_of, known_gpu, node_group
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import PlanSearch

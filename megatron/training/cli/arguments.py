@@ -22,7 +22,6 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.flags.help import help_about
 from megatron.training.cli.flags.launch import LAUNCH_FLAGS
 from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
-from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import Unreadable, bounded_text, names_file, whole_number
 from moe_overlap.describe.readers.model_file import read_model
@@ -37,6 +36,7 @@ from moe_overlap.describe.readers.upstream_flags import (
     refusal,
     without_effect_reason,
 )
+from moe_overlap.describe.version import VERSION_LINE
 
 ALIASES = {
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
