@@ -101,7 +101,7 @@ def test_trace_refines_predictions_of_its_run(undisturbed: Undisturbed, tmp_path
     """The same trace, sixteen times as long, says that the machine is so much slower.
 
     Neither this machine's speed nor what else it runs counts: how near the refined prediction is to a step is a matter of
-    recorded worlds whose prices are known (tests/unit/tuner/test_refining.py).
+    recorded worlds whose prices are known (tests/unit/tuner/calibrate/test_refine.py).
     """
 
     def graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, CapturedModel]:

@@ -21,7 +21,7 @@ from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.results import TunedPlan
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
-from tests.unit.tuner.test_cost_predict import by_hand
+from tests.unit.tuner.cost.test_cost_predict import by_hand
 
 ROOT = Path(__file__).resolve().parents[2]
 MIXTRAL = ROOT / "examples" / "mixtral-8x7b.args"

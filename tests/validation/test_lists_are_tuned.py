@@ -27,7 +27,7 @@ from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import PlanSearch, closing_lines
 from moe_overlap.tuner.search.space import Run, UniformLayout, uniform_layouts
 from moe_overlap.tuner.write.argument_file import layout_flags
-from tests.unit.tuner.test_cost_predict import by_hand
+from tests.unit.tuner.cost.test_cost_predict import by_hand
 from tools.bench.real_lists import LISTS, answer
 from tools.tune_lists import record, smallest
 

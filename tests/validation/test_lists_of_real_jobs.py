@@ -14,7 +14,7 @@ import moe_overlap.api as api
 from moe_overlap.commands.predict import main
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import effect_of
-from tests.unit.tuner.test_cost_predict import by_hand
+from tests.unit.tuner.cost.test_cost_predict import by_hand
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS: dict[str, list[str]] = {

@@ -30,7 +30,7 @@ from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.memory import part_bytes
 from moe_overlap.tuner.cost.operators import tabulate
-from tests.unit.tuner.part_memory import peak_bytes
+from tests.unit.tuner.cost.part_memory import peak_bytes
 from tests.validation.rows import DATA, models
 
 S = 2048

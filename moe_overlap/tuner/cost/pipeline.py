@@ -17,7 +17,7 @@ passes of a chunk f = F / v and b = B / v, and what first and last passes take b
 q_s is S - 1 - s, or twice that where v > 1: megatron-core's warm-up without the rounds. Where no steady part is left, the way
 there and back is waited for once: the last forward pass does not wait for the first backward pass. The step is the largest over
 s. Chains that change stages elsewhere are left out: the formula is never above a step of such passes, exact for 1F1B of two
-stages and for equal stages, and within 1 % for most others (tests/unit/tuner/test_cost_pipeline.py).
+stages and for equal stages, and within 1 % for most others (tests/unit/tuner/cost/test_cost_pipeline.py).
 
 First and last passes. The first forward pass ends late by D: `first` where its input is there from the start, and by `waited`
 where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1) + waited_i / v, first_i - Σ_(j<i) f_j). What

@@ -4,7 +4,7 @@
 2. Stages that overlap by their own lists, or are of unlike shape: the step of the simulated lists (simulate/step.py).
 3. Parameter groups that step by themselves (ZeRO 2 and 3, offloading): step and bytes of the lists. The closed form plays each
    stage alone, where waits of one for another are means, and is off by up to 2 % of a step, by -9 to 22 % of the bytes
-   (tests/unit/tuner/test_cost_corners.py): enough to search by, too much to say that a plan fits.
+   (tests/unit/tuner/cost/test_cost_corners.py): enough to search by, too much to say that a plan fits.
 4. A machine with refined prices: the closed form knows none, and is scaled as they scale the simulated step.
 """
 

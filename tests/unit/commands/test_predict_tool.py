@@ -17,7 +17,7 @@ from moe_overlap.commands.predict import main
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.job import read_job
 from moe_overlap.plan.serialize import save_plan
-from tests.unit.tuner.test_cost_predict import by_hand
+from tests.unit.tuner.cost.test_cost_predict import by_hand
 
 ROOT = Path(__file__).resolve().parents[3]
 JOB = ["--megatron-args", str(ROOT / "examples" / "mixtral-8x7b.args")]

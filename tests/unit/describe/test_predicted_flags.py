@@ -22,7 +22,7 @@ from moe_overlap.describe.readers.predicted_flags import (
 from moe_overlap.describe.readers.upstream_flags import UpstreamFlag, awaited, load_upstream_flags
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import save_plan
-from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand, predicted
+from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB, by_hand, predicted
 
 PLAIN = [word for word in JOB if word != "--use-distributed-optimizer"]
 LISTED = [word for word in PLAIN if word not in ("--overlap-param-gather", "--moe-token-dispatcher-type", "alltoall")]

@@ -31,8 +31,8 @@ from moe_overlap.tuner.search.layer.sharding_specs import logical_meshes
 from moe_overlap.tuner.search.layer.sharding_stage import fixed_bytes, model_graphs, stage_problem
 from moe_overlap.tuner.search.solution import Solution, Status
 from tests.unit.plan_search.test_plan_search import by_hand
-from tests.unit.tuner.sharding_cases import cluster, dense, workload
-from tests.unit.tuner.test_cost_predict import CONSTANTS
+from tests.unit.tuner.cost.test_cost_predict import CONSTANTS
+from tests.unit.tuner.search.sharding_cases import cluster, dense, workload
 
 PAIR = shipped_cluster("H100", 2)
 # The dense layer of sharding_cases.py.

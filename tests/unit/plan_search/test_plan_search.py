@@ -51,8 +51,8 @@ from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
 from tests.unit.plan import plan_samples
+from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB
 from tests.unit.tuner.hand_made import captured_by_hand
-from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB
 
 H100 = shipped_cluster("H100", 8)
 SMALL = [*JOB, *"--num-layers 2 --moe-ffn-hidden-size 4095 --num-experts 4 --expert-model-parallel-size 2".split()]

@@ -25,7 +25,7 @@ from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
-from tests.unit.tuner.test_search_uniform import CASE, Case, case_of, least_memory, with_modules
+from tests.unit.tuner.search.test_search_uniform import CASE, Case, case_of, least_memory, with_modules
 
 KEEP = 3
 TIGHT = with_modules(least_memory(case_of("--global-batch-size", "64", gpus=4), 0.055))

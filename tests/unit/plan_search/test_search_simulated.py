@@ -24,7 +24,7 @@ from moe_overlap.tuner.cost.simulate.step import listed_seconds, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.space import MemoryChoice
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
-from tests.unit.tuner.test_search_uniform import case_of, graphs_of
+from tests.unit.tuner.search.test_search_uniform import case_of, graphs_of
 from tests.validation.golden_graphs import golden_graphs
 
 ENOUGH = 8

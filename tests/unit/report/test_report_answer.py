@@ -1,0 +1,464 @@
+"""The answer in ten lines: its figures are the prediction's, and runners-up name what costs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.training.cli.arguments import expand_files
+from moe_overlap.api import leeway_of, predict, predict_job, read_job
+from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
+from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.report.answer import (
+    Answer,
+    Leeway,
+    RunnerUp,
+    answer_lines,
+    beware_lines,
+    cost_terms,
+    devices,
+    exposed_seconds,
+    plan_sentence,
+    runner_up,
+    shown_tokens,
+    suggestions,
+)
+from moe_overlap.report.balance import balance_of
+from moe_overlap.report.changes import Change as Decision
+from moe_overlap.report.changes import helpful
+from moe_overlap.report.prediction import difference
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.expected_error import ExpectedError
+from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, MemoryQuantiles, Remedy
+from moe_overlap.tuner.cost.hardware import Software
+from tests.unit.tuner.cost.test_cost_predict import by_hand
+
+ROOT = Path(__file__).resolve().parents[3]
+WORDS = (f"@{ROOT / 'examples/mixtral-8x7b.args'}",)
+CLUSTER = shipped_cluster("H100", 64)
+
+
+@pytest.fixture(autouse=True)
+def hand_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_overlap.api.cached_graphs", by_hand)
+
+
+@functools.cache
+def predicted(*changed: str) -> Prediction:
+    return dataclasses.replace(
+        predict([*WORDS, *changed], CLUSTER),
+        expected_error=ExpectedError(0.1, 5, 5, "H100 MoE", spread=0.2),
+        not_modelled=(),
+    )
+
+
+def planned(*changed: str) -> Plan:
+    return read_job([*WORDS, *changed], 64).plan
+
+
+def figures(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+def lines_of(**changes: object) -> dict[str, str]:
+    """The lines of an answer by their name; a name that stands twice has the last."""
+    answer = Answer(plan=planned(), prediction=predicted(), cluster=CLUSTER, **changes)  # type: ignore[arg-type]
+    return {line[:12].strip(): line[12:] for line in answer_lines(answer)}
+
+
+def of_laptop() -> Prediction:
+    """A prediction whose figures are a thousandth of a cluster's, and whose error nobody knows."""
+    prediction = predicted()
+    stage = prediction.predicted.stages[0]
+    peaks = {name: round(size / 1000) for name, size in dataclasses.asdict(stage.peak_bytes_by_category).items()}
+    of_stage = dataclasses.replace(
+        stage, peak_bytes=sum(peaks.values()), peak_bytes_by_category=type(stage.peak_bytes_by_category)(**peaks)
+    )
+    small = dataclasses.replace(
+        prediction.predicted,
+        tokens_per_second_per_gpu=4.26,
+        model_tflops_per_gpu=0.0213,
+        stages=(of_stage,) * len(prediction.predicted.stages),
+    )
+    return dataclasses.replace(prediction, predicted=small, expected_error=None, extrapolating=())
+
+
+def test_small_figures_are_not_nothing() -> None:
+    """`0 TFLOP/s`, `0 GPU-hours`, `0.0 of` and `0.0 hours`, as a laptop's answer had them."""
+    small = of_laptop()
+    answer = Answer(plan=planned(), prediction=small, cluster=CLUSTER, train_tokens=30_000)
+    step, training, memory = (line[12:] for line in answer_lines(answer)[1:4])
+    assert "4.3 tokens/s and 0.021 TFLOP/s per GPU" in step
+    assert training == "30,000 tokens in 1.8 minutes, 2 GPU-hours"
+    needed, high = small.fullest.needed_bytes / GIB, small.fullest.high_bytes / GIB
+    assert 0 < needed < 0.1
+    assert f"needs {needed:.2f} of 80.0 GiB, with 95 % certainty no more than {high:.2f}; most of it" in memory
+
+
+def test_a_machine_whose_error_nobody_knows_says_so() -> None:
+    """A measured machine has constants and no published steps: its figures look as sure as a calibrated GPU's."""
+    (line,) = beware_lines(dataclasses.replace(of_laptop(), assumed=(), computed_early=(), software=Software()))
+    assert "error not known" in line
+    known = dataclasses.replace(of_laptop(), expected_error=predicted().expected_error, assumed=(), computed_early=())
+    assert not beware_lines(dataclasses.replace(known, software=Software()))
+
+
+def test_the_figures_are_those_of_the_prediction() -> None:
+    prediction = predicted()
+    shown = lines_of(train_tokens=3e11)
+    step = prediction.predicted.step_seconds
+    rate = prediction.predicted.tokens_per_second_per_gpu
+    low, high = step * math.exp(-0.2), step * math.exp(0.2)
+    assert figures(shown["step"])[:7] == pytest.approx([step, 10, low, high, 9, 10, rate], rel=1e-3)
+    assert f"MFU {100 * prediction.mfu:.1f} % on 64 × H100" in shown["step"]
+    days = 3e11 / (rate * 64) / 86400
+    assert figures(shown["training"]) == pytest.approx([300, days, days * 24 * 64], rel=1e-2)
+    fullest = prediction.fullest
+    assert shown["memory"] == (
+        f"{prediction.memory_verdict}: stage {fullest.stage} needs {fullest.needed_bytes / GIB:.1f} of "
+        f"{prediction.capacity_bytes / GIB:.1f} GiB, with 95 % certainty no more than {fullest.high_bytes / GIB:.1f}; "
+        f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
+    )
+    exposed = exposed_seconds(prediction.breakdown)
+    assert prediction.launching is not None
+    *waiting, launches = figures(shown["waiting"])
+    assert waiting[0] == pytest.approx(100 * sum(exposed.values()) / step, abs=0.06)
+    assert waiting[-1] == pytest.approx(100 * prediction.breakdown["bubble_seconds"] / step, abs=0.06)
+    assert launches == pytest.approx(100 * prediction.launching.seconds / step, abs=0.06)
+    assert sum(waiting[1:-1]) == pytest.approx(waiting[0], abs=0.3)
+
+
+def test_the_release_of_the_software_is_said() -> None:
+    median = Software(release="26.04", is_median=True)
+    for software, said in (
+        (Software(), "× H100"),
+        (median, "× H100, release 26.04 (the median)"),
+        (dataclasses.replace(median, is_median=False), "× H100, release 26.04"),
+    ):
+        answer = Answer(plan=planned(), prediction=dataclasses.replace(predicted(), software=software), cluster=CLUSTER)
+        assert answer_lines(answer)[1].endswith(f" on 64 {said}")
+
+
+def test_a_run_of_one_stage_has_no_bubble() -> None:
+    one_stage = ("--pipeline-model-parallel-size", "1")
+    answer = Answer(plan=planned(*one_stage), prediction=predicted(*one_stage), cluster=CLUSTER)
+    waiting = next(line for line in answer_lines(answer) if line.startswith("waiting"))
+    assert "for communication" in waiting and "bubble" not in waiting
+
+
+def test_a_release_that_was_replaced_is_said_behind_another_reason() -> None:
+    replaced = "no measured steps of release 99.01 on Hopper; taken: 26.04, its median release"
+    reasons = ("no measured steps of Ours", "no measured steps of long sequences", replaced)
+    software = Software(release="26.04", extrapolating=(replaced,), is_median=True)
+    said = beware_lines(dataclasses.replace(predicted(), extrapolating=reasons, software=software))
+    assert [line[12:] for line in said if "extrapolating" in line] == [
+        f"extrapolating: {reasons[0]}",
+        f"extrapolating: {replaced} (and 1 more: --verbose)",
+    ]
+    again = beware_lines(dataclasses.replace(predicted(), extrapolating=(replaced,), software=software))
+    assert sum(replaced in line for line in again) == 1
+
+
+def test_an_answer_is_about_ten_lines() -> None:
+    others = [RunnerUp(f"plan {index}", 3.5 + index, "bubble +0.1 s") for index in range(9)]
+    answer = Answer(
+        plan=planned(), prediction=predicted(), cluster=CLUSTER, train_tokens=1e12, runners_up=others, try_next=["x"]
+    )
+    lines = answer_lines(answer)
+    assert [line.split("  ")[0] for line in lines] == [
+        "plan",
+        "step",
+        "training",
+        "memory",
+        "waiting",
+        *["runner-up"] * 3,
+        "try next",
+    ]
+
+
+def test_runners_up_name_the_term_that_costs_most() -> None:
+    chosen, other = predicted(), predicted("--pipeline-model-parallel-size", "8")
+    difference = {name: other.breakdown[name] - chosen.breakdown[name] for name in chosen.breakdown}
+    dearest = max(difference, key=lambda name: difference[name])
+    line = runner_up("PP 8", other, chosen)
+    name = dearest.removesuffix("_seconds").replace("_", " ")
+    assert line.seconds == other.predicted.step_seconds and line.why.startswith(f"{name} {difference[dearest]:+.3f} s")
+    slower = other.predicted.step_seconds / chosen.predicted.step_seconds - 1
+    shown = lines_of(runners_up=[line, RunnerUp("PP 16", None, "a stage holds no layer")])
+    assert shown["runner-up"] == "PP 16: a stage holds no layer"
+    one = lines_of(runners_up=[line])["runner-up"]
+    assert one.startswith(f"PP 8: {other.predicted.step_seconds:.3f} s ({100 * slower:+.1f} %")
+    assert ("within the prediction's error" in one) == (abs(slower) <= 0.1)
+    assert cost_terms(chosen.breakdown, chosen.breakdown) == "no term costs it more"
+    small = chosen.breakdown | {
+        "bubble_seconds": chosen.breakdown["bubble_seconds"] + 0.0009 * sum(chosen.breakdown.values())
+    }
+    assert cost_terms(small, chosen.breakdown) == "no term costs it more"
+
+
+def test_a_faster_runner_up_says_the_memory_that_speaks_against_it() -> None:
+    """Of plans that predictions do not tell apart the one that needs the least leads; a slower one needs no such reason."""
+    chosen, faster = predicted(), predicted("--pipeline-model-parallel-size", "2")
+    more = faster.fullest.needed_bytes - chosen.fullest.needed_bytes
+    other = runner_up("PP 2", faster, chosen)
+    assert other.more_bytes == more > GIB
+    for share, said in ((0.99, f", within the prediction's error, needs {more / GIB:.1f} GiB more)"), (1.01, "error)")):
+        at = dataclasses.replace(other, seconds=share * chosen.predicted.step_seconds)
+        assert f"{said}: " in lines_of(runners_up=[at])["runner-up"]
+    lean = dataclasses.replace(other, seconds=0.99 * chosen.predicted.step_seconds, more_bytes=-more)
+    assert "GiB" not in lines_of(runners_up=[lean])["runner-up"]
+
+
+def test_small_differences_are_not_nothing() -> None:
+    """`compute -0.000 s` and `-0.0 GiB`, as answers about steps of a tenth of a second had them."""
+    terms = {"compute_seconds": 0.1, "bubble_seconds": 0.02}
+    other = {"compute_seconds": 0.0997, "bubble_seconds": 0.0212}
+    assert cost_terms(other, terms) == "bubble +1.2 ms, though compute -0.3 ms"
+    baseline = predicted()
+    faster = dataclasses.replace(baseline.predicted, step_seconds=baseline.predicted.step_seconds - 0.0071)
+    alone = dataclasses.replace(baseline, predicted=faster)
+    change = Decision(name="a", before={}, after={}, alone=alone)
+    assert [difference(seconds) for seconds in (-0.0, 1e-17, -4e-7, 0.0101)] == ["+0 ms", "+0 ms", "+0 ms", "+0.010 s"]
+    assert change.effect(baseline) == "alone -7.1 ms a step and as much memory"
+
+
+def test_a_change_that_alone_does_not_fit_is_not_the_first_that_is_told() -> None:
+    baseline = predicted()
+
+    def change(name: str, saved: float, fits: bool = True) -> Decision:
+        faster = dataclasses.replace(baseline.predicted, step_seconds=baseline.predicted.step_seconds - saved)
+        memory = baseline.memory if fits else MemoryQuantiles(high=9.0, low=8.0)
+        return Decision(
+            name=name, before={}, after={}, alone=dataclasses.replace(baseline, predicted=faster, memory=memory)
+        )
+
+    refused = Decision(name="refused", before={}, after={}, alone=None, rule="a rule")
+    changes = [
+        change("large", 0.3, fits=False),
+        change("small", 0.1),
+        refused,
+        change("none", 0.0),
+        change("slower", -0.1),
+    ]
+    assert [each.name for each in helpful(changes, baseline)] == ["small", "large"]
+
+
+def test_a_runner_up_that_does_not_fit_says_so() -> None:
+    chosen = predicted()
+    tight = dataclasses.replace(chosen, memory=MemoryQuantiles(high=9.0, low=8.0))
+    assert runner_up("tight", tight, chosen).why.startswith("does not fit: stage 0 needs ")
+
+
+def test_what_does_not_fit_names_the_change() -> None:
+    small: Cluster = shipped_cluster("L4", 64)
+    prediction = predict([*WORDS], small)
+    assert not prediction.fits
+    lines = answer_lines(Answer(plan=planned(), prediction=prediction, cluster=small))
+    assert any(line.startswith("memory      does not fit: ") for line in lines)
+    advice = next(line for line in lines if line.startswith("try next"))
+    assert "then it fits" in advice or "no single change makes it fit" in advice
+
+
+def test_a_change_that_this_fork_refuses_says_who_runs_it() -> None:
+    sharded = Remedy(change=Change(kind=ChangeKind.SHARD_ALL), step_seconds=1.0, slower_by=0.1, high_bytes=2**30)
+    on_host = dataclasses.replace(sharded, change=Change(kind=ChangeKind.HOST_OPTIMIZER))
+    said = [suggestions(planned(), dataclasses.replace(predicted(), remedy=it))[0] for it in (sharded, on_host)]
+    assert said[0].endswith(" optim_grads_params --ckpt-format fsdp_dtensor (Megatron-LM runs it, this fork does not)")
+    assert (
+        "; --optimizer-cpu-offload --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer (Megatron-LM"
+        in said[1]
+    )
+    assert said[1].endswith("longer than is counted)")
+
+
+def test_suggestions_follow_the_largest_term() -> None:
+    step = predicted().predicted.step_seconds
+    terms = predicted().breakdown
+
+    def with_terms(**shares: float) -> Prediction:
+        none = dict.fromkeys(terms, 0.0)
+        changed = none | {f"{name}_seconds": share * step for name, share in shares.items()}
+        return dataclasses.replace(predicted(), breakdown=changed)
+
+    assert suggestions(planned(), with_terms(bubble=0.04, exposed_expert=0.03)) == []
+    assert suggestions(planned(), with_terms(bubble=0.2)) == [
+        "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches: "
+        "bubble takes 20.0 % of the step"
+    ]
+    interleaved = planned("--num-virtual-stages-per-pipeline-rank", "2")
+    assert suggestions(interleaved, with_terms(bubble=0.2))[0].startswith("more micro-batches or fewer stages: ")
+    (for_upstream,) = suggestions(planned(), with_terms(exposed_expert=0.3, bubble=0.2), is_upstream=True)
+    assert "--overlap-only" not in for_upstream and "--target both" in for_upstream
+    (overlap,) = suggestions(planned(), with_terms(exposed_expert=0.3, bubble=0.2))
+    assert overlap.endswith("tools/autotune.py --overlap-only: exposed expert takes 30.0 % of the step")
+
+
+def test_no_flag_is_advised_that_the_job_has_or_that_is_refused() -> None:
+    """And no search for an overlap that rules leave nothing to find."""
+
+    def advice(term: str, *words: str) -> str:
+        job = predict_job([*WORDS, *words], CLUSTER, {})
+        seconds = 0.3 * job.prediction.predicted.step_seconds
+        terms = dict.fromkeys(job.prediction.breakdown, 0.0) | {f"{term}_seconds": seconds}
+        plain = dataclasses.replace(job.prediction, breakdown=terms, launching=None, remedy=None, tried=())
+        (said,) = suggestions(job.problem.plan, plain, leeway=job.leeway)
+        return said.removesuffix(f": {term.replace('_', ' ')} takes 30.0 % of the step")
+
+    # The flags of the example hide reductions and gathers already.
+    assert advice("exposed_data") == advice("exposed_data", "--use-megatron-fsdp") == "a larger global batch"
+    without = ("--num-layers", "31", "--decoder-first-pipeline-num-layers", "7")
+    assert advice("bubble", *without) == "more micro-batches or fewer stages", "8 layers divide into chunks, 7 do not"
+    assert "--num-virtual-stages-per-pipeline-rank 2" in advice("bubble")
+    assert advice("exposed_expert") == "an overlap of all-to-alls: tools/autotune.py --overlap-only"
+    ruled_out = "an overlap of all-to-alls, which the flags rule out ("
+    assert advice("exposed_expert", "--fp8-format", "hybrid").startswith(f"{ruled_out}--fp8-recipe delayed: ")
+    assert advice("exposed_expert", "--use-megatron-fsdp").startswith(f"{ruled_out}--use-megatron-fsdp: not supported")
+    job = predict_job(WORDS, CLUSTER, {})
+    ahead = dataclasses.replace(job.problem, listed=dataclasses.replace(job.problem.listed, prediction_layers=1))
+    rule = "--mtp-num-layers 1: an instruction list overlaps the layers of the decoder alone"
+    assert leeway_of(WORDS, job.job, ahead).no_overlap == rule
+    pairs = "--moe-overlap-micro-batches 2 --moe-gate topk --moe-token-dispatcher-type irregular".split()
+    chunks = ("--num-virtual-stages-per-pipeline-rank", "2")
+    assert advice("exposed_expert", *pairs, *chunks).startswith("another overlap of all-to-alls: tools/autotune.py ")
+
+
+def test_a_job_without_overlapped_reductions_is_told_their_flags() -> None:
+    words = [word for word in expand_files(WORDS) if word not in ("--overlap-grad-reduce", "--overlap-param-gather")]
+    flags = ("--overlap-grad-reduce", "--overlap-param-gather")
+    assert predict_job(words, CLUSTER, {}).leeway.data_flags == flags
+    assert predict_job([*words, flags[0]], CLUSTER, {}).leeway.data_flags == flags[1:]
+    # What is not sharded is not gathered.
+    whole = [word for word in words if word != "--use-distributed-optimizer"]
+    assert predict_job(whole, CLUSTER, {}).leeway.data_flags == flags[:1]
+
+
+def test_layers_that_are_computed_again_for_memory_that_stays_free_are_said_first() -> None:
+    every = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    plan, prediction = planned(*every), predicted(*every)
+    capacity = prediction.capacity_bytes
+    assert prediction.fullest.high_bytes < capacity / 2
+    waits = suggestions(planned(), dataclasses.replace(predicted(*every), tried=()))
+    first, *others = suggestions(plan, prediction)
+    assert others == waits and first == (
+        f"less recomputation: whole layers are computed again, and {(capacity - prediction.fullest.high_bytes) / GIB:.1f} of "
+        f"{capacity / GIB:.1f} GiB stay free; tools/autotune.py finds how little fits"
+    )
+    quiet = dataclasses.replace(prediction, breakdown=dict.fromkeys(prediction.breakdown, 0.0), launching=None)
+    assert suggestions(plan, quiet) == [first]
+    # A plan that needs the memory, one that recomputes modules alone, and one of a search have no such advice.
+    tight = dataclasses.replace(prediction, capacity_bytes=2 * prediction.fullest.high_bytes)
+    modules = planned(*"--recompute-granularity selective --recompute-modules layernorm".split())
+    assert suggestions(plan, tight) == suggestions(modules, prediction) == waits
+    assert not any("recomputation" in text for text in suggestions(plan, prediction, is_searched=True))
+
+
+def test_a_search_advises_nothing_that_it_decides() -> None:
+    """Layout and overlap were searched: what is left are the batch, and who runs the plan."""
+    step = predicted().predicted.step_seconds
+
+    def advice(is_upstream: bool = False, **shares: float) -> list[str]:
+        terms = dict.fromkeys(predicted().breakdown, 0.0) | {
+            f"{name}_seconds": part * step for name, part in shares.items()
+        }
+        prediction = dataclasses.replace(predicted(), breakdown=terms)
+        return suggestions(planned(), prediction, is_upstream, is_searched=True)
+
+    assert advice(exposed_expert=0.3) == advice(exposed_tensor=0.3) == advice(exposed_transfer=0.2) == []
+    assert advice(bubble=0.2) == ["a larger global batch, if the training allows it: bubble takes 20.0 % of the step"]
+    assert advice(exposed_expert=0.3, is_upstream=True)[0].startswith(
+        "an overlap of all-to-alls: this fork's; --target both"
+    )
+    # Where no search of this fork finds one, or the search has compared it, that is no advice.
+    ruled_out = Leeway(no_overlap="--fp8-recipe delayed: ...")
+    terms = dict.fromkeys(predicted().breakdown, 0.0) | {"exposed_expert_seconds": 0.3 * step}
+    waiting = dataclasses.replace(predicted(), breakdown=terms)
+    assert suggestions(planned(), waiting, is_upstream=True, is_searched=True, leeway=ruled_out) == []
+
+
+def test_a_plan_in_a_sentence() -> None:
+    plan = planned()
+    assert plan_sentence(plan) == "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-1, no recomputation"
+    layers = (
+        LayerOverlap(layer=0, mechanism="partitioned"),
+        LayerOverlap(layer=1, weight_gradient_slots={"a": ("b",)}),
+    )
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            recompute=Recompute(layers=3, granularity="full"),
+            offload=Offload(optimizer=0.5),
+            zero_level=2,
+            overlap=StageOverlap(layers=layers),
+        )
+        for stage in plan.stages
+    )
+    assert plan_sentence(dataclasses.replace(plan, stages=stages)) == (
+        "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-2, recompute 3 of 8 layers a chunk, "
+        "50 % of optimizer on the host, overlap: partitions of a micro-batch and deferred weight gradients"
+    )
+    paired = StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel"),), micro_batches_in_flight=2)
+    stages = tuple(dataclasses.replace(stage, overlap=paired) for stage in plan.stages)
+    assert plan_sentence(dataclasses.replace(plan, stages=stages)).endswith(
+        "overlap: capacity chunks and two micro-batches at a time"
+    )
+    unlike = (dataclasses.replace(plan.stages[0], zero_level=3), *plan.stages[1:])
+    assert plan_sentence(dataclasses.replace(plan, stages=unlike)).endswith("(stage 0; other stages differ)")
+
+
+def test_tokens_and_devices_for_a_reader() -> None:
+    assert [shown_tokens(tokens) for tokens in (1.5e13, 3e11, 2.5e6, 900)] == ["15 T", "300 B", "2.5 M", "900"]
+    both = Cluster(name="two", groups=(*CLUSTER.groups, *shipped_cluster("L4", 8).groups))
+    assert devices(both) == "64 × H100 and 8 × L4"
+
+
+def with_stages(seconds: tuple[float, ...], layers: tuple[int, ...]) -> tuple[Plan, Prediction]:
+    """Stages of so many layers that take so many seconds for a micro-batch, of a step that waits for nothing else."""
+    plan, prediction = planned(), predicted()
+    ends = list(itertools.accumulate(layers, initial=0))
+    stages = tuple(
+        dataclasses.replace(plan.stages[0], chunks=((first, end),)) for first, end in itertools.pairwise(ends)
+    )
+    of_stages = tuple(
+        dataclasses.replace(prediction.predicted.stages[0], stable_seconds=of_stage) for of_stage in seconds
+    )
+    step = sum(seconds) * stages[0].gradient_accumulation_steps
+    whole = dataclasses.replace(prediction.predicted, stages=of_stages, step_seconds=step)
+    none = dict.fromkeys(prediction.breakdown, 0.0)
+    given = dataclasses.replace(prediction, predicted=whole, breakdown=none, launching=None)
+    return dataclasses.replace(plan, stages=stages), given
+
+
+def test_a_slow_stage_is_told_with_the_cut_that_would_help() -> None:
+    """No term of a step shows what all stages wait for the slowest one."""
+    plan, prediction = with_stages((1.0, 1.0, 1.0, 1.6), (4, 4, 4, 4))
+    lines = answer_lines(Answer(plan=plan, prediction=prediction, cluster=CLUSTER))
+    assert next(line for line in lines if line.startswith("waiting")).endswith(
+        "; stage 3 takes 39.1 % longer than the mean of all"
+    )
+    advice = "a layer fewer on stage 3 (--pipeline-model-parallel-layout): waiting for the slowest stage takes 9.8 % of the step"
+    assert suggestions(plan, prediction) == [advice]
+    # A search has chosen the cuts; and where the others have no room for a layer more, none helps.
+    assert suggestions(plan, prediction, is_searched=True) == []
+    for seconds, layers in (
+        ((1.0, 1.0, 1.0, 1.2), (4, 4, 4, 4)),
+        ((1.0, 1.0, 1.0, 1.6), (1, 1, 1, 4)),
+        ((0.8, 1.6, 1.6), (1, 4, 4)),
+        ((1.0, 1.0, 1.0, 1.6), (4, 4, 4, 1)),
+    ):
+        tight, slow = with_stages(seconds, layers)
+        assert suggestions(tight, slow) == []
+    (both,) = suggestions(*with_stages((1.0, 1.0, 1.6, 1.6), (4, 4, 4, 4)))
+    assert both.startswith("a layer each fewer on stages 2, 3 (--pipeline-model-parallel-layout): waiting")
+    assert (
+        balance_of(*with_stages((1.0, 1.6, 1.6), (4, 4, 4))).sentence
+        == "2 stages take 14.3 % longer than the mean of all"
+    )
+    even, alike = with_stages((1.0, 1.04), (4, 4))
+    assert "longer" not in "".join(answer_lines(Answer(plan=even, prediction=alike, cluster=CLUSTER)))
