@@ -37,10 +37,10 @@ LONGEST = tuple(
         "plan_search/test_overlapped_search",
         "plan_search/test_plan_search",
         "plan_search/test_upstream_shards",
-        "tuner/test_capture_layouts",
-        "tuner/test_cost_corners",
-        "tuner/test_cost_listed_step",
-        "tuner/test_overlap_tuning",
+        "tuner/capture/test_capture_layouts",
+        "tuner/cost/test_cost_corners",
+        "tuner/cost/test_cost_listed_step",
+        "tuner/search/test_overlap_tuning",
     )
 )
 """Units of a single process that take about half a minute."""
