@@ -32,7 +32,7 @@ from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.answer import Answer, Leeway, answer_lines, plan_sentence
 from moe_overlap.report.prediction import prediction_json
-from moe_overlap.report.search import PlanSearch, answer_of
+from moe_overlap.report.search import PlanSearch, answer_of, search_json
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -62,14 +62,23 @@ class PredictedRun(Prediction):
         return self.predicted.step_seconds
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """Seconds between which nine of ten such steps lie; None on a machine whose error is not known."""
+        return _interval(self)
+
+    @property
     def tokens_per_second_per_gpu(self) -> float:
         """Predicted throughput."""
         return self.predicted.tokens_per_second_per_gpu
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row: seconds, GiB of the fullest stage, and the breakdown of the step in seconds."""
+        """One row: seconds with their interval, throughput, GiB of the fullest stage, and the breakdown in seconds."""
         return _frame([_row("predicted", plan_sentence(self.plan), self)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures that `tools/predict.py --json` prints."""
+        return prediction_json(self)
 
     def write(self, folder: str | Path) -> list[str]:
         """Write plan.json and prediction.json; returns their names.
@@ -81,7 +90,7 @@ class PredictedRun(Prediction):
         try:
             place.mkdir(parents=True, exist_ok=True)
             save_plan(dataclasses.replace(self.plan, predicted=self.predicted), place / "plan.json")
-            text = json.dumps(prediction_json(self), indent=1) + "\n"
+            text = json.dumps(self.to_dict(), indent=1) + "\n"
             write_whole(place / "prediction.json", text)
         except OSError as error:
             raise ConfigError("write", str(folder), f"cannot be written: {error.strerror}", "give another") from None
@@ -122,6 +131,11 @@ class TunedPlan:
         return self.prediction.predicted.step_seconds
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """Seconds between which nine of ten steps of such plans lie; None on a machine whose error is not known."""
+        return _interval(self.prediction)
+
+    @property
     def tokens_per_second_per_gpu(self) -> float:
         """Predicted throughput of the chosen plan."""
         return self.prediction.predicted.tokens_per_second_per_gpu
@@ -133,7 +147,7 @@ class TunedPlan:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """The chosen plan, the runners-up and the frontier: seconds, GiB, and for the first two the breakdown in seconds."""
+        """The chosen plan, the runners-up and the frontier: seconds and GiB, and for the first two what `predict` has."""
         search = self.search
         rows = [_row("chosen", search.chosen.name, search.prediction)]
         rows += [_row("runner-up", other.name, other.prediction) for other in search.others]
@@ -148,6 +162,10 @@ class TunedPlan:
             for plan in search.found.frontier
         ]
         return _frame(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures that `tools/autotune.py --json` prints."""
+        return search_json(self.search)
 
     def write(self, folder: str | Path) -> list[str]:
         """Write flags, Slurm script, plan, page and trace, as tools/autotune.py does; returns their names.
@@ -318,11 +336,23 @@ def _cluster(cluster: Cluster | None, gpu: str | None, num_gpus: int | None) -> 
 # Tables
 
 
+def _interval(prediction: Prediction) -> tuple[float, float] | None:
+    expected = prediction.expected_error
+    return None if expected is None else expected.interval(prediction.predicted.step_seconds)
+
+
 def _row(kind: str, name: str, prediction: Prediction) -> dict[str, Any]:
+    predicted = prediction.predicted
+    low, high = _interval(prediction) or (math.nan, math.nan)
     return {
         "kind": kind,
         "name": name,
-        "step_seconds": prediction.predicted.step_seconds,
+        "step_seconds": predicted.step_seconds,
+        "low_seconds": low,
+        "high_seconds": high,
+        "tokens_per_second_per_gpu": predicted.tokens_per_second_per_gpu,
+        "model_tflops_per_gpu": predicted.model_tflops_per_gpu,
+        "mfu": prediction.mfu,
         "needed_gib": prediction.fullest.needed_bytes / GIB,
         "fits": prediction.fits,
         **prediction.breakdown,

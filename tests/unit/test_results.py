@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,14 @@ def test_a_prediction_is_read_shown_and_written(tmp_path: Path) -> None:
     assert repr(run).startswith("plan        TP 2 EP 8 DP 8, 4 stages") and "\nmemory      fits: " in repr(run)
     (row,) = run.frame.to_dict("records")
     assert row["step_seconds"] == run.step_seconds and row["optimizer_seconds"] == run.breakdown["optimizer_seconds"]
+    assert run.interval == (row["low_seconds"], row["high_seconds"]) and row["low_seconds"] < run.step_seconds
+    figures = run.to_dict()
+    assert all(row[name] == figures[name] for name in ("tokens_per_second_per_gpu", "model_tflops_per_gpu", "mfu"))
+    assert figures["interval"]["high_seconds"] == row["high_seconds"]
     page = run._repr_html_()
     assert page.startswith("<pre>plan ") and "<table" in page and "optimizer_seconds" in page
     assert run.write(tmp_path / "run") == ["plan.json", "prediction.json"]
+    assert json.loads((tmp_path / "run" / "prediction.json").read_text()) == json.loads(json.dumps(figures))
     assert load_plan(tmp_path / "run" / "plan.json").stages == run.plan.stages
     with pytest.raises(ConfigError, match=r"cannot be written"):
         run.write(MIXTRAL)
@@ -89,6 +95,11 @@ def test_a_tuned_plan_is_read_shown_and_written(tmp_path: Path) -> None:
     search = searched("megatron-lm")
     assert tuned.plan == search.plan and tuned.step_seconds == search.prediction.predicted.step_seconds
     assert tuned.arguments == search.written.arguments
+    figures = json.loads(json.dumps(tuned.to_dict()))
+    assert figures["step_seconds"] == tuned.step_seconds and figures["arguments"] == tuned.arguments
+    assert tuned.interval is not None and list(tuned.interval) == [
+        figures["interval"][name] for name in ("low_seconds", "high_seconds")
+    ]
     kinds = tuned.frame.kind.value_counts()
     assert kinds["chosen"] == 1 and kinds["runner-up"] == len(search.others)
     assert kinds["frontier"] == len(search.found.frontier)
