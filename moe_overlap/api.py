@@ -54,13 +54,13 @@ from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.machine import Machine, machine_of, require_units
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.limits import check_limits
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import OperatorKey
 from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys, refined_of
 from moe_overlap.tuner.search.dispatchers import uncalibrated
 from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
-from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import values_of

@@ -28,14 +28,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from megatron.training.report.live_line import LiveLine
-from moe_overlap.api import Options, tune
 from moe_overlap.commands.exits import INTERRUPTED, interruptible
 from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
     ELSEWHERE,
+    PRECISIONS,
     PRICES,
     add_job_arguments,
     add_margin_argument,
@@ -48,34 +48,28 @@ from moe_overlap.commands.job_arguments import (
     name_of,
     notes_of,
     on_standard_error,
+    token_count,
     words_of,
 )
-from moe_overlap.commands.predict import token_count
-from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan_search.asked import BEYOND, SPACES, SearchSettings
-from moe_overlap.plan_search.processes import Processes
-from moe_overlap.plan_search.search import search_plan
-from moe_overlap.plan_search.shards import Shard, ShardsMissingError
-from moe_overlap.plan_search.upstream_states import UPSTREAM
 from moe_overlap.report.answer_files import put_away_others, require_no_other_files
-from moe_overlap.report.prediction import prediction_text
-from moe_overlap.report.scaling import folder_of
-from moe_overlap.report.search import detail_lines, search_json, search_lines
-from moe_overlap.report.search_folder import write_answer
-from moe_overlap.report.targets import UPSTREAM_FOLDER
-from moe_overlap.report.trace import write_trace
-from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
-from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
-from moe_overlap.tuner.search.layer.partition_ranges import check_limits
-from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
-from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
-from moe_overlap.tuner.search.space import SEARCH_SPACES
-from moe_overlap.tuner.search.uniform import RankedLayout
+from moe_overlap.tuner.limits import PLAN_SEARCH_LIMITS, check_limits
+from moe_overlap.tuner.search.space import BEYOND, DEFAULT_SPACE, SEARCH_SPACES, SPACES, UPSTREAM
+
+# What searches, and the solvers behind it, take a second to load. Functions below load them behind the checks of their flags,
+# so that `--help` and a mistake are answered at once.
+if TYPE_CHECKING:
+    from moe_overlap.api import Options
+    from moe_overlap.plan_search.asked import SearchSettings
+    from moe_overlap.plan_search.shards import Shard
+    from moe_overlap.tuner.capture.cache import Tell
+    from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
+    from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
+    from moe_overlap.tuner.search.uniform import RankedLayout
 
 SHARDS = "shards"
 """Folder of the answers of shards, in that of the output."""
@@ -83,8 +77,6 @@ MOST_PER_CORE = 8
 """Processes of --jobs for each core: more take memory, and search no faster."""
 JOBS = 4
 """Most processes that search unless more are asked for: each has prices of its own, up to some GiB in the widest spaces."""
-LIMITS = SearchSettings().overlap_limits
-"""Limits of the search for overlap where no flag says others."""
 SOLVER_SECONDS = 5.0
 """Seconds of solver time for each weight-gradient schedule."""
 
@@ -111,7 +103,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     """Decide the overlap of the flags' own layout."""
     for option, default in (
         ("target", "moe-overlap"),
-        ("search_space", SearchSettings().space),
+        ("search_space", DEFAULT_SPACE),
         ("train_tokens", None),
         ("no_imbalance", False),
         ("allow_micro_batch_change", False),
@@ -129,6 +121,10 @@ def _overlap(arguments: argparse.Namespace) -> int:
     cluster = cluster_of(arguments)
     _require_writable(Path(arguments.output))
     require_no_other_files(Path(arguments.output), has_script=False)
+    from moe_overlap.api import tune
+    from moe_overlap.report.trace import write_trace
+    from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
+
     given = _options(arguments, on_standard_error)
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
@@ -156,6 +152,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
     _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
+    clusters_of(arguments)
+    words_of(arguments)
+    from moe_overlap.plan_search.shards import Shard
+
     shard = None if arguments.shard is None else Shard.parse(arguments.shard)
     _require_one_search(arguments, shard)
     if shard is not None and arguments.search_space in BEYOND:
@@ -163,6 +163,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     limits = _limits(arguments)
     # Before the search: it looks at overlap last, and not at all where nothing can overlap.
     check_limits(limits)
+    from moe_overlap.plan_search.asked import SearchSettings
+    from moe_overlap.plan_search.processes import Processes
+
     # Whatever is refused from here on ends the line of progress first.
     progress = Progress(sys.stderr)
     settings = SearchSettings(
@@ -187,6 +190,15 @@ def _searched(
     arguments: argparse.Namespace, settings: SearchSettings, train_tokens: float | None, progress: Progress
 ) -> int:
     """Search, write and print the answer, for one number of GPUs and one target or several."""
+    from moe_overlap.commands.tune_many import tune_both, tune_numbers
+    from moe_overlap.plan_search.search import search_plan
+    from moe_overlap.plan_search.shards import ShardsMissingError
+    from moe_overlap.report.prediction import prediction_text
+    from moe_overlap.report.scaling import folder_of
+    from moe_overlap.report.search import detail_lines, search_json, search_lines
+    from moe_overlap.report.search_folder import write_answer
+    from moe_overlap.report.targets import UPSTREAM_FOLDER
+
     given, ended = _options(arguments, progress.tell), progress.end
     clusters = clusters_of(arguments)
     folder = Path(arguments.output)
@@ -245,14 +257,14 @@ def _jobs(arguments: argparse.Namespace, shard: Shard | None) -> int:
 
 
 def _options(arguments: argparse.Namespace, tell: Tell) -> Options:
-    return Options(
-        tell=tell,
-        name=name_of(arguments),
-        software=arguments.software,
-        expert_load=expert_load_of(arguments),
-        precision=arguments.precision,
-        memory_margin=margin_of(arguments),
-    )
+    return {
+        "tell": tell,
+        "name": name_of(arguments),
+        "software": arguments.software,
+        "expert_load": expert_load_of(arguments),
+        "precision": arguments.precision,
+        "memory_margin": margin_of(arguments),
+    }
 
 
 def _require_writable(folder: Path) -> None:
@@ -284,7 +296,7 @@ def _limits(arguments: argparse.Namespace) -> SearchLimits:
     if said and not arguments.overlap_only and (rule := _partitions_nothing(arguments)):
         name, value = next(iter(said.items()))
         raise ConfigError(f"--overlap-{name.replace('_', '-')}", value, rule, "drop it")
-    return dataclasses.replace(LIMITS, **said)
+    return dataclasses.replace(PLAN_SEARCH_LIMITS, **said)
 
 
 def _partitions_nothing(arguments: argparse.Namespace) -> str:
@@ -341,7 +353,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
     job = topic(parser, "job")
-    job.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    job.add_argument("--precision", choices=PRECISIONS, help="in place of what the flags say")
     search = topic(parser, "search", "which plans are looked at, and for how long")
     search.add_argument(
         "--target",
@@ -353,7 +365,7 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--search-space",
         metavar="NAME",
-        default=SearchSettings().space,
+        default=DEFAULT_SPACE,
         help=f"{', '.join(SPACES)}; with --target megatron-lm {', '.join(UPSTREAM.keys() - set(SPACES))}; "
         f"with --target any {', '.join(BEYOND)}",
     )
@@ -407,9 +419,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_overlap_arguments(overlap: argparse._ArgumentGroup) -> None:
     for flag, kind, metavar, default, text in (
-        ("--overlap-max-partitions", int, "N", LIMITS.max_partitions, "most partitions of a range"),
-        ("--overlap-group-seconds", float, "S", LIMITS.group_seconds, "shorter operators are moved together"),
-        ("--overlap-range-limit", int, "N", LIMITS.range_limit, "most groups in a range"),
+        ("--overlap-max-partitions", int, "N", PLAN_SEARCH_LIMITS.max_partitions, "most partitions of a range"),
+        (
+            "--overlap-group-seconds",
+            float,
+            "S",
+            PLAN_SEARCH_LIMITS.group_seconds,
+            "shorter operators are moved together",
+        ),
+        ("--overlap-range-limit", int, "N", PLAN_SEARCH_LIMITS.range_limit, "most groups in a range"),
     ):
         overlap.add_argument(flag, metavar=metavar, type=kind, help=f"{text} (default {default:g})")
     overlap.add_argument(

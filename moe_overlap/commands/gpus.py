@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from moe_overlap.describe.cluster import known_gpus
-from moe_overlap.tuner.cost.hardware import shipped_constants
 
 
 class ListGpus(argparse.Action):
@@ -23,6 +22,9 @@ class ListGpus(argparse.Action):
 
 def gpu_lines() -> list[str]:
     """A table of the known GPUs: peak rates, memory, the usual node, links, and whether measured steps calibrate their prices."""
+    # Loaded for the table alone: every `--help` imports this file.
+    from moe_overlap.tuner.cost.hardware import shipped_constants
+
     calibrated = shipped_constants().gpus
     rows: list[tuple[str, ...]] = [
         ("GPU", "bf16", "fp8", "fp4", "GiB", "node", "NVLink", "network", "calibrated", "also called")

@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron.training.cli.arguments import expand_files, script_gpus
 from moe_overlap.commands.gpus import ListGpus
@@ -17,6 +17,7 @@ from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD
 from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.model_file import read_model
+from moe_overlap.plan.plan import Precision
 from moe_overlap.tuner.cost.memory_errors import require_margin
 
 USUAL = (
@@ -31,12 +32,15 @@ USUAL_SAID = (
     "products; --megatron-args sets others"
 )
 """The flags above, and those that --model adds for experts, in words."""
+PRECISIONS = tuple(name for name in get_args(Precision) if name != "fp32")
+"""Precisions that a flag of training asks for, and so --precision."""
 PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
 """Flags of the precision that a config.json names by `torch_dtype`."""
 PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags that say a precision; prefixes."""
 ELSEWHERE = "see --help all; flags of the training go into a file that --megatron-args names"
 """The fix that a refusal names for a flag that these tools have not."""
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 PRICES = "what seconds and bytes are computed from"
 DISPATCHER, MOE = ("--moe-token-dispatcher-type", "alltoall"), ("--moe-grouped-gemm",)
 
@@ -116,6 +120,22 @@ def expert_load_of(arguments: argparse.Namespace) -> str | None:
     rule = f"is neither balanced nor {NATURAL}, nor a file of --log-expert-load"
     require(routing == NATURAL or Path(routing).is_file(), "--routing", routing, rule, "correct it")
     return routing
+
+
+def token_count(text: str, flag: str = "--train-tokens") -> float:
+    """A number of tokens: `1e12`, `300B` or `15T`.
+
+    Raises:
+        ConfigError: not a positive number.
+    """
+    unit = _UNITS.get(text[-1:].upper(), 1.0)
+    try:
+        tokens = float(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        tokens = 0.0
+    if not 0 < tokens < float("inf"):
+        raise ConfigError(flag, text, "is no number of tokens", "write for example 300B or 1e12")
+    return tokens
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:

@@ -14,13 +14,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron.training.plan_argument import plan_of_flag
-from moe_overlap.api import Options, predict_job
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
     ELSEWHERE,
+    PRECISIONS,
     PRICES,
     add_job_arguments,
     add_margin_argument,
@@ -32,16 +33,17 @@ from moe_overlap.commands.job_arguments import (
     name_of,
     notes_of,
     on_standard_error,
+    token_count,
     words_of,
 )
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.version import VERSION_LINE
-from moe_overlap.job import PRECISIONS, Job
-from moe_overlap.plan.plan import Plan
-from moe_overlap.report.answer import Answer, answer_lines, training_json
-from moe_overlap.report.prediction import prediction_json, prediction_text
-from moe_overlap.report.trace import write_trace
-from moe_overlap.tuner.cost.simulate.step import simulate_step
+
+if TYPE_CHECKING:
+    from moe_overlap.api import Options
+    from moe_overlap.describe.cluster import Cluster
+    from moe_overlap.job import Job
+    from moe_overlap.plan.plan import Plan
 
 
 @interruptible
@@ -52,33 +54,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         cluster = cluster_of(arguments)
         words, notes = words_of(arguments, is_predicted=True), notes_of(arguments, is_predicted=True)
         _require_plan_alone(arguments)
-        given = Options(
-            precision=arguments.precision,
-            software=arguments.software,
-            expert_load=expert_load_of(arguments),
-            plan=arguments.plan,
-            name=name_of(arguments),
-            memory_margin=margin_of(arguments),
-            tell=on_standard_error,
-        )
+        given: Options = {
+            "precision": arguments.precision,
+            "software": arguments.software,
+            "expert_load": expert_load_of(arguments),
+            "plan": arguments.plan,
+            "name": name_of(arguments),
+            "memory_margin": margin_of(arguments),
+            "tell": on_standard_error,
+        }
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
-        predicted = predict_job(words, cluster, given)
-        plan, problem, prediction = predicted.problem.plan, predicted.problem, predicted.prediction
-        assumed = (*assumed_of(arguments, is_predicted=True), *prediction.assumed, *notes)
-        prediction = dataclasses.replace(prediction, assumed=assumed)
-        step = simulate_step(plan, problem) if arguments.trace is not None else None
-        if step is not None:
-            write_trace(arguments.trace, step, "--trace")
+        _answer(arguments, cluster, words, notes, given, train_tokens)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _answer(
+    arguments: argparse.Namespace,
+    cluster: Cluster,
+    words: Sequence[str],
+    notes: Sequence[str],
+    options: Options,
+    train_tokens: float | None,
+) -> None:
+    """Predict, and print the answer."""
+    # Loading the cost model takes a second: `--help` and mistakes in the tool's own flags are answered before.
+    from moe_overlap.api import predict_job
+    from moe_overlap.report.answer import Answer, answer_lines, training_json
+    from moe_overlap.report.prediction import prediction_json, prediction_text
+    from moe_overlap.report.trace import write_trace
+    from moe_overlap.tuner.cost.simulate.step import simulate_step
+
+    predicted = predict_job(words, cluster, options)
+    plan, problem, prediction = predicted.problem.plan, predicted.problem, predicted.prediction
+    assumed = (*assumed_of(arguments, is_predicted=True), *prediction.assumed, *notes)
+    prediction = dataclasses.replace(prediction, assumed=assumed)
+    step = simulate_step(plan, problem) if arguments.trace is not None else None
+    if step is not None:
+        write_trace(arguments.trace, step, "--trace")
     seconds = None if step is None else step.simulation.step_seconds
     train_tokens = train_tokens or implied_tokens(predicted.job, plan)
     if arguments.json:
-        played = {} if seconds is None else {"simulated_step_seconds": seconds}
-        values = prediction_json(prediction) | training_json(prediction, cluster, train_tokens) | played
+        simulated = {} if seconds is None else {"simulated_step_seconds": seconds}
+        values = prediction_json(prediction) | training_json(prediction, cluster, train_tokens) | simulated
         print(json.dumps(values, indent=1))
-        return 0
+        return
     answer = Answer(
         plan=plan, prediction=prediction, cluster=cluster, train_tokens=train_tokens, leeway=predicted.leeway
     )
@@ -87,7 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{prediction_text(prediction, cluster)}")
     if seconds is not None:
         print(f"simulated: {seconds:.3f} s, with what the plan overlaps; {arguments.trace}")
-    return 0
 
 
 def _require_plan_alone(arguments: argparse.Namespace) -> None:
@@ -102,25 +123,6 @@ def _require_plan_alone(arguments: argparse.Namespace) -> None:
     ):
         fix = f"drop {flag}, or write another plan"
         require(said in (None, planned), flag, said, f"--plan {arguments.plan} decides it, and says {planned}", fix)
-
-
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-
-
-def token_count(text: str, flag: str = "--train-tokens") -> float:
-    """A number of tokens: `1e12`, `300B` or `15T`.
-
-    Raises:
-        ConfigError: not a positive number.
-    """
-    unit = _UNITS.get(text[-1:].upper(), 1.0)
-    try:
-        tokens = float(text[:-1] if unit > 1 else text) * unit
-    except ValueError:
-        tokens = 0.0
-    if not 0 < tokens < float("inf"):
-        raise ConfigError(flag, text, "is no number of tokens", "write for example 300B or 1e12")
-    return tokens
 
 
 def implied_tokens(job: Job, plan: Plan) -> float | None:
@@ -142,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add_job_arguments(parser)
     job = topic(parser, "job")
     job.add_argument("--plan", metavar="FILE", help="a plan that decides in place of the flags")
-    job.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    job.add_argument("--precision", choices=PRECISIONS, help="in place of what the flags say")
     prices = topic(parser, "prices", PRICES)
     prices.add_argument(
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"

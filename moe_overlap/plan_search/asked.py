@@ -21,24 +21,28 @@ from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.flags import Target, as_priced, flags_of, with_precision, without_layout
 from moe_overlap.plan_search.processes import Processes
 from moe_overlap.plan_search.task import layouts_of, run_of, task_of, with_dispatcher_of
-from moe_overlap.plan_search.upstream_states import UPSTREAM
 from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.hardware import Dispatcher
+from moe_overlap.tuner.limits import PLAN_SEARCH_LIMITS
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import FIRST
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
-from moe_overlap.tuner.search.space import SEARCH_SPACES, Run, SearchSpace, UniformLayout
+from moe_overlap.tuner.search.space import (
+    BEYOND,
+    DEFAULT_SPACE,
+    SEARCH_SPACES,
+    SPACES,
+    UPSTREAM,
+    Run,
+    SearchSpace,
+    UniformLayout,
+)
 from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
-
-SPACES = ("megatron", "recompute", "stages")
-"""Search spaces of plans that are executed."""
-BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
-"""Search spaces with plans that no runtime executes today."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +63,9 @@ class SearchSettings:
     """
 
     target: Target = "moe-overlap"
-    space: str | SearchSpace = "stages"
+    space: str | SearchSpace = DEFAULT_SPACE
     seconds: float = math.inf
-    overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
+    overlap_limits: SearchLimits = PLAN_SEARCH_LIMITS
     solver_seconds: float = 2.0
     has_baseline: bool = True
     averages: bool = False

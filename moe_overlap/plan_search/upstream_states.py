@@ -1,21 +1,20 @@
 """Plans whose states Megatron-LM shards or offloads (`--target megatron-lm` with `--search-space zero` or `offload`).
 
-1. `UPSTREAM` is the part of the wider spaces that Megatron-LM executes: Megatron-FSDP shards gradients and weights over the
-   replicas (ZeRO-2 and 3), and activations of whole layers may wait in host memory. It does neither in pipelines.
+1. `UPSTREAM` (tuner/search/space.py) is the part of the wider spaces that Megatron-LM executes: Megatron-FSDP shards gradients
+   and weights over the replicas (ZeRO-2 and 3), and activations of whole layers may wait on the host; neither in pipelines.
 2. `search_states` looks for such plans that are faster than the best of the narrow space, under the rules of
    tuner/write/upstream_rules.py, and ranks them among those.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from moe_overlap.plan_search.processes import Processes, search_shards
 from moe_overlap.plan_search.shards import Refused, Shard, share_of
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.shared_bar import SharedBar
-from moe_overlap.tuner.search.space import SEARCH_SPACES, UniformLayout
+from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import (
     Accepts,
     Progress,
@@ -25,14 +24,6 @@ from moe_overlap.tuner.search.uniform import (
     widened,
 )
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
-
-UPSTREAM = {
-    # Its flags say the layers of every stage, and one recomputation for all of them.
-    "stages": dataclasses.replace(SEARCH_SPACES["stages"], one_memory=True, meshes=()),
-    "zero": dataclasses.replace(SEARCH_SPACES["zero"], zero_levels=(1, 2, 3)),
-    # Its offloaded optimizer steps on the CPU, which is not priced.
-    "offload": dataclasses.replace(SEARCH_SPACES["offload"], zero_levels=(1, 2, 3), offloads=("activations",)),
-}
 
 
 def search_states(

@@ -19,12 +19,6 @@ from moe_overlap.tuner.cost.machine import Machine
 
 OURS = ListedRun(gate="topk")
 """Settings that go with every overlap."""
-LIMIT_FLAGS = {
-    "max_partitions": "--overlap-max-partitions",
-    "group_seconds": "--overlap-group-seconds",
-    "range_limit": "--overlap-range-limit",
-}
-"""Field of `SearchLimits` -> the flag of tools/autotune.py that sets it, as errors name it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

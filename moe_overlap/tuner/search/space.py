@@ -125,6 +125,21 @@ SEARCH_SPACES = {
 }
 
 
+DEFAULT_SPACE = "stages"
+SPACES = ("megatron", "recompute", "stages")
+"""Search spaces of plans that are executed."""
+BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
+"""Search spaces with plans that no runtime executes today."""
+UPSTREAM = {
+    # Its flags say the layers of every stage, and one recomputation for all of them.
+    "stages": replace(SEARCH_SPACES["stages"], one_memory=True, meshes=()),
+    "zero": replace(SEARCH_SPACES["zero"], zero_levels=(1, 2, 3)),
+    # Its offloaded optimizer steps on the CPU, which is not priced.
+    "offload": replace(SEARCH_SPACES["offload"], zero_levels=(1, 2, 3), offloads=("activations",)),
+}
+"""The part of a space that Megatron-LM executes, where that is another than this runtime's."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class UniformLayout:
     """Degrees that all stages share; numbers of ranks, chunks and samples.

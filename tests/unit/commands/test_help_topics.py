@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Callable
 
@@ -63,3 +65,16 @@ def test_an_unknown_topic_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
         said = capsys.readouterr()
         assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1
         assert said.err.startswith("error: --help moes: is no topic; use job, machines, ")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_loads_no_solver(tool: str) -> None:
+    """The version, help and mistakes in a tool's own flags are answered before the cost model and its libraries are loaded."""
+    heavy = {"numpy", "ortools", "pandas", "scipy", "torch"}
+    code = (
+        f"import sys\nfrom moe_overlap.commands.{tool} import main\n"
+        "try:\n    main(['--help'])\n"
+        f"finally:\n    print(sorted({heavy} & sys.modules.keys()), file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "[]\n") and "--megatron-args" in ended.stdout

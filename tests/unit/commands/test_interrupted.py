@@ -50,7 +50,7 @@ def test_one_line(
 ) -> None:
     for module, name in (
         (predict, "cluster_of"),
-        (autotune, "_options"),
+        (autotune, "clusters_of"),
         (show_plan, "load_plan"),
         (import_flags, "bounded_text"),
         (preprocess_data, "check_inputs"),

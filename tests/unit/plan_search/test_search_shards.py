@@ -225,7 +225,7 @@ def test_a_search_uses_the_cores_that_it_has(
         asked.append(settings)
         raise ConfigError("the search", "", "ends here", "go on")
 
-    monkeypatch.setattr(autotune, "search_plan", search)
+    monkeypatch.setattr("moe_overlap.plan_search.search.search_plan", search)
     monkeypatch.setattr(autotune, "usable_cores", lambda: cores)
     monkeypatch.setattr(sys, "platform", platform)
     flags = ["--megatron-args", "examples/mixtral-8x7b.args", "--gpu", "H100", "--num-gpus", "64"]

@@ -11,6 +11,7 @@ from megatron.training.cli.config import LoggingConfig
 from megatron.training.report.live_line import ERASE, LiveLine
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.commands import autotune
+from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.tuner.search.uniform import RankedLayout
 from tests.unit.training.test_metrics import metrics
 
@@ -75,7 +76,7 @@ def test_the_answer_of_a_search_follows_an_empty_line(
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
 
-    def search(words: object, cluster: object, settings: autotune.SearchSettings, **named: object) -> RankedLayout:
+    def search(words: object, cluster: object, settings: SearchSettings, **named: object) -> RankedLayout:
         assert screen(stream)[0].startswith("reading what was recorded of the model")
         named["tell"]("recording the operators of a layout")  # type: ignore[operator]
         assert screen(stream) == ["recording the operators of a layout"]
@@ -84,7 +85,7 @@ def test_the_answer_of_a_search_follows_an_empty_line(
         assert screen(stream) == ["3 of at most 9 layouts evaluated; nothing that fits yet"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(autotune, "search_plan", search)
+    monkeypatch.setattr("moe_overlap.plan_search.search.search_plan", search)
     words = ["--megatron-args", "examples/mixtral-8x7b.args", "--gpu", "H100", "--num-gpus", "64"]
     assert autotune.main([*words, "--output", str(tmp_path)]) == 130
     assert screen(stream) == ["error: interrupted before the answer was complete", ""]

@@ -36,7 +36,8 @@ from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.layer import operator_seconds
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import price_stages
-from moe_overlap.tuner.problem import LIMIT_FLAGS, Problem
+from moe_overlap.tuner.limits import LIMIT_FLAGS
+from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.hidden import Way
 from moe_overlap.tuner.search.layer.mechanisms import Mix, entries_of, with_entries
 from moe_overlap.tuner.search.layer.partition_ranges import PartitionedPlan, partition_ranges

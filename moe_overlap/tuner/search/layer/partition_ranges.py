@@ -38,7 +38,7 @@ from moe_overlap.plan.operators import GATE, MERGE, OperatorId
 from moe_overlap.plan.overlap import Axis, LayerOverlap, LoweredLimit, SearchLimits
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.rules.overlap import indivisible, validate_ranges
-from moe_overlap.tuner.problem import LIMIT_FLAGS
+from moe_overlap.tuner.limits import check_limits
 from moe_overlap.tuner.search.layer.partition_axes import Conflict, CutAxes, Form, cut_axes
 from moe_overlap.tuner.search.layer.partition_pipeline import ChunkPasses, Prices, RangePrices, without_ranges
 
@@ -500,14 +500,6 @@ def _limit(lowered: LoweredRange) -> LoweredLimit:
         last_operator=lowered.last_operator,
         max_partitions=lowered.most_partitions,
     )
-
-
-def check_limits(limits: SearchLimits) -> None:
-    """ConfigError for a limit that makes no sense."""
-    for name, least in (("max_partitions", 1), ("group_seconds", 0), ("range_limit", 1)):
-        value = getattr(limits, name)
-        if not least <= value < math.inf:
-            raise ConfigError(LIMIT_FLAGS[name], value, f"must be at least {least} and finite", f"use {least}")
 
 
 def _check(plan: Plan, limits: SearchLimits) -> None:
