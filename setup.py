@@ -24,6 +24,7 @@ setup(
         "moe_overlap": ["py.typed"],
         "moe_overlap.describe": ["*.json"],
         "moe_overlap.describe.readers": ["*.json"],
+        "moe_overlap.tuner.calibrate.fit": ["*.json", "data/*"],
         "moe_overlap.tuner.cost": ["*.json"],
         "moe_overlap.tuner.write": ["*.sh"],
     },

@@ -10,24 +10,24 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from moe_overlap.describe.cluster import GIB
+from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
+from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.feasibility import needed_bytes
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
-from tests.validation.evaluate import Case, cases_of
-from tests.validation.rows import Row, flags_of, scored_rows
-from tests.validation.table import is_time
+from tests.validation.published_rows import scored_rows
 
 
-def executed_runs() -> list[Row]:
+def executed_runs() -> list[MeasuredRow]:
     """One row for each configuration that was executed, whatever was measured of it how often."""
-    runs: dict[tuple[object, ...], Row] = {}
+    runs: dict[tuple[object, ...], MeasuredRow] = {}
     for row in scored_rows():
-        if is_time(row):
-            runs.setdefault((row.gpu_type, row.gpus, *flags_of(row)), row)
+        if row.is_time:
+            runs.setdefault((row.gpu_type, row.gpus, *row.flags), row)
     return list(runs.values())
 
 
-def feasibility_lines(cases: Sequence[Case], constants: Constants) -> list[str]:
+def feasibility_lines(cases: Sequence[MeasuredRun], constants: Constants) -> list[str]:
     """Runs that are not said to fit, the fullest first, and how many runs have which verdict."""
     predictions = [(case, case.predict(constants)) for case in cases]
     counts = Counter(prediction.memory_verdict for _, prediction in predictions)
@@ -58,7 +58,7 @@ def _counts(runs: int, counts: Counter[str]) -> Iterable[str]:
 
 def main() -> None:
     """Print the list."""
-    for line in feasibility_lines(cases_of(executed_runs(), cache_folder()), shipped_constants()):
+    for line in feasibility_lines(prepared_runs(executed_runs(), cache_folder()), shipped_constants()):
         print(line)
 
 

@@ -31,14 +31,14 @@ from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import TIE
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import PlanSearch
+from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
+from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, measured_rows
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import shipped_constants
 from tests.validation.errors import spearman
-from tests.validation.evaluate import Case, cases_of
+from tests.validation.published_rows import scored_rows
 from tests.validation.ranking import SETS, best_found, measured_cost, predicted_cost
-from tests.validation.rows import Row, flags_of, measured_rows, scored_rows
-from tests.validation.table import is_time
 
 NEAR = 0.03
 """What a picked layout may cost beyond the best one."""
@@ -62,11 +62,11 @@ class Published:
     @property
     def space(self) -> str:
         """The search space that has what Megatron-LM was told of states: Megatron-FSDP and offloading are in a wider one."""
-        flags = flags_of(self.row)
+        flags = self.row.flags
         return "offload" if {"--use-megatron-fsdp", "--cpu-offloading-num-layers"} & set(flags) else "recompute"
 
     @property
-    def row(self) -> Row:
+    def row(self) -> MeasuredRow:
         """The row of its published layout, with the features that it is known to have."""
         return published_pair()[OVERLAPPED_NAME] if self.number == EP32 else row_of(self.number)
 
@@ -90,7 +90,7 @@ SECONDS = 300.0
 """After which a search ends with the best so far."""
 
 
-def row_of(number: int) -> Row:
+def row_of(number: int) -> MeasuredRow:
     """A row of measured.csv.gz by its line."""
     return next(row for row in measured_rows() if row.number == number)
 
@@ -103,7 +103,7 @@ def searched(published: Published, seconds: float = SECONDS) -> PlanSearch:
     row = published.row
     settings = SearchSettings(target="megatron-lm", space=published.space, seconds=seconds)
     cluster = shipped_cluster(row["gpu"], row.gpus)
-    return search_plan(flags_of(row), cluster, settings, software=row["release"] or None)
+    return search_plan(row.flags, cluster, settings, software=row["release"] or None)
 
 
 def plan_record(published: Published, search: PlanSearch, cpu_seconds: float) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def largest_term(found: Prediction, was: Prediction) -> tuple[str, float]:
     return name.removesuffix("_seconds"), apart[name]
 
 
-def layout_of(row: Row) -> str:
+def layout_of(row: MeasuredRow) -> str:
     """Degrees of a published run."""
     return f"TP{row['tp']} PP{row['pp']} VP{row['vp'] or 1} CP{row['cp']} EP{row['ep'] or 1} m{row['micro_batch']}"
 
@@ -166,16 +166,16 @@ def ranking_frame() -> pd.DataFrame:
     """A row for each set of measured layouts."""
     sets = {known.name: known.rows() for known in SETS} | same_runs()
     wanted = {row.number: row for rows in sets.values() for row in rows}
-    cases = dict(zip(wanted, cases_of(list(wanted.values()), cache_folder()), strict=True))
+    cases = dict(zip(wanted, prepared_runs(list(wanted.values()), cache_folder()), strict=True))
     return pd.DataFrame([ranking_record(name, [cases[row.number] for row in rows]) for name, rows in sets.items()])
 
 
-def same_runs() -> dict[str, list[Row]]:
+def same_runs() -> dict[str, list[MeasuredRow]]:
     """Scored rows that differ in their layout alone, and are in no set of ranking.py."""
     known = {row.number for of_set in SETS for row in of_set.rows()}
-    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[MeasuredRow]] = defaultdict(list)
     for row in scored_rows():
-        if is_time(row) and not row.file and row.number not in known:
+        if row.is_time and row.number not in known:
             names = ("model", "n_gpus", "global_batch", "seq_len", "precision_class", "release")
             groups[row.gpu_type, *(row[name] for name in names)].append(row)
     return {
@@ -185,12 +185,12 @@ def same_runs() -> dict[str, list[Row]]:
     }
 
 
-def ranking_record(name: str, cases: Sequence[Case]) -> dict[str, Any]:
+def ranking_record(name: str, cases: Sequence[MeasuredRun]) -> dict[str, Any]:
     """A set's best layout, the picked one, and what that costs."""
     constants = shipped_constants()
-    runs: dict[tuple[str, ...], list[Case]] = defaultdict(list)
+    runs: dict[tuple[str, ...], list[MeasuredRun]] = defaultdict(list)
     for case in cases:
-        runs[tuple(flags_of(case.row))].append(case)
+        runs[tuple(case.row.flags)].append(case)
     measured = np.array([np.mean([measured_cost(case.row) for case in same]) for same in runs.values()])
     predicted = np.array([predicted_cost(same[0], constants) for same in runs.values()])
     layouts = [layout_of(same[0].row) for same in runs.values()]
@@ -224,11 +224,11 @@ EXPOSED = "force-balanced routing, dropless; dispatcher=hybridep, pp_layout=Et*4
 NETWORK_GB_PER_S = (25.0, 40.0, 50.0, 60.0, 75.0, 100.0, 125.0, 150.0, 200.0, 300.0, 400.0)
 
 
-def published_pair() -> dict[str, Row]:
+def published_pair() -> dict[str, MeasuredRow]:
     """The two published layouts of DeepSeek-V3, the second one with and without the features that hide its all-to-alls."""
     row = row_of(EP32)
 
-    def resolved(other_flags: str, recompute: str) -> Row:
+    def resolved(other_flags: str, recompute: str) -> MeasuredRow:
         fields = {**row.fields, "other_flags": other_flags, "recompute": recompute}
         return dataclasses.replace(row, fields=fields)
 
@@ -239,13 +239,13 @@ def published_pair() -> dict[str, Row]:
     }
 
 
-def predicted_pair() -> dict[str, Case]:
+def predicted_pair() -> dict[str, MeasuredRun]:
     """Prepared."""
     rows = published_pair()
-    return dict(zip(rows, cases_of(list(rows.values()), cache_folder()), strict=True))
+    return dict(zip(rows, prepared_runs(list(rows.values()), cache_folder()), strict=True))
 
 
-def with_network(case: Case, gb_per_s: float, release: str | None = None) -> Case:
+def with_network(case: MeasuredRun, gb_per_s: float, release: str | None = None) -> MeasuredRun:
     """The run on a network of another rate, and under another release."""
     groups = tuple(dataclasses.replace(group, network_gb_per_s=gb_per_s) for group in case.cluster.groups)
     fields = case.row.fields if release is None else {**case.row.fields, "release": release}
@@ -253,11 +253,11 @@ def with_network(case: Case, gb_per_s: float, release: str | None = None) -> Cas
     return dataclasses.replace(case, row=dataclasses.replace(case.row, fields=fields), cluster=cluster)
 
 
-def flip_frame(cases: dict[str, Case]) -> pd.DataFrame:
+def flip_frame(cases: dict[str, MeasuredRun]) -> pd.DataFrame:
     """Predicted seconds of a step by the network's rate for each GPU; one release for all."""
     release = cases["EP8 PP16"].row["release"]
 
-    def step(case: Case, rate: float) -> float:
+    def step(case: MeasuredRun, rate: float) -> float:
         return with_network(case, rate, release).predict(shipped_constants()).predicted.step_seconds
 
     records = [
@@ -275,7 +275,7 @@ def flip_rate(frame: pd.DataFrame, name: str) -> float:
     return math.nan
 
 
-def terms_frame(cases: dict[str, Case]) -> pd.DataFrame:
+def terms_frame(cases: dict[str, MeasuredRun]) -> pd.DataFrame:
     """The breakdown of each, and what was measured."""
     columns = {}
     for name, case in cases.items():

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun
+from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, measured_rows
 from moe_overlap.tuner.cost.hardware import Constants
 from tests.validation.errors import spearman
-from tests.validation.evaluate import Case
-from tests.validation.rows import Row, flags_of, measured_rows
 
 Floats = NDArray[np.float64]
 BEST_RANK = 0.95
@@ -44,7 +44,7 @@ class RankingSet:
     lacks: str = ""
     reason: str = ""
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MeasuredRow]:
         """Its runs in the table."""
         wanted = (self.model, self.metric)
         return [
@@ -110,19 +110,19 @@ NOT_PREDICTED = (
 """Published sets that no line is printed for, and why."""
 
 
-def ranking_rows() -> list[Row]:
+def ranking_rows() -> list[MeasuredRow]:
     """Every run of a set."""
     return [row for one in SETS for row in one.rows()]
 
 
-def rankings(cases: Iterable[Case], constants: Constants) -> list[str]:
+def rankings(cases: Iterable[MeasuredRun], constants: Constants) -> list[str]:
     """A line for each set, its reason where it is missed, and the sets without rows. Runs of the same flags count once."""
     by_number = {case.row.number: case for case in cases}
     lines = []
     for one in SETS:
-        runs: dict[tuple[str, ...], list[Case]] = defaultdict(list)
+        runs: dict[tuple[str, ...], list[MeasuredRun]] = defaultdict(list)
         for row in one.rows():
-            runs[tuple(flags_of(row))].append(by_number[row.number])
+            runs[tuple(row.flags)].append(by_number[row.number])
         measured = np.array([np.mean([measured_cost(case.row) for case in same]) for same in runs.values()])
         predicted = np.array([predicted_cost(same[0], constants) for same in runs.values()])
         lines += _lines(one, measured, predicted)
@@ -139,12 +139,12 @@ def _lines(one: RankingSet, measured: Floats, predicted: Floats) -> list[str]:
     return lines
 
 
-def measured_cost(row: Row) -> float:
+def measured_cost(row: MeasuredRow) -> float:
     """Smaller is better: seconds, or the inverse of a rate."""
     return row.seconds if row["metric"] == "step_time_s" else 1.0 / float(row["value"])
 
 
-def predicted_cost(case: Case, constants: Constants) -> float:
+def predicted_cost(case: MeasuredRun, constants: Constants) -> float:
     """The same of a prediction."""
     predicted = case.predict(constants).predicted
     return predicted.step_seconds if case.row["metric"] == "step_time_s" else 1.0 / predicted.model_tflops_per_gpu

@@ -11,32 +11,17 @@ from typing import Any
 
 import pandas as pd
 
+from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
+from moe_overlap.tuner.calibrate.fit.recorded_figures import recorded_cases
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from tests.validation.errors import spearman
-from tests.validation.evaluate import Case, cases_of
+from tests.validation.published_rows import scored_rows
 from tests.validation.ranking import ranking_rows, rankings
-from tests.validation.recorded_cases import recorded_cases, recorded_lines
-from tests.validation.rows import Row, launched_rows, scored_rows
+from tests.validation.recorded_lines import recorded_lines
 
 FEW_ROWS = 8
 GROUP = ["measures", "split", "GPU", "kind", "routing"]
-
-
-def calibration_cases(times: bool) -> list[Case]:
-    """Runs that constants may be fitted to: their step times, with those of small models, or their peaks of memory."""
-    return cases_of(calibration_rows(times), cache_folder())
-
-
-def calibration_rows(times: bool) -> list[Row]:
-    """Rows of these runs."""
-    rows = [row for row in scored_rows() if row["split"] == "calibration" and is_time(row) == times]
-    return [*rows, *(launched_rows() if times else ())]
-
-
-def is_time(row: Row) -> bool:
-    """Whether a row measures seconds."""
-    return row["metric"] != "peak_mem_gib"
 
 
 def main() -> None:
@@ -44,7 +29,7 @@ def main() -> None:
     constants = shipped_constants()
     scored = scored_rows()
     wanted = {row.name: row for row in (*scored, *ranking_rows())}
-    cases = cases_of(list(wanted.values()), cache_folder())
+    cases = prepared_runs(list(wanted.values()), cache_folder())
     frame = error_frame(cases[: len(scored)], constants)
     print(frame.drop(columns=["kind", "routing"]).to_string(index=False))
     print(f"\n{summary(frame)}")
@@ -55,14 +40,14 @@ def main() -> None:
         print(text)
 
 
-def error_frame(cases: Iterable[Case], constants: Constants) -> pd.DataFrame:
+def error_frame(cases: Iterable[MeasuredRun], constants: Constants) -> pd.DataFrame:
     """A row for each case: its run, what was measured and predicted, and the relative error."""
     return pd.DataFrame([_record(case, constants) for case in cases])
 
 
-def _record(case: Case, constants: Constants) -> dict[str, object]:
+def _record(case: MeasuredRun, constants: Constants) -> dict[str, object]:
     row, prediction = case.row, case.predict(constants)
-    if is_time(row):
+    if row.is_time:
         what, measured, error = "step s", row.seconds, case.relative_error(constants)
     else:
         what = "reserved GiB" if row.is_reserved else "allocated GiB"
@@ -84,8 +69,8 @@ def _record(case: Case, constants: Constants) -> dict[str, object]:
         "measured": round(measured, 3),
         "predicted": round((1 + error) * measured, 3),
         "error %": round(100 * error, 1),
-        "expected %": round(100 * expected.relative, 1) if expected is not None and is_time(row) else "",
-        "held": "" if expected is None or not is_time(row) else "yes" if expected.holds(error) else "no",
+        "expected %": round(100 * expected.relative, 1) if expected is not None and row.is_time else "",
+        "held": "" if expected is None or not row.is_time else "yes" if expected.holds(error) else "no",
         "extrapolating": "yes" if prediction.extrapolating else "",
     }
 

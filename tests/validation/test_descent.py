@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.validation import descent
-from tests.validation.descent import (
+from moe_overlap.tuner.calibrate.fit import descent
+from moe_overlap.tuner.calibrate.fit.descent import (
     LEAST_GAIN,
     Floats,
     Point,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from moe_overlap.tuner.calibrate.fit.descent import is_settled, loss_of
+from moe_overlap.tuner.calibrate.fit.grid import START, PricedGrid
+from moe_overlap.tuner.calibrate.fit.measured_runs import calibration_runs
+from moe_overlap.tuner.calibrate.fit.rows import calibration_rows
+from moe_overlap.tuner.calibrate.fit.steps import STEPS_FILE, constants_of, fit_json, last_fit
 from moe_overlap.tuner.cost.hardware import shipped_constants
-from tests.validation.descent import is_settled, loss_of
-from tests.validation.fit import START, PricedGrid
-from tests.validation.fitted_steps import FILE, constants_of, fit_json, last_fit
-from tests.validation.table import calibration_cases, calibration_rows
 
 
 def test_shipped_constants_are_those_of_the_last_fit() -> None:
@@ -17,14 +18,14 @@ def test_shipped_constants_are_those_of_the_last_fit() -> None:
     assert found.gpus == shipped.gpus
     assert found.common == shipped.common
     assert found.releases == shipped.releases
-    assert FILE.read_text(encoding="utf-8") == fit_json(last_fit())
+    assert STEPS_FILE.read_text(encoding="utf-8") == fit_json(last_fit())
 
 
 @pytest.mark.slow
 def test_the_last_fit_is_one_of_the_prices_of_today() -> None:
-    """Prices that changed since then ask for python -m tests.validation.fit: the loss differs, or constants would move."""
+    """Prices that changed since then ask for another fit: the loss differs, or constants would move."""
     last = last_fit()
-    surface = PricedGrid.of(calibration_cases(times=True), START, None)
+    surface = PricedGrid.of(calibration_runs(times=True), START, None)
     point = surface.point(last.table)
     assert surface.steps(point) == last.table
     assert loss_of(surface, point) == pytest.approx(last.loss, rel=1e-6)

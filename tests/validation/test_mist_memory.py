@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.api import read_job
+from moe_overlap.tuner.calibrate.fit.rows import models
 from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
@@ -31,7 +32,7 @@ from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.memory import part_bytes
 from moe_overlap.tuner.cost.operators import tabulate
 from tests.unit.tuner.cost.part_memory import peak_bytes
-from tests.validation.rows import DATA, models
+from tests.validation.published_rows import DATA
 
 S = 2048
 CASES = [("gpt", size, 1) for size in ("1.3b", "2.7b", "7b", "13b", "22b")] + [

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 
 from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.tuner.calibrate.fit.recorded_figures import recorded_cases
+from moe_overlap.tuner.calibrate.fit.recorded_runs import (
+    RecordedRun,
+    job_of,
+    layers_of_stages,
+    left_out,
+    measured_links,
+    recorded_runs,
+)
 from moe_overlap.tuner.cost.hardware import shipped_constants
-from tests.validation.recorded_cases import recorded_cases
-from tests.validation.recorded_runs import Run, job_of, layers_of_stages, left_out, measured_links, recorded_runs
 
 
-def runs_of(harness: str) -> list[Run]:
+def runs_of(harness: str) -> list[RecordedRun]:
     return [run for run in recorded_runs() if run.harness == harness]
 
 
@@ -28,7 +35,7 @@ def test_every_run_is_there_once_and_what_has_no_prediction_is_named() -> None:
 
 
 @pytest.mark.parametrize("run", recorded_runs(), ids=lambda run: run.name)
-def test_a_run_is_a_plan_of_its_size(run: Run) -> None:
+def test_a_run_is_a_plan_of_its_size(run: RecordedRun) -> None:
     job = job_of(run)
     plan = job.plan
     assert plan.world_size == run.gpus == run.cluster.gpus
@@ -63,7 +70,7 @@ def test_links_are_those_that_mist_measured() -> None:
 def test_peaks_of_a_run_are_the_recorded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mist's GPT of 1.3B without a fused kernel: within 1.5 % of both stages' peaks."""
     (run,) = (run for run in runs_of("Mist") if run.gpus == 2 and run.settings["G"] == 32)
-    monkeypatch.setattr("tests.validation.recorded_cases.recorded_runs", lambda: (run,))
+    monkeypatch.setattr("moe_overlap.tuner.calibrate.fit.recorded_figures.recorded_runs", lambda: (run,))
     (case,) = recorded_cases(tmp_path)
     found = {(one.what, one.stage): one for one in case.compared(shipped_constants())}
     assert set(found) == {("step", None), *((what, stage) for what in ("allocated", "reserved") for stage in (0, 1))}

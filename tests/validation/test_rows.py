@@ -16,6 +16,10 @@ import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.api import features_of, read_job
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.plan import PeakBytes, Predicted, PredictedStage, Provenance
+from moe_overlap.tuner.calibrate.fit.grid import START, fit
+from moe_overlap.tuner.calibrate.fit.left_out import memory_errors
+from moe_overlap.tuner.calibrate.fit.priced_runs import PricedRuns
+from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, measured_rows
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import (
@@ -28,10 +32,8 @@ from moe_overlap.tuner.cost.hardware import (
 )
 from tests.validation.errors import spearman
 from tests.validation.feasibility import executed_runs, feasibility_lines
-from tests.validation.fit import START, fit, memory_errors
-from tests.validation.priced_runs import PricedRuns
+from tests.validation.published_rows import published_rows, scored_rows
 from tests.validation.ranking import SETS, best_found, wrong_pairs
-from tests.validation.rows import Row, flags_of, measured_rows, published_rows, scored_rows
 
 FILE = Path(owner.__file__).with_name("constants.json")
 
@@ -58,8 +60,8 @@ def test_the_file_holds_few_constants_and_reads_back() -> None:
 
 
 @pytest.mark.parametrize("row", scored_rows()[::12], ids=lambda row: str(row.number))
-def test_a_row_is_a_valid_job_of_its_size(row: Row) -> None:
-    job = read_job(flags_of(row), row.gpus)
+def test_a_row_is_a_valid_job_of_its_size(row: MeasuredRow) -> None:
+    job = read_job(row.flags, row.gpus)
     stage = job.plan.stages[0]
     assert job.plan.world_size == row.gpus
     assert (stage.tensor, stage.context, len(job.plan.stages)) == (int(row["tp"]), int(row["cp"]), int(row["pp"]))
@@ -69,7 +71,7 @@ def test_a_row_is_a_valid_job_of_its_size(row: Row) -> None:
 
 
 def test_a_layout_has_the_rest_of_the_layers_with_prediction_and_loss() -> None:
-    jobs = [(row, flags_of(row)) for row in scored_rows() if row["model"] == "deepseek-v3" and row["pp"] == "16"]
+    jobs = [(row, row.flags) for row in scored_rows() if row["model"] == "deepseek-v3" and row["pp"] == "16"]
     flag = "--pipeline-model-parallel-layout"
     row, words = next((row, words) for row, words in jobs if flag in words and "pp_layout" not in row["other_flags"])
     assert words[words.index(flag) + 1] == f"Etttt|{'tttt|' * 14}tmL"
@@ -78,7 +80,7 @@ def test_a_layout_has_the_rest_of_the_layers_with_prediction_and_loss() -> None:
 
 def test_rows_of_gpt_oss_ask_for_windows_sinks_and_clamped_gates() -> None:
     row = next(row for row in scored_rows() if row["model"] == "gpt-oss-120b")
-    job = read_job(flags_of(row), row.gpus)
+    job = read_job(row.flags, row.gpus)
     assert job.model.windows[:2] == (128, None)
     chosen = job.config.model
     assert (chosen.quick_geglu, chosen.swiglu, chosen.activation_func_clamp_value) == (True, False, 7.0)
@@ -101,11 +103,11 @@ def test_megatron_fsdp_reduces_gradients_in_bf16_which_no_row_says_twice() -> No
         "NVIDIA-NeMo/Megatron-Bridge",
         "yanring/Megatron-MoE-ModelZoo",
     }
-    assert all(flags_of(row).count("--grad-reduce-in-bf16") == 1 for row in rows)
+    assert all(row.flags.count("--grad-reduce-in-bf16") == 1 for row in rows)
 
 
-def _features_of(row: Row) -> Features:
-    job = read_job(flags_of(row), row.gpus)
+def _features_of(row: MeasuredRow) -> Features:
+    job = read_job(row.flags, row.gpus)
     return features_of(job.config, job.plan.precision, job.flags)
 
 
@@ -114,7 +116,7 @@ def test_every_set_has_rows_of_one_model_on_the_same_gpus() -> None:
     for one in SETS:
         rows = one.rows()
         assert len({(row["model"], row["gpu"], row["n_gpus"], row["release"]) for row in rows}) == 1
-        assert all(read_job(flags_of(row), row.gpus).plan.world_size == row.gpus for row in rows[:2])
+        assert all(read_job(row.flags, row.gpus).plan.world_size == row.gpus for row in rows[:2])
 
 
 def test_rankings_count_the_order_alone() -> None:
@@ -147,7 +149,7 @@ def test_rows_of_mlperf_and_of_recipes_say_their_routing_and_their_seconds() -> 
     for row in recipes:
         assert row.routing == "forced"
         assert row.seconds == pytest.approx(row.settings["derived"]["step_time_s"], rel=1e-4)
-        stage = read_job(flags_of(row), row.gpus).plan.stages[0]
+        stage = read_job(row.flags, row.gpus).plan.stages[0]
         assert (stage.expert, stage.micro_batch_size) == (int(row["ep"]), int(row["micro_batch"]))
     assert all(row.routing == "" for row in scored_rows() if not row.is_moe)
 
@@ -219,17 +221,20 @@ def test_peaks_that_nemo_logs_are_reserved_ones() -> None:
 
 def test_runs_of_one_configuration_are_listed_once() -> None:
     runs = executed_runs()
-    keys = [(row.gpu_type, row.gpus, *flags_of(row)) for row in runs]
+    keys = [(row.gpu_type, row.gpus, *row.flags) for row in runs]
     assert len(keys) == len(set(keys)) > 200
     # Recipes publish TFLOP/s alone, with the operations that make seconds of them.
-    assert {row["metric"] for row in runs if row.file != "recipe"} == {"step_time_s", "tokens_per_s_per_gpu"}
+    assert {row["metric"] for row in runs if not row.name.startswith("recipe")} == {
+        "step_time_s",
+        "tokens_per_s_per_gpu",
+    }
 
 
 @dataclasses.dataclass
 class Full:
     """A run whose prediction needs so much of a GPU."""
 
-    row: Row
+    row: MeasuredRow
     needed: float
 
     def predict(self, _: Constants) -> Prediction:

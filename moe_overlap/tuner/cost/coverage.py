@@ -1,7 +1,7 @@
 """Traits of runs beside GPU, precision and release, and those that no calibration run on an architecture had.
 
 A prediction of a run with a trait that no measured step of its architecture had reaches beyond what the constants were fitted to,
-and says so; its interval is wider (`expected_error.py`). `tests/validation/fit.py` writes the traits of the calibration rows to
+and says so; its interval is wider (`expected_error.py`). `tuner/calibrate/fit` writes the traits of the calibration rows to
 constants.json.
 """
 

@@ -1,6 +1,6 @@
 """The error to expect of a prediction: what predictions of runs missed that their constants had not seen.
 
-`tests/validation/fit.py` fits the constants several times, each time without a part of the calibration rows, and writes the
+`tuner/calibrate/fit` fits the constants several times, each time without a part of the calibration rows, and writes the
 errors of the rows it left out to errors.json, by group: GPU type, precision, and dense or MoE, and the wider groups around them.
 A prediction takes the narrowest group with enough families of runs, and says which.
 

@@ -5,7 +5,7 @@
 `Refined`: prices corrected by traces of the same job, as factors by kind of operator that multiply the seconds an instruction
 takes alone. `calibrate/observe.py` finds them; `StagePrices` applies them, so that every plan of a job has the same prices.
 
-`Constants`: efficiencies by GPU type and losses by software release, from constants.json, which `tests/validation/fit.py` writes.
+`Constants`: efficiencies by GPU type and losses by software release, from constants.json, which `tuner/calibrate/fit` writes.
 A GPU type without constants takes those of its nearest kin, of the same architecture if there is one: its predictions are
 extrapolated, and say so. A release changes the seconds that a kernel takes beyond those at the peak rate (`effective`), so that
 none makes a GPU faster than its peak; it acts only on what was measured under it (architecture, precision, dense or MoE). Every

@@ -1,7 +1,7 @@
 """How far measured peaks of memory lie from predicted ones, at any quantile: `--memory-margin`.
 
 1. The logarithms of measured over predicted peaks of calibration runs are taken for normally distributed. `MemoryErrors` has
-   their mean, their deviation and their number n (`tests/validation/fit.py`).
+   their mean, their deviation and their number n (`tuner/calibrate/fit`).
 2. Few runs are known, so the deviation is uncertain itself: the quantile for one more run is
    exp(mean + t · deviation · √(1 + 1/n)), where t is the quantile of Student's distribution with n - 1 degrees of freedom.
 """

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from moe_overlap.api import Job, features_of
 from moe_overlap.describe.cluster import Cluster
+from moe_overlap.job import Job, features_of
+from moe_overlap.tuner.calibrate.fit.recorded_runs import RecordedRun, Value, job_of, layers_of_stages, recorded_runs
 from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Family, Prediction, one_way_seconds, prepare, price
 from moe_overlap.tuner.cost.hardware import Constants, Features, scope
 from moe_overlap.tuner.cost.machine import Machine
-from tests.validation.errors import figures
-from tests.validation.recorded_runs import Run, Value, job_of, layers_of_stages, left_out, recorded_runs
 
 MIB = 1 << 20
 PASSES = ("fwd_compute_total_per_iter_mean_over_ranks", "bwd_compute_total_per_iter_mean_over_ranks")
@@ -47,7 +45,7 @@ class Compared:
 class RunCase:
     """A recorded run with everything that does not depend on constants."""
 
-    run: Run
+    run: RecordedRun
     job: Job
     features: Features
     cluster: Cluster
@@ -67,24 +65,24 @@ class RunCase:
     def compared(self, constants: Constants) -> list[Compared]:
         """Every recorded figure that is predicted."""
         predicted, values = self.predict(constants).predicted, self.run.values
-        found = []
+        figures = []
         transfer = one_way_seconds(self.job.plan, self.families[0].boundary_bytes, self.machine(constants))
         transfer *= len(predicted.stages) > 1
         if "iteration_time" in values:
             step = values["iteration_time"]
-            found.append(Compared("step", None, step.split, step.value, predicted.step_seconds))
+            figures.append(Compared("step", None, step.split, step.value, predicted.step_seconds))
         for index, (stage, plan) in enumerate(zip(predicted.stages, self.job.plan.stages, strict=True)):
             passes = [values.get(f"stage{index}_{name}") for name in PASSES]
             if passes[0] is not None and passes[1] is not None:
                 seconds = plan.gradient_accumulation_steps * (stage.stable_seconds - 2.0 * transfer)
                 measured = passes[0].value + passes[1].value
-                found.append(Compared("stage", index, _split(passes), measured, seconds))
+                figures.append(Compared("stage", index, _split(passes), measured, seconds))
             vain = stage.peak_bytes_by_category.fragmentation
             for what, bytes_ in (("allocated", stage.peak_bytes - vain), ("reserved", stage.peak_bytes)):
                 peak = next((values[n] for name in PEAKS[what] if (n := f"stage{index}_{name}") in values), None)
                 if peak is not None:
-                    found.append(Compared(what, index, peak.split, peak.value, bytes_ / MIB))
-        return found
+                    figures.append(Compared(what, index, peak.split, peak.value, bytes_ / MIB))
+        return figures
 
 
 def _split(values: Iterable[Value | None]) -> str:
@@ -96,11 +94,13 @@ def recorded_cases(cache_dir: Path, harness: str = "") -> list[RunCase]:
     """Every recorded run, or those of one harness, prepared; what is not in the cache is captured by one process."""
     runs = [run for run in recorded_runs() if harness in ("", run.harness)]
     jobs = [job_of(run) for run in runs]
-    asked = [stage_requests(job.config, job.model, job.plan) for job in jobs]
-    wanted = {request.sha256(): request for stages in asked for several in stages.values() for request in several}
-    captured = dict(zip(wanted, cached_captures(list(wanted.values()), cache_dir), strict=True))
+    requests_of_jobs = [stage_requests(job.config, job.model, job.plan) for job in jobs]
+    requests = {
+        request.sha256(): request for stages in requests_of_jobs for several in stages.values() for request in several
+    }
+    captured = dict(zip(requests, cached_captures(list(requests.values()), cache_dir), strict=True))
     cases = []
-    for run, job, stages in zip(runs, jobs, asked, strict=True):
+    for run, job, stages in zip(runs, jobs, requests_of_jobs, strict=True):
         graphs = {
             index: joined([captured[request.sha256()] for request in several], job.model)
             for index, several in stages.items()
@@ -109,7 +109,7 @@ def recorded_cases(cache_dir: Path, harness: str = "") -> list[RunCase]:
     return cases
 
 
-def _case(run: Run, job: Job, graphs: Mapping[int, CapturedModel]) -> RunCase:
+def _case(run: RecordedRun, job: Job, graphs: Mapping[int, CapturedModel]) -> RunCase:
     features = features_of(job.config, job.plan.precision, job.flags)
     families = prepare(job.plan, job.model, graphs, features)
     if run.harness == "Aceso":
@@ -124,23 +124,8 @@ def _with_parts_of_layers(family: Family, job: Job, layers: Sequence[float]) -> 
     return replace(family, counts=np.where(of_layers[:, None], family.counts * scale, family.counts))
 
 
-def recorded_lines(cases: Sequence[RunCase], constants: Constants) -> list[str]:
-    """Every figure with its prediction, errors by harness, GPU and split, and what is left out."""
-    lines, groups = [], defaultdict(list)
-    for case in cases:
-        for one in case.compared(constants):
-            where = "" if one.stage is None else f" {one.stage}"
-            lines.append(
-                f"{one.split:<12} {case.run.name:<44} {one.what + where:<12}"
-                f"{one.measured:10.2f} {one.predicted:10.2f} {one.error:+7.1%}"
-            )
-            groups[case.run.harness, case.run.gpu_type, one.what, one.split].append((one.error, one.measured))
-    lines += [f"{' '.join(key):<34} {figures(pairs)}" for key, pairs in sorted(groups.items())]
-    return lines + [f"left out: {name}: {why}" for name, why in left_out().items()]
-
-
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """A recorded step that constants are fitted to."""
 
     case: RunCase
@@ -168,13 +153,13 @@ class Step:
 
     def relative_error(self, constants: Constants) -> float:
         """Of its seconds."""
-        return next(one.error for one in self.case.compared(constants) if one.what == "step")
+        return next(figure.error for figure in self.case.compared(constants) if figure.what == "step")
 
 
-def calibration_steps(cache_dir: Path) -> list[Step]:
+def calibration_steps(cache_dir: Path) -> list[RecordedStep]:
     """Mist's own steps on L4, of which the table of steps has none. What Aceso recomputes is not known well enough to fit to."""
     cases = [case for case in recorded_cases(cache_dir) if (case.run.harness, case.run.gpu_type) == ("Mist", "L4")]
-    return [Step(case) for case in cases if case.run.is_calibration]
+    return [RecordedStep(case) for case in cases if case.run.is_calibration]
 
 
 def calibration_peaks(cache_dir: Path, constants: Constants) -> list[tuple[tuple[str, str], float]]:

@@ -1,4 +1,4 @@
-"""Runs that Mist and Aceso recorded (data/mist_runs.csv.gz), each with its configuration as a plan of ours.
+"""Runs that Mist and Aceso recorded (mist_runs.csv.gz), each with its configuration as a plan of ours.
 
 Mist writes down all that a plan says: layers, recomputed layers, micro-batch, DP, TP, ZeRO flags and offload ratios of every
 stage; of Megatron runs whose times follow from Mist's and a printed ratio, the layout. Of Aceso's runs the data has the number of
@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from moe_overlap.api import Job, read_job
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
+from moe_overlap.job import Job, read_job
 from moe_overlap.plan.plan import Devices, Offload, Recompute, StagePlan
-from tests.validation.rows import models, records, table
+from moe_overlap.tuner.calibrate.fit.rows import DATA, models, records, table
 
 MEASURED = ("measured", "derived_from_measured")
 ACESO_SIZES = {"gpt-1_3B": "1.3b", "gpt-2_6B": "2.7b", "gpt-6_7B": "7b", "gpt-13B": "13b", "gpt-22B": "22b"}
@@ -41,7 +41,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """One recorded run.
 
     Attributes:
@@ -88,7 +88,7 @@ class Run:
 
 
 @cache
-def recorded_runs() -> tuple[Run, ...]:
+def recorded_runs() -> tuple[RecordedRun, ...]:
     """Every run that was timed and can be said as a plan; `left_out` names the others."""
     return tuple(run for run in _all_runs() if not _why_not(run))
 
@@ -116,12 +116,12 @@ def measured_links() -> dict[str, float]:
 
 @cache
 def _rows() -> tuple[dict[str, str], ...]:
-    return tuple(records(table("mist_runs.csv.gz")))
+    return tuple(records(table(DATA / "mist_runs.csv.gz")))
 
 
 @cache
-def _all_runs() -> tuple[Run, ...]:
-    runs: dict[str, Run] = {}
+def _all_runs() -> tuple[RecordedRun, ...]:
+    runs: dict[str, RecordedRun] = {}
     for row in _rows():
         if row["measured_or_predicted"] in MEASURED and row["seq"]:
             settings = json.loads(row["stage_config_json"])
@@ -134,8 +134,8 @@ def _all_runs() -> tuple[Run, ...]:
     return tuple(runs.values())
 
 
-def _run(row: Mapping[str, str], harness: str, settings: Mapping[str, Any]) -> Run:
-    return Run(
+def _run(row: Mapping[str, str], harness: str, settings: Mapping[str, Any]) -> RecordedRun:
+    return RecordedRun(
         harness=harness,
         model=row["model"],
         gpu=row["gpu"],
@@ -149,13 +149,13 @@ def _run(row: Mapping[str, str], harness: str, settings: Mapping[str, Any]) -> R
     )
 
 
-def _why_not(run: Run) -> str:
+def _why_not(run: RecordedRun) -> str:
     if run.harness == "DeepSpeed":
         return "the best of a list of configurations, which one is not said"
     return ""
 
 
-def job_of(run: Run) -> Job:
+def job_of(run: RecordedRun) -> Job:
     """The run with its plan."""
     job = read_job(_flags(run), 1)
     stages = _aceso_stages(run) if run.harness == "Aceso" else _mist_stages(run)
@@ -168,35 +168,35 @@ def job_of(run: Run) -> Job:
 
 
 def _first_ranks(stages: list[StagePlan]) -> list[int]:
-    return [sum(one.tensor * one.data for one in stages[:index]) for index in range(len(stages))]
+    return [sum(stage.tensor * stage.data for stage in stages[:index]) for index in range(len(stages))]
 
 
-def _flags(run: Run) -> list[str]:
+def _flags(run: RecordedRun) -> list[str]:
     """Of the model, the batch and the kernels; Mist's GPT has no positions, its Llama Llama's."""
     family, _, size = run.model.partition("-")
     facts = models()[f"mist-gpt-{ACESO_SIZES.get(run.model, size)}"]
     hidden = int(facts["hidden"])
     ffn = -(-hidden * 8 // 3 // LLAMA_FFN) * LLAMA_FFN if family == "llama" else facts["ffn"]
     vocabulary = 51200 if run.harness == "Aceso" else facts["vocab"]
-    words = f"""--num-layers {facts["layers"]} --hidden-size {hidden} --ffn-hidden-size {ffn}
+    arguments = f"""--num-layers {facts["layers"]} --hidden-size {hidden} --ffn-hidden-size {ffn}
         --num-attention-heads {facts["heads"]} --vocab-size {vocabulary} --seq-length {run.sequence}
         --max-position-embeddings {run.sequence} --micro-batch-size 1 --global-batch-size {run.batch}
         --train-iters 10 --lr 1e-4 --fp16 --use-distributed-optimizer""".split()
     if run.harness != "Aceso":
-        words += (
+        arguments += (
             "--attention-dropout 0.0 --hidden-dropout 0.0 --untie-embeddings-and-output-weights".split() + OVERLAPPED
         )
     if family == "llama":
-        words += "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear".split()
+        arguments += "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear".split()
     elif run.harness != "Aceso":
-        words += ["--position-embedding-type", "none"]
+        arguments += ["--position-embedding-type", "none"]
     if run.harness != "Megatron":
         # Neither runtime has Transformer Engine's modules, and with them their placeholders of gradients.
-        words.append("--no-gradient-accumulation-fusion")
-    return words + (["--use-flash-attn"] if run.flash else ["--transformer-impl", "local"])
+        arguments.append("--no-gradient-accumulation-fusion")
+    return arguments + (["--use-flash-attn"] if run.flash else ["--transformer-impl", "local"])
 
 
-def _mist_stages(run: Run) -> list[StagePlan]:
+def _mist_stages(run: RecordedRun) -> list[StagePlan]:
     """Of a plan of Mist's, or of a uniform Megatron run that recomputes every layer."""
     settings = run.settings
     if run.harness == "Mist":
@@ -215,13 +215,13 @@ def _mist_stages(run: Run) -> list[StagePlan]:
             optimizer=row.get("oo", 0.0),
             activations=row.get("ao", 0.0),
         )
-        made = _stage(first, row["layers"], row["b"], settings["G"], row["tp"], row["dp"], again)
-        stages.append(replace(made, zero_level=zero, offload=offload))
+        stage = _stage(first, row["layers"], row["b"], settings["G"], row["tp"], row["dp"], again)
+        stages.append(replace(stage, zero_level=zero, offload=offload))
         first += row["layers"]
     return stages
 
 
-def _aceso_stages(run: Run) -> list[StagePlan]:
+def _aceso_stages(run: RecordedRun) -> list[StagePlan]:
     """Whole layers nearest to the operators of each stage, beside the embedding and the head."""
     stages, passed, first = [], 0.0, 0
     for row, exact in zip(run.settings["stages"], layers_of_stages(run), strict=True):
@@ -234,7 +234,7 @@ def _aceso_stages(run: Run) -> list[StagePlan]:
     return stages
 
 
-def layers_of_stages(run: Run) -> list[float]:
+def layers_of_stages(run: RecordedRun) -> list[float]:
     """Layers in each of Aceso's stages, with parts of layers; the first has the embedding, the last a norm and the head."""
     counts = [row["n_ops"] for row in run.settings["stages"]]
     counts[0] -= 1

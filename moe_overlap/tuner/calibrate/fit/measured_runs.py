@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_overlap.api import Job, features_of, read_job
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.expert_load import NATURAL_LOAD
+from moe_overlap.job import Job, features_of, read_job
 from moe_overlap.plan.plan import PredictedStage
-from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
+from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, calibration_rows
+from moe_overlap.tuner.capture.cache import cache_folder, cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Family, Prediction, prepare, price
 from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.hardware import Constants, Features, scope
 from moe_overlap.tuner.cost.machine import Machine, machine_of
-from tests.validation.rows import Row, flags_of
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A row with everything that does not depend on constants."""
+class MeasuredRun:
+    """A measured row with everything about its run that does not depend on constants."""
 
-    row: Row
+    row: MeasuredRow
     job: Job
     features: Features
     cluster: Cluster
@@ -86,28 +86,33 @@ class Case:
         return stages[-1] if "LAST RANK" in self.row["other_flags"] else max(stages, key=lambda stage: stage.peak_bytes)
 
 
-def cases_of(rows: Sequence[Row], cache_dir: Path) -> list[Case]:
+def prepared_runs(rows: Sequence[MeasuredRow], cache_dir: Path) -> list[MeasuredRun]:
     """Prepare rows; what is not in the cache is captured by one process."""
-    jobs = [read_job(flags_of(row), row.gpus) for row in rows]
-    asked = [stage_requests(job.config, job.model, job.plan)[0] for job in jobs]
-    wanted = {request.sha256(): request for requests in asked for request in requests}
-    found = dict(zip(wanted, cached_captures(list(wanted.values()), cache_dir), strict=True))
+    jobs = [read_job(row.flags, row.gpus) for row in rows]
+    requests_of_jobs = [stage_requests(job.config, job.model, job.plan)[0] for job in jobs]
+    distinct = {request.sha256(): request for requests in requests_of_jobs for request in requests}
+    captured = dict(zip(distinct, cached_captures(list(distinct.values()), cache_dir), strict=True))
     return [
-        _case(row, job, joined([found[request.sha256()] for request in requests], job.model))
-        for row, job, requests in zip(rows, jobs, asked, strict=True)
+        _prepared(row, job, joined([captured[request.sha256()] for request in requests], job.model))
+        for row, job, requests in zip(rows, jobs, requests_of_jobs, strict=True)
     ]
 
 
-def _case(row: Row, job: Job, graph: CapturedModel) -> Case:
+def calibration_runs(times: bool) -> list[MeasuredRun]:
+    """Runs that constants may be fitted to: their step times, with those of small models, or their peaks of memory."""
+    return prepared_runs(calibration_rows(times), cache_folder())
+
+
+def _prepared(row: MeasuredRow, job: Job, graph: CapturedModel) -> MeasuredRun:
     features = features_of(job.config, job.plan.precision, job.flags)
     graphs = dict.fromkeys(range(len(job.plan.stages)), graph)
     cluster = shipped_cluster(row["gpu"], row.gpus)
     load = load_of(row, job)
     families = prepare(job.plan, job.model, graphs, features, load)
-    configuration = " ".join((row.gpu_type, str(row.gpus), *flags_of(row)))
-    return Case(row, job, features, cluster, families, configuration, load)
+    configuration = " ".join((row.gpu_type, str(row.gpus), *row.flags))
+    return MeasuredRun(row, job, features, cluster, families, configuration, load)
 
 
-def load_of(row: Row, job: Job) -> float:
+def load_of(row: MeasuredRow, job: Job) -> float:
     """Rows of the busiest rank of an expert group over the mean: an assumption where the router decides."""
     return NATURAL_LOAD if row.routing == "natural" and job.plan.stages[0].expert > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The steps of the last fit, as tests/golden/fit.json has them: they tie the shipped constants to the rows and to the prices.
+"""The steps of the last fit, in steps.json: they tie the shipped constants to the rows and to the prices.
 
 A file of constants alone does not say whether a fit wrote it. With the steps, a test can make the constants anew without a
 price (test_fit.py), and see with prices that the loss is what it was and that no move of the fit lowers it.
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_overlap.tuner.calibrate.fit.grid import COMMON, START, START_COMMON, Grid, Steps
+from moe_overlap.tuner.calibrate.fit.recorded_runs import measured_links
+from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, scope
-from tests.validation.fit import COMMON, START, START_COMMON, Grid, Steps
-from tests.validation.recorded_runs import measured_links
-from tests.validation.rows import Row
 
-FILE = Path(__file__).resolve().parents[1] / "golden" / "fit.json"
+STEPS_FILE = Path(__file__).with_name("steps.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedRun:
     """A run that nobody prices, by what constants are told apart."""
 
     gpu_type: str
@@ -48,21 +48,21 @@ def fit_json(fit: Fit) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def last_fit(path: Path = FILE) -> Fit:
+def last_fit(path: Path = STEPS_FILE) -> Fit:
     """The fit that the file is of."""
     content = json.loads(path.read_text(encoding="utf-8"))
     return Fit(loss=content["loss"], table=_flat(content["table"]), l4=_flat(content["L4"]))
 
 
-def constants_of(fit: Fit, rows: Sequence[Row]) -> Constants:
+def constants_of(fit: Fit, rows: Sequence[MeasuredRow]) -> Constants:
     """Constants of GPU types, of releases and common ones: START moved by the steps.
 
     Args:
         rows: the calibration rows, whose GPU types and releases there are constants of.
     """
-    runs = [Named(row.gpu_type, row["release"], scope(row["precision_class"], row.is_moe)) for row in rows]
+    runs = [NamedRun(row.gpu_type, row["release"], scope(row["precision_class"], row.is_moe)) for row in rows]
     table = Grid.of(runs, START, START_COMMON).constants(fit.table)
-    l4 = Grid.of([Named("L4")], l4_start(table), table.common).constants(fit.l4)
+    l4 = Grid.of([NamedRun("L4")], l4_start(table), table.common).constants(fit.l4)
     return dataclasses.replace(table, gpus=table.gpus | l4.gpus)
 
 
@@ -74,10 +74,10 @@ def l4_start(table: Constants) -> GpuConstants:
 
 def _nested(steps: Steps) -> dict[str, dict[str, dict[str, int]]]:
     """Level -> name -> constant -> steps."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    nested: dict[str, dict[str, dict[str, int]]] = {}
     for (level, name, constant), count in sorted(steps.items()):
-        found.setdefault(level, {}).setdefault(name, {})[constant] = count
-    return found
+        nested.setdefault(level, {}).setdefault(name, {})[constant] = count
+    return nested
 
 
 def _flat(nested: dict[str, dict[str, dict[str, int]]]) -> Steps:

@@ -67,8 +67,8 @@ def errors_at(surface: Surface, point: Point) -> Floats:
 
 def loss_of(surface: Surface, point: Point, errors: Floats | None = None) -> float:
     """The loss of a point."""
-    found = errors_at(surface, point) if errors is None else errors
-    return float((surface.weights * np.abs(found)).sum() + (surface.pulls * np.abs(point)).sum())
+    errors = errors_at(surface, point) if errors is None else errors
+    return float((surface.weights * np.abs(errors)).sum() + (surface.pulls * np.abs(point)).sum())
 
 
 def descend(
@@ -88,15 +88,15 @@ def descend(
     span = FAR_SPAN if coarse else 1
     for number in range(MOST_ROUNDS):
         around = neighbours(surface, point, span)
-        further, how = followed(surface, point, slopes_of(around, span)), f"slopes over {span}"
-        if span == 1 and np.array_equal(further, point):
-            further, how = stepped(surface, point, around), "single steps"
-        moved = int((further != point).sum())
-        report(f"round {number + 1}, {how}: {moved} moved, loss {loss_of(surface, further):.3f}")
+        next_point, method = followed(surface, point, slopes_of(around, span)), f"slopes over {span}"
+        if span == 1 and np.array_equal(next_point, point):
+            next_point, method = stepped(surface, point, around), "single steps"
+        moved = int((next_point != point).sum())
+        report(f"round {number + 1}, {method}: {moved} moved, loss {loss_of(surface, next_point):.3f}")
         if not moved and span == 1:
             return point
         span = span if moved else 1
-        point = further
+        point = next_point
     raise RuntimeError(f"constants still move after {MOST_ROUNDS} rounds")
 
 
@@ -113,23 +113,23 @@ def walked(surface: Surface, start: Point, stride: int) -> Point:
     for axis, runs in enumerate(surface.concerned):
         weights, pull = surface.weights[runs], float(surface.pulls[axis])
         moves = [_shifted(point, axis, offset) for offset in (-stride, stride)]
-        found = surface.errors([(move, runs) for move in moves])
+        moved_errors = surface.errors([(move, runs) for move in moves])
         before = float((weights * np.abs(errors[runs])).sum()) + pull * abs(int(point[axis]))
         after = [
-            float((weights * np.abs(each)).sum()) + pull * abs(int(move[axis]))
-            for each, move in zip(found, moves, strict=True)
+            float((weights * np.abs(after_move)).sum()) + pull * abs(int(move[axis]))
+            for after_move, move in zip(moved_errors, moves, strict=True)
         ]
         best = min(range(2), key=lambda i: after[i])
         if after[best] < before - LEAST_GAIN:
             point = moves[best]
-            errors[runs] = found[best]
+            errors[runs] = moved_errors[best]
     return point
 
 
 def neighbours(surface: Surface, point: Point, span: int) -> Floats:
     """[2, N, K] errors with each coordinate `span` steps down and up."""
-    here = errors_at(surface, point)
-    around = np.broadcast_to(here[None, :, None], (2, len(surface.weights), len(point))).copy()
+    center = errors_at(surface, point)
+    around = np.broadcast_to(center[None, :, None], (2, len(surface.weights), len(point))).copy()
     places = [(side, runs, axis) for axis, runs in enumerate(surface.concerned) for side in range(2)]
     moves = [(_shifted(point, axis, (-span, span)[side]), runs) for side, runs, axis in places]
     for place, errors in zip(places, surface.errors(moves), strict=True):
@@ -180,10 +180,10 @@ def followed(surface: Surface, start: Point, slopes: Floats) -> Point:
     best, width = loss_of(surface, start, errors), WIDEST
     while width >= 1:
         move = linear_move(surface, point, errors, slopes, width)
-        found = errors_at(surface, move)
-        loss = loss_of(surface, move, found)
+        move_errors = errors_at(surface, move)
+        loss = loss_of(surface, move, move_errors)
         if loss < best - LEAST_GAIN:
-            point, errors, best = move, found, loss
+            point, errors, best = move, move_errors, loss
         else:
             width //= 2
     return point
@@ -199,9 +199,9 @@ def linear_move(surface: Surface, point: Point, errors: Floats, slopes: Floats, 
 def least_deviations(surface: Surface, point: Point, errors: Floats, slopes: Floats, width: int) -> Floats:
     """[K] the minimum of the linearised loss inside a box."""
     for name in SOLVERS:
-        found = least_deviations_by(name, surface, point, errors, slopes, width)
-        if found is not None:
-            return found
+        solution = least_deviations_by(name, surface, point, errors, slopes, width)
+        if solution is not None:
+            return solution
     raise RuntimeError(f"a box has a minimum, and none of {', '.join(SOLVERS)} finds it")
 
 
@@ -248,23 +248,23 @@ def polished(surface: Surface, start: Point, errors: Floats, slopes: Floats) -> 
     changes = (slopes[:, axes] * signs).T  # [2K, N]
     same = axes[:, None] == axes[None, :]
     while True:
-        here = float((surface.weights * np.abs(errors)).sum())
+        size = float((surface.weights * np.abs(errors)).sum())
         pulled = surface.pulls[axes] * (np.abs(point[axes] + signs) - np.abs(point[axes]))
-        singles = (np.abs(errors + changes) * surface.weights).sum(axis=1) - here + pulled
+        singles = (np.abs(errors + changes) * surface.weights).sum(axis=1) - size + pulled
         # Pairs by rows, so that they need no more memory than [2K, N].
         pairs = np.array(
             [
-                (np.abs(errors + change + changes) * surface.weights).sum(axis=1) - here + pull + pulled
+                (np.abs(errors + change + changes) * surface.weights).sum(axis=1) - size + pull + pulled
                 for change, pull in zip(changes, pulled, strict=True)
             ]
         )
         pairs[same] = np.inf
         first, second = np.unravel_index(int(pairs.argmin()), pairs.shape)
         single = int(singles.argmin())
-        taken = [single] if singles[single] <= pairs[first, second] else [int(first), int(second)]
+        chosen = [single] if singles[single] <= pairs[first, second] else [int(first), int(second)]
         if min(float(singles[single]), float(pairs[first, second])) > -LEAST_GAIN:
             return point
-        for move in taken:
+        for move in chosen:
             point[axes[move]] += signs[move]
             errors = errors + changes[move]
 

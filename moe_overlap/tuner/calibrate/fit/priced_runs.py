@@ -22,7 +22,7 @@ Known = dict[tuple[object, ...], float]
 """A configuration and the constants it sees -> predicted seconds."""
 
 
-class Scoped(Protocol):
+class ScopedRun(Protocol):
     """A run as constants are told apart by."""
 
     @property
@@ -38,7 +38,7 @@ class Scoped(Protocol):
         """Precision, and dense or MoE."""
 
 
-class Fitted(Scoped, Protocol):
+class FittedRun(ScopedRun, Protocol):
     """A run that constants are fitted to."""
 
     @property
@@ -66,7 +66,7 @@ class PricedRuns:
         processes: 1 prices in this one; as many as there are cores where it is None.
     """
 
-    def __init__(self, runs: Sequence[Fitted], processes: int | None = None) -> None:
+    def __init__(self, runs: Sequence[FittedRun], processes: int | None = None) -> None:
         count = min(len(runs), processes or usable_cores())
         # Runs of a configuration share what is remembered, and neighbours in the table take about as long.
         configurations = {run.configuration: None for run in runs}
@@ -79,11 +79,11 @@ class PricedRuns:
         # Runs are no messages: a child begins with them.
         context = multiprocessing.get_context("fork")
         for _ in range(count if count > 1 else 0):
-            here, there = context.Pipe()
-            self._links.append(here)
-            worker = context.Process(target=self._serve, args=(there,), daemon=True)
+            parent_end, child_end = context.Pipe()
+            self._links.append(parent_end)
+            worker = context.Process(target=self._serve, args=(child_end,), daemon=True)
             worker.start()
-            there.close()
+            child_end.close()
             self._workers.append(worker)
 
     def __enter__(self) -> PricedRuns:
@@ -97,22 +97,22 @@ class PricedRuns:
         for worker in self._workers:
             worker.join()
 
-    def errors(self, questions: Sequence[tuple[Sequence[Fitted], Constants]]) -> list[list[float]]:
+    def errors(self, questions: Sequence[tuple[Sequence[FittedRun], Constants]]) -> list[list[float]]:
         """Logarithms of predicted over measured seconds, of some runs under some constants each.
 
         Many questions at once keep the processes busy: one has a few runs, and they are not the same in each process.
         """
         if not self._links:
-            return [[self._error(run, constants) for run in asked] for asked, constants in questions]
+            return [[self._error(run, constants) for run in runs] for runs, constants in questions]
         shares: list[list[tuple[Constants, list[int]]]] = [[] for _ in self._links]
-        for asked, constants in questions:
+        for runs, constants in questions:
             for owner, share in enumerate(shares):
-                own = [self._numbers[id(run)] for run in asked if self._owners[id(run)] == owner]
-                share.append((constants, own))
+                numbers = [self._numbers[id(run)] for run in runs if self._owners[id(run)] == owner]
+                share.append((constants, numbers))
         for link, share in zip(self._links, shares, strict=True):
             link.send(share)
         answers = [iter(link.recv()) for link in self._links]
-        return [[next(answers[self._owners[id(run)]]) for run in asked] for asked, _ in questions]
+        return [[next(answers[self._owners[id(run)]]) for run in runs] for runs, _ in questions]
 
     def _serve(self, link: Connection) -> None:
         # A link ends where nobody holds its other end; a child holds a copy of those that were there when it began.
@@ -123,9 +123,11 @@ class PricedRuns:
                 share: list[tuple[Constants, list[int]]] = link.recv()
             except EOFError:
                 return
-            link.send([self._error(self._runs[number], constants) for constants, own in share for number in own])
+            link.send(
+                [self._error(self._runs[number], constants) for constants, numbers in share for number in numbers]
+            )
 
-    def _error(self, run: Fitted, constants: Constants) -> float:
+    def _error(self, run: FittedRun, constants: Constants) -> float:
         release = constants.releases.get(run.release, {}).get(architecture_of(run.gpu_type))
         loss = release.loss if release is not None else 1.0
         key = (run.configuration, constants.gpus[run.gpu_type], constants.common, loss)
