@@ -10,7 +10,7 @@ from moe_overlap.api import Job, features_of, read_job
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.expert_load import NATURAL_LOAD
 from moe_overlap.plan.plan import PredictedStage
-from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
+from moe_overlap.tuner.capture.cache import CaptureFiles, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Family, Prediction, prepare, price
 from moe_overlap.tuner.cost.coverage import traits, uncovered
@@ -91,7 +91,7 @@ def cases_of(rows: Sequence[Row], cache_dir: Path) -> list[Case]:
     jobs = [read_job(flags_of(row), row.gpus) for row in rows]
     asked = [stage_requests(job.config, job.model, job.plan)[0] for job in jobs]
     wanted = {request.sha256(): request for requests in asked for request in requests}
-    found = dict(zip(wanted, cached_captures(list(wanted.values()), cache_dir), strict=True))
+    found = dict(zip(wanted, CaptureFiles(cache_dir).captures(list(wanted.values())), strict=True))
     return [
         _case(row, job, joined([found[request.sha256()] for request in requests], job.model))
         for row, job, requests in zip(rows, jobs, asked, strict=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_overlap.api import Job, features_of
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
+from moe_overlap.tuner.capture.cache import CaptureFiles, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Family, Prediction, one_way_seconds, prepare, price
 from moe_overlap.tuner.cost.hardware import Constants, Features, scope
@@ -98,7 +98,7 @@ def recorded_cases(cache_dir: Path, harness: str = "") -> list[RunCase]:
     jobs = [job_of(run) for run in runs]
     asked = [stage_requests(job.config, job.model, job.plan) for job in jobs]
     wanted = {request.sha256(): request for stages in asked for several in stages.values() for request in several}
-    captured = dict(zip(wanted, cached_captures(list(wanted.values()), cache_dir), strict=True))
+    captured = dict(zip(wanted, CaptureFiles(cache_dir).captures(list(wanted.values())), strict=True))
     cases = []
     for run, job, stages in zip(runs, jobs, asked, strict=True):
         graphs = {
