@@ -1,7 +1,6 @@
 """The plan of a run, and the flags that say a plan.
 
     plan_from_flags    flags -> plan: stages of one shape, the same overlap on every layer
-    flags_from_plan    its inverse, for every plan that flags can say: what holds the two together in tests
     plan_of_run        the plan that a run builds and executes: of its flags, or of --plan FILE, checked
 
 `plan_argument.py` completes the flags of a command line by its --plan.
@@ -13,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.training.cli.config import Config, ModelConfig, OverlapConfig
+from megatron.training.cli.config import Config, OverlapConfig
 from megatron.training.cli.rules.moe import (
     listed_run,
     overlap_flag,
@@ -24,10 +23,8 @@ from megatron.training.cli.rules.moe import (
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from megatron.training.cli.validation import validate
 from megatron.training.plan_values import (
-    Values,
     alone,
     config_of_stage,
-    layout_values,
     recompute_values,
     says_recomputation,
     with_values,
@@ -41,7 +38,7 @@ from moe_overlap.plan.capabilities import (
     require_cuttable,
 )
 from moe_overlap.plan.gates import check_gate
-from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
+from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import content_sha256, load_plan
@@ -168,85 +165,10 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
     return Recompute(layers=parallel.recompute_num_layers, granularity="uniform" if uniform else "full")
 
 
-# From a plan to flags
+# The plan of a run
 
 _DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh", "search_limits", "host_runs_ahead"})
 """Fields of a plan that say where it comes from, not what runs."""
-
-
-def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.json") -> Values:
-    """The flags that say what a plan says: `plan_from_flags` of them is the plan.
-
-    No run asks for them. The round-trip test does, which shows that flags and --plan describe the same run.
-
-    Args:
-        plan: a plan that `validate_plan` accepts for `model`.
-        source: what the plan was read from, for errors.
-    Returns:
-        The value of every configuration field that the plan decides.
-    Raises:
-        ConfigError: names the first field of the plan that flags cannot say.
-    """
-    refuse_unsupported(dataclasses.replace(plan, precision="fp32"), source)
-    facts = ModelConfig(num_layers=model.num_layers, mtp_num_layers=model.mtp_layers or None)
-    layout = layout_values(plan, model.mtp_layers) | _static_values(plan, model)
-    differences = []
-    # Inverted by trial: what the flags say is computed by `plan_from_flags` and compared, so that the two cannot drift apart.
-    for overlap in _overlap_values(plan):
-        values = layout | overlap
-        flagged = with_values(Config(model=facts), values)
-        said = plan_from_flags(flagged, model, plan.world_size)
-        difference = next(_differences(source, dataclasses.asdict(plan), dataclasses.asdict(said)), None)
-        if difference is None:
-            return values
-        differences.append(difference)
-    place, planned, said_value = differences[0]
-    rule = f"flags say one thing for every layer, here {_shown(said_value)}"
-    raise ConfigError(place, _shown(planned), rule, "follow the plan by --plan")
-
-
-def _static_values(plan: Plan, model: ModelDescription) -> Values:
-    """The fields of a static capacity. A run's own flags state its factor, too: a plan does not change the mathematics."""
-    if plan.static_capacity_factor is None:
-        return {}
-    return {
-        "moe.num_experts": model.num_experts,
-        "moe.moe_token_dispatcher_type": "irregular",
-        "moe.moe_pad_expert_input_to_capacity": True,
-        "moe.moe_expert_capacity_factor": plan.static_capacity_factor,
-    }
-
-
-def _overlap_values(plan: Plan) -> Iterator[Values]:
-    """The fields that may say a plan's overlap: what its first layer says, once for each word of a range."""
-    overlaps = [stage.overlap for stage in plan.stages]
-    if not any(overlap.is_listed for overlap in overlaps):
-        yield {}
-        return
-    layers = [layer for overlap in overlaps for layer in overlap.layers]
-    first = layers[0] if layers else LayerOverlap(layer=0)
-    chunk_bytes = overlaps[0].gradient_chunk_bytes
-    values: Values = {
-        "moe.moe_token_dispatcher_type": "irregular",
-        "overlap.moe_gate": first.gate,
-        "overlap.moe_overlap_partitions": first.partitions,
-        "overlap.moe_overlap_capacity_chunks": first.tutel_degree,
-        "overlap.moe_overlap_micro_batches": overlaps[0].micro_batches_in_flight,
-        "overlap.moe_overlap_forward_send": "late" if overlaps[0].sends_late else "early",
-        "overlap.moe_overlap_grad_reduce": "at-once" if overlaps[0].reduce_at_once else "gaps",
-        "parallel.overlap_grad_reduce": chunk_bytes > 0,
-        "parallel.ddp_bucket_size": chunk_bytes // GRADIENT_BYTES or None,
-        "parallel.overlap_param_gather": overlaps[0].overlap_param_gather,
-    }
-    deferring = [overlap for overlap in overlaps if any(layer.weight_gradient_slots for layer in overlap.layers)]
-    if deferring:
-        values["overlap.defer_weight_gradients"] = True
-        values["overlap.max_deferred_bytes"] = deferring[0].max_deferred_bytes
-    for word in ("around", "experts", "after") if first.partitions else ("around",):
-        yield values | {"overlap.moe_overlap_range": word}
-
-
-# The plan of a run
 
 
 def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Plan:
@@ -472,10 +394,3 @@ def _differences(place: str, planned: Any, flagged: Any) -> Iterator[tuple[str, 
             yield from _differences(f"{place}[{index}]", value, said)
     elif planned != flagged:
         yield place, planned, flagged
-
-
-def _shown(value: Any) -> Any:
-    """A value in a short form: the entries of a structure are counted."""
-    if isinstance(value, list | tuple | dict):
-        return f"({len(value)} entries)"
-    return "null" if value is None else value

@@ -100,7 +100,7 @@ def _equal(left: Any, right: Any) -> bool:
 def _reference(case: Case) -> list[dict[str, Any]]:
     import torch
 
-    from moe_overlap.runtime.dispatch import reference
+    from tests.multiprocess import dispatch_reference as reference
 
     ranks = case.expert_ranks * case.tensor_ranks
     inputs = [dispatch_runs.make_inputs(case, rank) for rank in range(ranks)]
@@ -139,7 +139,7 @@ def _reference(case: Case) -> list[dict[str, Any]]:
 
 
 def _rows(case: Case, maps: list[Any], expert: int) -> list[tuple[int, int]]:
-    from moe_overlap.runtime.dispatch import reference
+    from tests.multiprocess import dispatch_reference as reference
 
     return reference.expert_rows(maps, case.expert_ranks, case.tensor_ranks, expert)
 
@@ -177,7 +177,7 @@ def _bytes(case: Case, rank: int) -> int:
 
 
 def test_several_passes_in_flight(on_two: tuple[Any, list[Any]]) -> None:
-    from moe_overlap.runtime.dispatch import reference
+    from tests.multiprocess import dispatch_reference as reference
 
     case = IN_FLIGHT
     for number in range(PASSES):

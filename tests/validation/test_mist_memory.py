@@ -25,7 +25,7 @@ import pytest
 
 from moe_overlap.api import read_job
 from moe_overlap.tuner.calibrate.fit.rows import models
-from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
+from moe_overlap.tuner.capture.cache import CaptureFiles, joined, stage_requests
 from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.hardware import Features
@@ -83,7 +83,7 @@ def test_every_size_of_the_file_is_compared() -> None:
 def test_layers_embedding_and_head_are_mists_to_the_byte(tmp_path: Path) -> None:
     jobs = [read_job(flags(*case), 2 * case[2]) for case in CASES]
     asked = [stage_requests(job.config, job.model, job.plan)[0] for job in jobs]
-    found = iter(cached_captures([request for several in asked for request in several], tmp_path))
+    found = iter(CaptureFiles(tmp_path).captures([request for several in asked for request in several]))
     for case, job, several in zip(CASES, jobs, asked, strict=True):
         graph = joined([next(found) for _ in several], job.model)
         for b in (1, 2, 4):

@@ -165,11 +165,6 @@ def _op(row: list[Any], table: list[Expression]) -> dict[str, Any]:
     return {**fields, "flops": table[fields["flops"]], "bytes": table[fields["bytes"]]}
 
 
-def cached_captures(requests: Sequence[Request], cache_dir: Path) -> list[CapturedModel]:
-    """The captured model of each request, in order, from a folder. As `CaptureFiles.captures`, remembering nothing."""
-    return CaptureFiles(cache_dir).captures(requests)
-
-
 class CaptureFiles:
     """Captures in a folder; a file is read once.
 

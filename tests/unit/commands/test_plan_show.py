@@ -13,13 +13,14 @@ import pytest
 
 from moe_overlap.commands import show_plan
 from moe_overlap.job import model_of_plan, read_job
-from moe_overlap.plan.instructions import format_list, parse_list
+from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import LayerOverlap, LoweredLimit, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Devices, Plan
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.report.plan import format_columns, format_plan, stage_rows
 from tests.unit.plan import plan_samples
+from tests.unit.plan.printed_lists import parse_list
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "show_plan.py"

@@ -10,7 +10,7 @@ import pytest
 from moe_overlap.commands import show_plan
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
-from moe_overlap.plan.instructions import Instruction, parse_list
+from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.dependencies import check_races
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap, StageOverlap
@@ -20,6 +20,7 @@ from moe_overlap.plan.serialize import save_plan
 from moe_overlap.tuner.cost.simulate.engine import simulate
 from tests.unit.plan import plan_samples
 from tests.unit.plan.list_twins import cuts, has_race, rejects
+from tests.unit.plan.printed_lists import parse_list
 
 EP2 = {"data": 2, "expert": 2}
 FUSED = LayerOverlap(layer=1, mechanism="fused", kernel_blocks=KernelBlocks(dispatch=20, combine=26))

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.instructions import Instruction, format_list, from_json, parse_line, parse_list, to_json
+from moe_overlap.plan.instructions import Instruction, format_list, from_json, to_json
 from moe_overlap.plan.lowering.lower import lower
 from tests.unit.plan import plan_samples
+from tests.unit.plan.printed_lists import parse_line, parse_list
 
 FULL = Instruction(
     id=57,

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_buffer, parse_list
+from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_buffer
 from moe_overlap.plan.lowering.dependencies import INPUTS, last_uses
 from moe_overlap.plan.lowering.lifetimes import Uses, awaited_elsewhere, stream_of, uses_to_record
 from moe_overlap.plan.lowering.lower import lower
 from tests.unit.plan import plan_samples
+from tests.unit.plan.printed_lists import parse_list
 from tests.unit.plan.test_plan_host_ahead import ahead, case
 
 LISTS = ("pp2_ep2_ahead_rank0.txt", "pp2_ep2_partitioned_rank0.txt", "pp2_ep2_rank2.txt")

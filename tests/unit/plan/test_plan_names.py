@@ -18,7 +18,6 @@ from moe_overlap.plan.instructions import (
     channel_group,
     parse_access,
     parse_buffer,
-    parse_list,
     placed,
     saved_for,
     stem_of,
@@ -38,6 +37,7 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Offload, Recompute
 from tests.unit.plan import plan_samples
+from tests.unit.plan.printed_lists import parse_list
 
 
 def golden_lists() -> list[Instruction]:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.instructions import Instruction, ScheduleError, parse_list
+from moe_overlap.plan.instructions import Instruction, ScheduleError
 from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous, communicator_of
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.uniform_overlap import OverlapWords
 from tests.unit.plan import plan_samples
+from tests.unit.plan.printed_lists import parse_list
 from tests.unit.plan.test_plan_partitions import EP2, RECOMPUTES, with_words
 from tests.unit.plan.test_plan_send_slots import filled
 

@@ -16,7 +16,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model
 from moe_overlap import describe
-from moe_overlap.plan.instructions import Instruction, ScheduleError, parse_list
+from moe_overlap.plan.instructions import Instruction, ScheduleError
 from moe_overlap.plan.lowering import lower as lowering
 from moe_overlap.plan.lowering.lifetimes import stream_of
 from moe_overlap.plan.lowering.lower import lower, lower_rank, lower_together
@@ -34,6 +34,7 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan
 from tests.multiprocess.unlike_runs import MODEL, UNTIED, Shape, unlike_plan
 from tests.unit.plan import plan_samples
+from tests.unit.plan.printed_lists import parse_list
 from tests.unit.plan.test_plan_host_ahead import ahead
 from tests.unit.plan.test_plan_rendezvous import random_overlap
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
-from megatron.training.plan_flags import flags_from_plan, plan_from_flags, plan_of_run
+from megatron.training.plan_flags import plan_from_flags, plan_of_run
 from megatron.training.plan_values import arguments_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -22,6 +22,7 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan.sizes import deferred_bytes
+from tests.unit.training.flags_from_plan import flags_from_plan
 
 BASE = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_list
+from moe_overlap.plan.instructions import COMPUTE, Instruction
 from moe_overlap.plan.lowering.lifetimes import stream_of, uses_to_record
 from moe_overlap.plan.lowering.residency import BlockLimits
 from moe_overlap.plan.operators import COUNT, DISPATCH, EXPERTS, GATE
@@ -19,6 +19,7 @@ from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.executor.streams import PRIORITIES, ChannelStreams
 from moe_overlap.runtime.spans import CudaClock, SpanRecorder
 from tests.unit.plan import plan_samples
+from tests.unit.plan.printed_lists import parse_list
 from tests.unit.runtime.fake_ranks import executor_of, two_ranks
 
 __all__ = ["two_ranks"]

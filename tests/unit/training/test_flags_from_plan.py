@@ -14,7 +14,7 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
-from megatron.training.plan_flags import flags_from_plan, plan_from_flags, plan_of_run
+from megatron.training.plan_flags import plan_from_flags, plan_of_run
 from megatron.training.plan_values import arguments_of, layout_values, says_recomputation
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -23,6 +23,7 @@ from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, Stag
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import content_sha256, save_plan
 from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
+from tests.unit.training.flags_from_plan import flags_from_plan
 
 FACTS = (
     "--hidden-size 512 --ffn-hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 "
@@ -210,38 +211,6 @@ def two_layers(**changes: Any) -> tuple[Plan, ModelDescription]:
     plan = plan_from_flags(config, model, 2)
     stage = dataclasses.replace(plan.stages[0], **changes)
     return dataclasses.replace(plan, stages=(stage,)), model
-
-
-def test_plans_that_flags_cannot_say_are_refused_by_field() -> None:
-    plan, model = two_layers()
-    overlap = plan.stages[0].overlap
-    first, second = overlap.layers
-    for layers, rest in (
-        (
-            (first, dataclasses.replace(second, partitions=1)),
-            "layers[1].partitions 1: flags say one thing for every layer",
-        ),
-        (
-            (first,),
-            "layers (1 entries): flags say one thing for every layer, here (2 entries); follow the plan by --plan",
-        ),
-        (
-            (dataclasses.replace(first, weight_gradient_slots={}), second),
-            "layers[0].weight_gradient_slots (0 entries): ",
-        ),
-        ((first, dataclasses.replace(second, gate="hash")), "layers[1].gate hash: "),
-    ):
-        changed, _ = two_layers(overlap=dataclasses.replace(overlap, layers=layers))
-        with pytest.raises(ConfigError) as refused:
-            flags_from_plan(changed, model)
-        assert str(refused.value).startswith(f"plan.json stages[0].overlap.{rest}"), refused.value
-    odd, _ = two_layers(overlap=dataclasses.replace(overlap, gradient_chunk_bytes=4002))
-    with pytest.raises(
-        ConfigError, match=r"stages\[0\].overlap.gradient_chunk_bytes 4002: flags say one thing .* here 4000;"
-    ):
-        flags_from_plan(odd, model)
-    with pytest.raises(ConfigError, match=r"plan.json stages\[0\].zero_level 3: "):
-        flags_from_plan(two_layers(zero_level=3, overlap=StageOverlap())[0], model)
 
 
 def test_a_plan_completes_what_was_not_written(tmp_path: Path) -> None:

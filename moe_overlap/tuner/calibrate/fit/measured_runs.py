@@ -11,7 +11,7 @@ from moe_overlap.describe.expert_load import NATURAL_LOAD
 from moe_overlap.job import Job, features_of, read_job
 from moe_overlap.plan.plan import PredictedStage
 from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, calibration_rows
-from moe_overlap.tuner.capture.cache import cache_folder, cached_captures, joined, stage_requests
+from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Family, Prediction, prepare, price
 from moe_overlap.tuner.cost.coverage import traits, uncovered
@@ -91,7 +91,7 @@ def prepared_runs(rows: Sequence[MeasuredRow], cache_dir: Path) -> list[Measured
     jobs = [read_job(row.flags, row.gpus) for row in rows]
     requests_of_jobs = [stage_requests(job.config, job.model, job.plan)[0] for job in jobs]
     distinct = {request.sha256(): request for requests in requests_of_jobs for request in requests}
-    captured = dict(zip(distinct, cached_captures(list(distinct.values()), cache_dir), strict=True))
+    captured = dict(zip(distinct, CaptureFiles(cache_dir).captures(list(distinct.values())), strict=True))
     return [
         _prepared(row, job, joined([captured[request.sha256()] for request in requests], job.model))
         for row, job, requests in zip(rows, jobs, requests_of_jobs, strict=True)

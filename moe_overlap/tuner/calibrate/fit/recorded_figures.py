@@ -11,7 +11,7 @@ import numpy as np
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.job import Job, features_of
 from moe_overlap.tuner.calibrate.fit.recorded_runs import RecordedRun, Value, job_of, layers_of_stages, recorded_runs
-from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
+from moe_overlap.tuner.capture.cache import CaptureFiles, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Family, Prediction, one_way_seconds, prepare, price
 from moe_overlap.tuner.cost.hardware import Constants, Features, scope
@@ -98,7 +98,7 @@ def recorded_cases(cache_dir: Path, harness: str = "") -> list[RunCase]:
     requests = {
         request.sha256(): request for stages in requests_of_jobs for several in stages.values() for request in several
     }
-    captured = dict(zip(requests, cached_captures(list(requests.values()), cache_dir), strict=True))
+    captured = dict(zip(requests, CaptureFiles(cache_dir).captures(list(requests.values())), strict=True))
     cases = []
     for run, job, stages in zip(runs, jobs, requests_of_jobs, strict=True):
         graphs = {

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 
-from moe_overlap.runtime.routing import reference
+from tests.unit.runtime.routing import reference
 from tests.unit.runtime.routing.routing_cases import EXPERTS, config, cuts, gate, groups, loss_scale, normal, route
 
 SEQUENCE, SAMPLES = 6, 7

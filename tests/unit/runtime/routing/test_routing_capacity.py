@@ -9,7 +9,6 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
 from moe_overlap.plan.gates import expert_capacity
-from moe_overlap.runtime.routing import reference
 from moe_overlap.runtime.routing.state import (
     drop_beyond_capacity,
     drop_by_priority,
@@ -17,6 +16,7 @@ from moe_overlap.runtime.routing.state import (
     position_major,
     sample_major,
 )
+from tests.unit.runtime.routing import reference
 
 
 def wanted(tokens: int, experts: int, topk: int, seed: int) -> torch.Tensor:

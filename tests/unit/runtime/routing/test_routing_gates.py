@@ -20,10 +20,10 @@ from megatron.training.cli.config import MoEConfig
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.gates import GATE_FACTS, check_gate, require_partitionable
 from moe_overlap.plan.overlap import Gate as GateName
-from moe_overlap.runtime.routing import reference
 from moe_overlap.runtime.routing.gate import gating_linear
 from moe_overlap.runtime.routing.gates import GATES, RandomGate
 from moe_overlap.runtime.routing.state import DrawClock, fold
+from tests.unit.runtime.routing import reference
 from tests.unit.runtime.routing.routing_cases import (
     EXPERTS,
     HIDDEN,
