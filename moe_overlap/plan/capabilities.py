@@ -1,9 +1,9 @@
-"""Limits of what is lowered and executed today: of the fields of a plan, and of a run's settings beside its plan.
+"""Limits of `lower` and of the runtime today, for the fields of a plan and for the settings of a run that no plan holds.
 
-`LOWERED` and `EXECUTED` hold the limits of a plan, a line per field. A valid plan outside them is data, but refused before it
-runs. `ListedRun` holds the settings that no plan has: what the layers compute and how their gradients and weights travel. Some of
-them do not go with instruction lists, or not with partitions. The flags of a run are held against these rules before it starts,
-and the tuner holds every candidate against them, so that it offers nothing that a run refuses.
+`LOWERED` and `EXECUTED` hold the limits of a plan, a line per field. A valid plan outside them can be stored and printed, but is
+refused before it runs. `ListedRun` holds the settings of a run: how its layers compute and how their gradients and weights
+travel. Some settings exclude instruction lists, others exclude partitions. A run checks its flags against these rules before it
+starts; the tuner checks every candidate, so it never returns a plan that a run would refuse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_overlap.plan.overlap import Gate
 from moe_overlap.plan.plan import Plan, StagePlan
 
 GRAPHS_FLAG = "--moe-overlap-cuda-graphs"
-"""The flag under which operators of instruction lists are replayed as CUDA graphs."""
+"""The flag that replays operators of instruction lists as CUDA graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Limit:
 
     Attributes:
         field: dotted name, from the plan or from a stage.
-        allows: whether a value is executed.
-        rule, fix: the rest of the error.
+        allows: whether a value is supported.
+        rule, fix: for the error about an unsupported value.
     """
 
     field: str
@@ -81,25 +81,25 @@ EXECUTED = Limits(
         Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),
     ),
 )
-"""Limits of the runtime, within those of `lower`."""
+"""Limits of the runtime, in addition to those of `lower`."""
 NOTHING_OVERLAPPED = (
     Limit("overlap.gradient_chunk_bytes", _only(0), "no layer of this plan overlaps anything", "write 0"),
     Limit("overlap.reduce_at_once", _only(False), "no layer of this plan overlaps anything", "write false"),
     Limit("overlap.overlap_param_gather", _only(False), "no layer of this plan overlaps anything", "write false"),
 )
-"""Limits of plans without overlapped layers, which the executor does not run."""
+"""Limits of plans without overlapped layers, whose steps megatron-core's schedules run instead of the executor."""
 ONE_NORMED_INPUT = "a layer keeps one normed input to compute again, and partitions are under way together"
-"""Why partitions do not go with recomputed norms."""
+"""Why partitions exclude recomputed norms."""
 NARROW = ("fp8", "mxfp8", "nvfp4")
-"""Precisions whose matrix products have 8 or 4 bits."""
+"""Precisions with matrix products in 8 or 4 bits."""
 LISTED_RECIPES = ("tensorwise", "blockwise", "mxfp8")
-"""Recipes of fp8 that scale a tensor by its own values alone: what they compute in an operator depends on no other operator."""
+"""Recipes of fp8 that scale a tensor by its current values only, so the result of an operator depends on no other operator."""
 QUANTIZED_TOKENS = {"fp8": 16, "mxfp8": 32}
-"""Products in 8 bits take multiples of so many tokens."""
+"""Precision -> the number of tokens in a product must be a multiple of this."""
 SHAPE_FIELDS = ("micro_batch_size", "gradient_accumulation_steps", "tensor", "context", "data")
 """Stages that differ in one of these need resharding between them."""
 UNLIKE_FIELDS = (*SHAPE_FIELDS, "expert", "expert_tensor")
-"""Those in which stages differ whose boundaries have transfers."""
+"""Fields in which stages may differ if transfers join them."""
 UNIFORM_FIELDS = (
     *UNLIKE_FIELDS,
     "zero_level",
@@ -110,11 +110,11 @@ UNIFORM_FIELDS = (
     "overlap.micro_batches_in_flight",
     "overlap.sends_late",
 )
-"""Stages may differ in their layers and in what they recompute, in nothing else."""
+"""Fields with one value for all stages; only the layers of a stage and its recomputation may differ."""
 
 
 def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None:
-    """ConfigError for the first field that `lower` does not know."""
+    """ConfigError for the first field with a value that `lower` does not support."""
     _refuse_limits(plan, LOWERED, source)
     if plan.loss_stage != len(plan.stages) - 1:
         last = len(plan.stages) - 1
@@ -138,11 +138,11 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
 
 
 def refuse_narrow_precision(plan: Plan, subject: str, value: str, fix: str) -> None:
-    """ConfigError for fp4 where the executor runs the step: it opens contexts for products in 8 bits, and none for 4.
+    """ConfigError for fp4 if the executor runs the step: it opens Transformer Engine's contexts for 8 bits only.
 
     Args:
-        subject, value: the field or flag that asks for it.
-        fix: the rest of the error.
+        subject, value: the field or flag that selects the precision.
+        fix: for the error.
     """
     if plan.precision == "nvfp4" and plan.follows_lists:
         rule = "layers that overlap are not executed in 4 bits: their products would run in the weights' type"
@@ -150,24 +150,24 @@ def refuse_narrow_precision(plan: Plan, subject: str, value: str, fix: str) -> N
 
 
 def refuse_cut_blocks(plan: Plan, source: str | None) -> None:
-    """ConfigError for partitions whose tokens are no whole blocks of the products in 8 bits.
+    """ConfigError if the tokens of a partition are not a multiple of the block of products in 8 bits.
 
     Args:
-        source: what the plan was read from; None: from flags.
+        source: the file of the plan; None: the plan comes from flags.
     """
     block = QUANTIZED_TOKENS.get(plan.precision)
     if block is None:
         return
     for path, stage in _stages(plan):
-        # With more than one tensor-parallel rank the layers' tokens are split over them, too.
+        # Sequence parallelism also splits the tokens over the tensor ranks.
         tokens = plan.sequence_length * stage.micro_batch_size // (stage.context * stage.tensor)
         for index, layer in enumerate(stage.overlap.layers):
             parts = layer.partitions or 1
             if parts > 1 and tokens // parts % block:
                 flag = "--moe-overlap-partitions"
                 subject = flag if source is None else f"{source} {path}.overlap.layers[{index}].partitions"
-                held = f"a partition has {tokens // parts} tokens on a rank"
-                rule = f"{held}, and products in {plan.precision} take {block} at a time"
+                size = f"a partition has {tokens // parts} tokens on a rank"
+                rule = f"{size}, and products in {plan.precision} take {block} at a time"
                 raise ConfigError(subject, parts, rule, "cut into fewer, or use a larger micro-batch")
 
 
@@ -175,7 +175,7 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     """ConfigError for the first field of a valid plan that the runtime does not execute today.
 
     Args:
-        source: what the plan was read from, for the error.
+        source: the file of the plan, for the error.
     """
     refuse_what_cannot_be_lowered(plan, source)
     refuse_narrow_precision(plan, f"{source} precision", plan.precision, "use bf16 or overlap nothing")
@@ -223,7 +223,7 @@ def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
 
 
 def refuse_cuts_of(stage: StagePlan, subject: str) -> None:
-    """ConfigError for what the executor does not cut into partitions or chunks of capacity, or not with them."""
+    """ConfigError for gates and recomputation that the executor does not combine with partitions or capacity chunks."""
     for index, layer in enumerate(stage.overlap.layers):
         if layer.mechanism not in ("partitioned", "tutel"):
             continue
@@ -254,7 +254,7 @@ def _refuse_differences(plan: Plan, fields: Sequence[str], source: str) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value in a short form; a structure is not shown."""
+    """A value in a short form: the number of entries of a tuple or dictionary, the empty string for other structures."""
     if isinstance(value, tuple | dict):
         return f"({len(value)} entries)"
     return "null" if value is None else str(value) if isinstance(value, str | int | float) else ""
@@ -262,24 +262,25 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListedRun:
-    """The settings of a run that overlap depends on and that no plan holds.
+    """The settings of a run that limit its overlap and that no plan holds.
 
     Attributes:
-        gate: of every mixture-of-experts layer; None leaves it to the router's flags.
+        gate: of every mixture-of-experts layer; None: the router's flags decide.
         gradient_bucket_bytes: most bytes of one gradient reduction between all-to-alls; 0 reduces at the end of the step.
-        dispatcher: how tokens reach their experts.
-        domain: GPUs whose all-to-alls stay off the network; 1 where nothing is known of links.
-        overlap_param_gather: whether weights are gathered while the next step begins.
-        prediction_layers: multi-token-prediction layers, if any.
-        parallel_block: how attention and MLP run side by side in a layer, if they do.
-        recompute_granularity, recompute_modules: as Megatron's flags name them.
-        offloading: the flag by which layers or modules move their activations to the host, if one does.
+        dispatcher: value of --moe-token-dispatcher-type.
+        domain: number of GPUs in a domain whose all-to-alls do not cross the network; 1 if the links are unknown.
+        overlap_param_gather: whether weights are gathered under the first passes of the next step.
+        prediction_layers: number of multi-token-prediction layers, if any.
+        parallel_block: value of --parallel-attention-mlp; None: one after the other.
+        recompute_granularity, recompute_modules: values of Megatron's flags.
+        offloading: the flag that offloads activations of layers or modules to the host, if set.
         static_capacity: whether every expert's input is padded to its capacity, so that no counts travel.
-        fp8_recipe: how products in 8 bits are scaled; None where none are.
-        weights_in_fp8: whether weights are held, and gathered, in 8 bits.
-        refusal: why the settings do not go with a gate and a dispatcher of ours, whatever is overlapped; None where they do.
-        graphs_refusal: why lists under these settings are not replayed as CUDA graphs; None where they are.
-        library_defers: whether a library's modules put deferred weight gradients aside themselves, which no replay repeats.
+        fp8_recipe: value of --fp8-recipe; None without products in 8 bits.
+        weights_in_fp8: whether weights are stored and gathered in 8 bits.
+        refusal: why the settings exclude the gates and the dispatcher of this project, whatever overlaps; None if they allow
+            them.
+        graphs_refusal: why lists under these settings cannot be replayed as CUDA graphs; None if they can.
+        library_defers: whether modules of a library defer weight gradients themselves, which a replayed graph would not repeat.
     """
 
     gate: Gate | None = None
@@ -303,13 +304,13 @@ class ListedRun:
 
 
 def require_listable(run: ListedRun, why: str, capacity_chunks: int = 1) -> None:
-    """Refuse settings that the executor of lists lacks, or does not go with.
+    """Refuse settings that the executor of lists does not support.
 
     Args:
-        why: the flag or the plan that has the executor run the step.
+        why: the flag or the plan that selects the executor.
         capacity_chunks: of dispatch, experts and combine; 1: none.
     Raises:
-        ConfigError: the first setting that disagrees.
+        ConfigError: the first unsupported setting.
     """
     rule = f"{why} exchanges tokens by the irregular dispatcher"
     require(run.dispatcher == "irregular", "--moe-token-dispatcher-type", run.dispatcher, rule, "use irregular")
@@ -327,40 +328,41 @@ def require_listable(run: ListedRun, why: str, capacity_chunks: int = 1) -> None
 
 
 def require_listed_recipe(run: ListedRun, why: str) -> None:
-    """Refuse products in 8 bits that would be others in a list than in megatron-core's passes.
+    """Refuse recipes of fp8 whose products would differ between a list and megatron-core's passes.
 
-    Delayed scaling takes its scales from the maxima of earlier passes. Transformer Engine moves them, and reduces the maxima
-    over ranks, wherever a context ends: after each operator of a list instead of each pass, for modules not called, too.
+    Delayed scaling takes its scales from the maxima of earlier passes. Transformer Engine updates the scales, and reduces the
+    maxima over ranks, at the end of each context: in a list after each operator instead of each pass, and also for modules that
+    the operator does not call.
 
     Raises:
-        ConfigError: the recipe may be such a one, or weights are held in 8 bits.
+        ConfigError: the recipe is not one of LISTED_RECIPES, or weights are stored in 8 bits.
     """
-    recipe, among = run.fp8_recipe, ", ".join(LISTED_RECIPES[:-1])
+    recipe, recipes = run.fp8_recipe, ", ".join(LISTED_RECIPES[:-1])
     rule = f"{why} cuts passes into operators, and the scales of this recipe may be those of whole passes"
-    require(recipe in (None, *LISTED_RECIPES), "--fp8-recipe", recipe, rule, f"use {among} or {LISTED_RECIPES[-1]}")
+    require(recipe in (None, *LISTED_RECIPES), "--fp8-recipe", recipe, rule, f"use {recipes} or {LISTED_RECIPES[-1]}")
     rule = f"{why} sums deferred gradients of, and gathers, weights of 16 or 32 bits only"
     require(recipe is None or not run.weights_in_fp8, "--fp8-param-gather", "", rule, "drop it")
 
 
 def shares_scales(recipe: str | None, stages: int) -> bool:
-    """Whether the scales of a pass would be reduced over several stages.
+    """Whether Transformer Engine would reduce the scales of a pass over several stages.
 
-    Transformer Engine reduces delayed scaling's maxima over all ranks of the run where a pass ends, which stages do not reach
-    together: megatron-core hands it a group of one stage only out of `parallel_state`, which is never initialised here.
+    At the end of a pass it reduces the maxima of delayed scaling over all ranks of the run, but stages end their passes at
+    different times. megatron-core passes it the group of one stage from `parallel_state`, which this project never initialises.
     """
     return recipe == "delayed" and stages > 1
 
 
 def cuttable(modules: Sequence[str]) -> tuple[str, ...]:
-    """Those of the recomputed modules that partitions of a micro-batch may recompute, in their order."""
+    """The recomputed modules without those that partitions of a micro-batch cannot recompute."""
     return tuple(module for module in modules if module != "layernorm")
 
 
 def require_cuttable(run: ListedRun) -> None:
-    """Refuse settings under which a micro-batch in partitions computes something else than the whole one.
+    """Refuse settings under which a micro-batch in partitions would give another result than in one piece.
 
     Raises:
-        ConfigError: the first setting that disagrees.
+        ConfigError: the first such setting.
     """
     modules, rule = run.recompute_modules, ONE_NORMED_INPUT
     require(cuttable(modules) == tuple(modules), "--recompute-modules", " ".join(modules), rule, "drop layernorm")

@@ -1,4 +1,4 @@
-"""Facts of each gate, and the flags that it agrees with. runtime/routing executes what is decided in this file."""
+"""The properties of each gate, and the router flags that agree with it. runtime/routing executes the gates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moe_overlap.describe.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GateFacts:
-    """The facts of a gate that partitions and flags depend on.
+    """The properties of a gate that decide about partitions and flags.
 
     Attributes:
-        partitionable_before: the decision for a token depends on it and on earlier tokens only, so that the samples of a
-            micro-batch may arrive one partition after the other (Lancet, section 2.3).
-        learns_choice: the router's scores pick the experts, token by token; balancing them has an effect.
-        unlimited: works without an expert capacity.
-        reason: why it needs the whole micro-batch, for the gates that do.
+        partitionable_before: the decision for a token depends on this and earlier tokens only, so the samples of a
+            micro-batch may arrive partition by partition (Lancet, section 2.3).
+        learns_choice: the router's scores pick the experts of each token, so balancing losses have an effect.
+        unlimited: the gate works without an expert capacity.
+        reason: why the gate needs the whole micro-batch; empty if it does not.
     """
 
     partitionable_before: bool
@@ -88,25 +88,25 @@ class RouterFlags(Protocol):
     def moe_token_drop_policy(self) -> str: ...
 
 
-def check_gate(name: str, moe: RouterFlags, given: Collection[str] = ()) -> None:
-    """Refuse router flags that disagree with a gate, or that it would ignore.
+def check_gate(name: str, moe: RouterFlags, flags: Collection[str] = ()) -> None:
+    """Refuse router flags that contradict a gate or have no effect on it.
 
     Args:
         name: value of --moe-gate.
         moe: the router flags.
-        given: flags that the user wrote. --moe-token-drop-policy has a default that no gate follows: unless it is here or
-            differs from the default, the gate decides.
+        flags: flags that the user set. No gate follows the default of --moe-token-drop-policy: that default is ignored
+            unless the flag is in `flags`.
     Raises:
-        ConfigError: names the first flag that disagrees.
+        ConfigError: names the first flag that contradicts the gate.
     """
     if name not in GATE_FACTS:
         raise ConfigError("--moe-gate", name, "no such gate", f"use {', '.join(GATE_FACTS)}")
     for rule in (_no_gate_draws_by_calls, _switch_takes_one, _choice_is_learned, _capacity_is_there, _policy_agrees):
-        rule(name, moe, given)
+        rule(name, moe, flags)
 
 
 def require_partitionable(gate: str, overlap_range: str) -> None:
-    """Refuse a range that reaches before the MoE layer when the gate needs the whole micro-batch.
+    """Refuse a range that begins before the MoE layer if the gate needs the whole micro-batch.
 
     Args:
         gate: name of the gate.
@@ -133,7 +133,7 @@ def _balancing(moe: RouterFlags) -> tuple[tuple[str, ...], tuple[float, ...]]:
     return kinds, tuple(coefficients) if isinstance(coefficients, Sequence) else (coefficients,)
 
 
-def _no_gate_draws_by_calls(name: str, moe: RouterFlags, given: Collection[str]) -> None:
+def _no_gate_draws_by_calls(name: str, moe: RouterFlags, flags: Collection[str]) -> None:
     gate = f"--moe-gate {name}"
     rule = f"its noise depends on the order of the calls, which {gate} does not allow"
     _require(not moe.moe_input_jitter_eps, "--moe-input-jitter-eps", moe.moe_input_jitter_eps, rule, "drop the flag")
@@ -145,7 +145,7 @@ def _no_gate_draws_by_calls(name: str, moe: RouterFlags, given: Collection[str])
     _require("sinkhorn" not in kinds, "--moe-router-load-balancing-type", " ".join(kinds), rule, "drop one of them")
 
 
-def _switch_takes_one(name: str, moe: RouterFlags, given: Collection[str]) -> None:
+def _switch_takes_one(name: str, moe: RouterFlags, flags: Collection[str]) -> None:
     if name != "switch":
         return
     topk, score = moe.moe_router_topk, moe.moe_router_score_function
@@ -157,7 +157,7 @@ def _switch_takes_one(name: str, moe: RouterFlags, given: Collection[str]) -> No
     _require(moe.moe_router_pre_softmax, "--moe-gate", name, rule, "add --moe-router-pre-softmax")
 
 
-def _choice_is_learned(name: str, moe: RouterFlags, given: Collection[str]) -> None:
+def _choice_is_learned(name: str, moe: RouterFlags, flags: Collection[str]) -> None:
     if GATE_FACTS[name].learns_choice:
         return
     gate = f"--moe-gate {name}"
@@ -176,16 +176,16 @@ def _choice_is_learned(name: str, moe: RouterFlags, given: Collection[str]) -> N
     _require(softmax_only, "--moe-router-score-function", score, rule, "drop the flag")
 
 
-def _capacity_is_there(name: str, moe: RouterFlags, given: Collection[str]) -> None:
+def _capacity_is_there(name: str, moe: RouterFlags, flags: Collection[str]) -> None:
     facts, factor = GATE_FACTS[name], moe.moe_expert_capacity_factor
     rule = "orders tokens for a capacity, and there is none"
     _require(facts.unlimited or factor is not None, "--moe-gate", name, rule, "add --moe-expert-capacity-factor")
 
 
-def _policy_agrees(name: str, moe: RouterFlags, given: Collection[str]) -> None:
+def _policy_agrees(name: str, moe: RouterFlags, flags: Collection[str]) -> None:
     policy = moe.moe_token_drop_policy
-    if moe.moe_expert_capacity_factor is None or (policy == "probs" and "--moe-token-drop-policy" not in given):
+    if moe.moe_expert_capacity_factor is None or (policy == "probs" and "--moe-token-drop-policy" not in flags):
         return
-    own = {"batch_prioritized": "by the score of the token", "expert_choice": "by the choice of the expert"}
-    rule = f"--moe-gate {name} drops {own.get(name, 'by position')}"
-    _require(policy == "position" and name not in own, "--moe-token-drop-policy", policy, rule, "drop the flag")
+    rules = {"batch_prioritized": "by the score of the token", "expert_choice": "by the choice of the expert"}
+    rule = f"--moe-gate {name} drops {rules.get(name, 'by position')}"
+    _require(policy == "position" and name not in rules, "--moe-token-drop-policy", policy, rule, "drop the flag")

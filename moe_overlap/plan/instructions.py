@@ -1,16 +1,15 @@
 """Instructions of one rank for one step, their buffers, and the spans of their execution, as printable data.
 
-A list is in issue order. Instructions of one channel start in list order, the next when the one before has finished;
-different channels run at the same time. An instruction starts when all of `after` have finished and its channel is
-free.
+A list is in issue order. Instructions of one channel run one after the other, in list order; different channels run
+concurrently. An instruction starts when all of `after` have finished and its channel is free.
 
-Channels: `compute`; `optimizer`, where parameter groups step by themselves; one per process group (`ep`, `dp`); one per
-direction of a stage boundary (`pp.S0>S1`, `pp.S0>S1.backward`: on a single one, two stages that both wait to send would block
-each other); one per copy direction (`h2d`, `d2h`).
+Channels: `compute`; `optimizer`, if each parameter group steps separately; one per process group (`ep`, `dp`); one per
+direction of a stage boundary (`pp.S0>S1`, `pp.S0>S1.backward`: with a single one, two stages that both wait to send would
+deadlock); one per copy direction (`h2d`, `d2h`).
 
-Names. An instruction, a draft of it and a span carry the print form of an operator (operators.py) in `name`, and answer with the
-typed one in `operator`. Buffers are named in `reads` and `writes`; `BufferId` is such a name as data, `parse_buffer` reads it. No
-other file takes either apart.
+Names. In instructions, drafts and spans `name` is the print form of an operator (operators.py) and `operator` its typed form.
+`reads` and `writes` hold names of buffers; `BufferId` is the typed form of such a name and `parse_buffer` parses it. No other
+file parses either kind of name.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ EXPERT, DATA, PIPELINE = "ep", "dp", "pp"
 """Groups of channels: all-to-alls between experts, collectives over replicas, transfers between stages."""
 TENSOR, CONTEXT, EXPERT_TENSOR = "tp", "cp", "etp"
 INSIDE = (TENSOR, CONTEXT, EXPERT_TENSOR)
-"""Channels of the collectives inside operators, which have spans and no instructions: a list counts them as computation."""
+"""Channels of the collectives inside operators. They have spans but no instructions: a list counts them as computation."""
 
 
 class ScheduleError(Exception):
-    """A list or an order that must not be run: our own mistake, never a user's."""
+    """A list or an order that must not be executed: a bug of this project, never a user's mistake."""
 
 
 class BufferRole(StrEnum):
-    """The content of a buffer. Gradients of what operators hand to each other carry a `d` in front."""
+    """The content of a buffer. A leading `d` marks the gradient of an activation."""
 
     TOKENS = "tokens"
     LABELS = "labels"
     HIDDEN = "h"
     """Hidden states that enter a layer, and cross a stage boundary before it."""
     ATTENDED = "a"
-    """Hidden states behind attention."""
+    """Hidden states after attention."""
     ROWS = "rows"
     """Routed rows, permuted for sending."""
     COUNTS = "counts"
@@ -57,7 +56,7 @@ class BufferRole(StrEnum):
     SPLITS = "splits"
     """Rows that each rank sends to each expert."""
     CAPACITY = "capacity"
-    """The state of a gate that hands capacity to the next partition."""
+    """The capacity that a gate has used so far, handed to the next partition."""
     RECEIVED = "received"
     COMPUTED = "computed"
     RETURNED = "returned"
@@ -93,7 +92,7 @@ class BufferRole(StrEnum):
 
     @property
     def differentiated(self) -> BufferRole:
-        """The role of which this is the gradient; a role that is no gradient is its own."""
+        """The role whose gradient this is; any other role returns itself."""
         return _DIFFERENTIATED.get(self, self)
 
 
@@ -101,15 +100,15 @@ _DIFFERENTIATED = {BufferRole(f"d{role}"): role for role in BufferRole if f"d{ro
 
 
 class Home(StrEnum):
-    """Which copy of the content a buffer is; its value is the first word of the name."""
+    """Where a buffer's copy of the content lies; its value is the first word of the name."""
 
     DEVICE = ""
     HOST = "host"
-    """The share that is offloaded, on the host."""
+    """The offloaded share, on the host."""
     MOVED = "moved"
-    """The same share while it is on the device."""
+    """The offloaded share while it is on the device."""
     TILES = "tiles"
-    """The tiles that have arrived of a tensor that ranks complete for each other."""
+    """Tiles received from another stage, before an all-gather completes the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,10 @@ class BufferId:
     """The name of a buffer, as data: `a.L3.m0.p1`, `gradient.L3`, `host.state.L3`, `saved.L3.attention.qkv.m0`.
 
     Attributes:
-        subject: what the content belongs to: a layer or parameter group, `mtp0.loss`, or, where it is saved for a weight
-            gradient, that gradient's name without its suffix. Empty where the role says it all.
-        micro_batch: None where the content is of a whole step.
-        partition: the part of a micro-batch; None for the whole.
+        subject: the owner of the content: a layer or parameter group, `mtp0.loss`, or, for the operands of a weight
+            gradient, that gradient's name without its suffix. Empty for `tokens`, `labels`, `normed` and `loss`.
+        micro_batch: None for content of a whole step.
+        partition: the partition of the micro-batch; None for all of it.
     """
 
     role: BufferRole
@@ -136,7 +135,7 @@ class BufferId:
 
     @property
     def word(self) -> str:
-        """The first word of the name: the home where that is not the device, else the role."""
+        """The first word of the name: the home, or the role of a buffer on the device."""
         return self.home or self.role
 
     @property
@@ -155,7 +154,7 @@ def parse_buffer(name: str) -> BufferId:
     """The buffer of a name; the inverse of `str`.
 
     Raises:
-        ScheduleError: no buffer is called so.
+        ScheduleError: not the name of a buffer.
     """
     match = _BUFFER.fullmatch(name)
     if match is None or match[2] not in set(BufferRole):
@@ -172,7 +171,7 @@ def parse_buffer(name: str) -> BufferId:
 
 @cache
 def buffer_role(name: str) -> BufferRole | None:
-    """The role of a name that may also be that of something inside an operator, which has none."""
+    """The role of a buffer's name; None for the name of a tensor inside an operator, which is no buffer."""
     try:
         return parse_buffer(name).role
     except ScheduleError:
@@ -181,19 +180,19 @@ def buffer_role(name: str) -> BufferRole | None:
 
 @cache
 def whole_buffer(name: str) -> str:
-    """`a.L3.m0.p1` -> `a.L3.m0`: the buffer of which this is a partition."""
+    """`a.L3.m0.p1` -> `a.L3.m0`: the buffer without its partition."""
     return str(replace(parse_buffer(name), partition=None))
 
 
 @cache
 def stem_of(name: str) -> str:
-    """`a.L3.m0.p1` -> `a.L3`: the content, of whichever micro-batch and partition."""
+    """`a.L3.m0.p1` -> `a.L3`: the buffer without its micro-batch and partition."""
     return str(replace(parse_buffer(name), micro_batch=None, partition=None))
 
 
 @cache
 def placed(buffer: str, micro_batch: int) -> str:
-    """The name with its micro-batch; sums over micro-batches have none."""
+    """The name with this micro-batch; gradient sums over micro-batches stay as they are."""
     named = parse_buffer(buffer)
     return buffer if named.role is BufferRole.GRADIENT else str(replace(named, micro_batch=micro_batch))
 
@@ -206,13 +205,13 @@ def partition_of(buffer: str, index: int) -> str:
 
 @cache
 def saved_for(gradient: OperatorId, micro_batch: int | None = None) -> str:
-    """The buffer that a backward instruction leaves for a weight gradient."""
+    """The buffer in which a backward instruction saves the operands of a deferred weight gradient."""
     return str(BufferId(BufferRole.SAVED, str(replace(gradient, phase=FORWARD)), micro_batch))
 
 
 @cache
 def reads_counts(reads: tuple[str, ...]) -> bool:
-    """Whether who reads these buffers needs the counts of rows on the host: only there are sizes and splits decided."""
+    """Whether an instruction that reads these buffers needs the counts of rows on the host, which decides sizes and splits."""
     return any(parse_buffer(name).role is BufferRole.SPLITS for name in reads)
 
 
@@ -226,7 +225,7 @@ def parse_access(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def channel_group(channel: str) -> str:
-    """`ep.counts` -> `ep`, `pp.S0>S1` -> `pp`: the kind of a channel, under which spans record it."""
+    """`ep.counts` -> `ep`, `pp.S0>S1` -> `pp`: the kind of a channel, by which spans are grouped."""
     return channel.partition(".")[0]
 
 
@@ -243,15 +242,16 @@ class Instruction:
         id: place in the list, from 0.
         name: operator name, see operators.py.
         stage: pipeline stage of the rank.
-        chunk: virtual stage, None where it does not apply, as below.
-        micro_batch: micro-batch of the step.
-        partition: pieces of the micro-batch or of its routed rows, or the chunk of a gradient reduction; empty: not cut.
-        channel: what it occupies while it runs.
+        chunk: model chunk (virtual stage); None if it belongs to no pass.
+        micro_batch: micro-batch of the step; None if it belongs to no pass.
+        partition: partitions of the micro-batch, capacity chunks of its routed rows, or the bucket of a gradient reduction;
+            empty: not cut.
+        channel: the resource it occupies while it runs.
         reads, writes: buffers.
-        bytes: planned bytes that leave the rank; 0 where nothing does.
+        bytes: planned bytes that leave the rank.
         peers: ranks at the other end of a point-to-point transfer.
-        region: of a piece of a boundary tensor the first sample and the one behind the last, then the same of its tokens, among
-            those of the micro-batch that this rank has; empty: the whole.
+        region: a piece of a boundary tensor as (first sample, end, first token, end), half open, in this rank's shard of the
+            micro-batch; empty: all of the shard.
         after: ids that must have finished.
     """
 
@@ -275,12 +275,12 @@ class Instruction:
 
     @property
     def operator(self) -> OperatorId:
-        """Its name, taken apart; ConfigError where it is no operator's."""
+        """The typed form of its name; ConfigError if the name is no operator's."""
         return parse_operator(self.name, "instruction")
 
     @property
     def in_backward_pass(self) -> bool:
-        """Whether it belongs to a backward pass."""
+        """Whether it belongs to a backward pass, recomputation included."""
         return self.operator.in_backward_pass
 
     @property
@@ -295,21 +295,21 @@ class Instruction:
 
     @property
     def channel_group(self) -> str:
-        """The kind of its channel, under which spans record it."""
+        """The kind of its channel, by which spans are grouped."""
         return channel_group(self.channel)
 
 
 def _cells(instruction: Instruction) -> tuple[str, ...]:
     """The columns of a printed line."""
 
-    def one(letter: str, number: int | None) -> str:
+    def index(letter: str, number: int | None) -> str:
         return "-" if number is None else f"{letter}{number}"
 
     def many(values: Iterable[object]) -> str:
         return ",".join(map(str, values)) or "-"
 
     i = instruction
-    place = (one("S", i.stage), one("c", i.chunk), one("m", i.micro_batch), "p" + many(i.partition))
+    place = (index("S", i.stage), index("c", i.chunk), index("m", i.micro_batch), "p" + many(i.partition))
     buffers = (many(i.reads), "->", many(i.writes))
     region = f"[{i.region[0]}:{i.region[1]},{i.region[2]}:{i.region[3]}]" if i.region else ""
     ends = (f"{i.bytes}B", f"@{many(i.peers)}{region}", "after", many(i.after))
@@ -336,7 +336,7 @@ def to_json(instructions: Iterable[Instruction]) -> list[Any]:
 
 
 def from_json(values: Iterable[Any]) -> tuple[Instruction, ...]:
-    """The inverse of `to_json`; ConfigError where an entry has another form."""
+    """The inverse of `to_json`; ConfigError for an entry of another form."""
     entries = enumerate(values)
     return tuple(read_record(Instruction, value, "instructions", f"[{index}]") for index, value in entries)
 
@@ -359,11 +359,11 @@ class Span:
     start: float
     end: float
     partition: tuple[int, ...] = ()
-    """The partition of the instruction; empty where nothing is cut."""
+    """The partition of the instruction; empty: not cut."""
 
     @property
     def operator(self) -> OperatorId:
-        """Its name, taken apart; ConfigError where it is no operator's."""
+        """The typed form of its name; ConfigError if the name is no operator's."""
         return parse_operator(self.name, "span")
 
     @property
@@ -373,34 +373,34 @@ class Span:
 
 
 def operator_spans(spans: Sequence[Span]) -> list[Span]:
-    """The spans as the instruction list has them: without the collectives inside operators, whose operators are whole again.
+    """The spans with one per instruction: collectives inside operators are dropped, and the parts of their operators are merged.
 
-    A wait for such a collective splits a compute span in two: the second begins where the collective ends. Spans of an operator
-    that stand behind one another for another reason stay apart.
+    The wait for such a collective splits the compute span of its operator in two; the second part begins when the collective
+    ends. Consecutive spans of one operator that are split for any other reason are not merged.
     """
     ends = {round(span.end * 1e9) for span in spans if span.channel in INSIDE}
     if not ends:
         return list(spans)
-    whole: list[Span] = []
+    merged: list[Span] = []
     computed = -1  # index of the latest compute span
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         if span.channel in INSIDE:
             continue
         if span.channel == COMPUTE:
             # In nanoseconds, as traces keep times.
-            if computed >= 0 and whole[computed].place == span.place and round(span.start * 1e9) in ends:
-                whole[computed] = replace(whole[computed], end=span.end)
+            if computed >= 0 and merged[computed].place == span.place and round(span.start * 1e9) in ends:
+                merged[computed] = replace(merged[computed], end=span.end)
                 continue
-            computed = len(whole)
-        whole.append(span)
-    return whole
+            computed = len(merged)
+        merged.append(span)
+    return merged
 
 
 def communication_seconds(spans: Sequence[Span]) -> tuple[float, float]:
     """Communication of a step.
 
     Returns:
-        Seconds in which communication ran, and those of them in which no compute span covered it (exposed).
+        Seconds with communication, and the exposed ones among them, in which no compute span runs.
     """
     communication = _union((s.start, s.end) for s in spans if s.channel not in COMPUTING)
     compute = _union((s.start, s.end) for s in spans if s.channel in COMPUTING)

@@ -1,4 +1,4 @@
-"""Operator names: the one place that knows how the name of an operator is written and read.
+"""Operator names: the only file that formats and parses the names of operators.
 
     embedding   head.norm   head.loss   L3.attention   L3.mlp   L3.moe.gate   …   mtp0.attention   …
     L3.moe.dispatch_fc1   L3.moe.fc2_combine
@@ -7,9 +7,9 @@
 
 Suffixes: `.backward`; `.dW`, after the weight where the operator has several (`L3.attention.qkv.dW`); `.recompute`.
 
-Contract. `OperatorId` is the name as data; `str` of it is the print form, which plans, instruction lists, spans and the range
-words of the flags share, and `parse_operator` is the inverse: both directions are the identity. All other code asks an
-`OperatorId` and takes no name apart.
+Contract. `OperatorId` is the typed name. `str` of it is the print form that plans, instruction lists, spans and the flags share;
+`parse_operator` is the inverse, and both round trips are the identity. All other code reads the fields of `OperatorId` and parses
+no name.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class OperatorKind(StrEnum):
     EXPERTS = "moe.experts"
     COMBINE = "moe.combine"
     DISPATCH_FC1 = "moe.dispatch_fc1"
-    """Fused kernel, with FC2_COMBINE in place of dispatch, experts and combine. The activation between the two runs behind the
-    first of a pass; a weight gradient that is not deferred is computed in the backward of its product's kernel, on its own."""
+    """Fused kernel: with FC2_COMBINE it replaces dispatch, experts and combine. The activation runs after the first of the two
+    kernels of a pass; a weight gradient that is not deferred runs as a separate product after its kernel's backward."""
     FC2_COMBINE = "moe.fc2_combine"
     MERGE = "moe.merge"
     """Unpermutation, sum with the residual."""
@@ -50,7 +50,7 @@ class OperatorKind(StrEnum):
     SEND = "send"
     RECEIVE = "receive"
     GATHER = "gather"
-    """Ranks of a stage complete what each has received a part of."""
+    """All-gather inside the receiving stage: each rank has received a share of the boundary tensor."""
     GRADIENTS = "gradients"
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
@@ -88,15 +88,15 @@ FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE = Phase
 
 DENSE_PARTS = (ATTENTION, MLP)
 MOE_PARTS = (ATTENTION, GATE, COUNT, DISPATCH, SHARED, EXPERTS, COMBINE, MERGE)
-"""Forward order. The shared expert stands behind the dispatch, under which it can run."""
+"""Forward order. The shared expert follows the dispatch, so that it can hide it."""
 FUSED_KERNELS = (DISPATCH_FC1, FC2_COMBINE)
 FUSED_PARTS = (ATTENTION, GATE, COUNT, SHARED, *FUSED_KERNELS, MERGE)
-"""Forward order of a fused layer. The shared expert runs under the all-to-all of counts, for which the kernel waits."""
+"""Forward order of a fused layer. The shared expert hides the all-to-all of counts, for which the kernel waits."""
 EXCHANGE_PARTS = (COUNT, DISPATCH, COMBINE)
 """Collectives over the ranks that share the experts."""
 NO_BACKWARD_PARTS = (COUNT,)
 PROJECT, LOSS = MTP_PARTS = (OperatorKind.PROJECT, OperatorKind.LOSS)
-"""Operators of a multi-token-prediction layer beside those of its transformer layer."""
+"""Operators of a multi-token-prediction layer in addition to those of its transformer layer."""
 
 WEIGHTS: dict[str, tuple[str, ...]] = {
     ATTENTION: ("norm", "qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "proj"),
@@ -110,7 +110,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     PROJECT: ("norm", "fc"),
     LOSS: ("norm", "output"),
 }
-"""Weights whose gradient can be an operator of its own."""
+"""Weights whose gradient can be a separate operator."""
 
 STATE_KINDS = (OperatorKind.GRADIENTS, OperatorKind.PARAMETERS, OperatorKind.OPTIMIZER)
 """Reductions of gradients, gathers of parameters and optimizer steps: of the whole stage or of one parameter group."""
@@ -135,7 +135,7 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Parameters that are stored, moved and stepped as one: `embedding`, `L3`, `mtp0`, `head`.
+    """Parameters that are stored, moved and updated together: `embedding`, `L3`, `mtp0`, `head`.
 
     Attributes:
         number: of the layer or the prediction layer; None for the embedding and the head.
@@ -154,7 +154,7 @@ class ParameterGroup:
 
 
 NUMBER = rf"(0|[1-9][0-9]{{,{MOST_WHOLE_DIGITS - 1}}})"
-"""Numbers in the names of operators and buffers, as a pattern: as `str` writes them, and of so many digits as a word holds."""
+"""Pattern of the numbers in names of operators and buffers: no leading zeros, and small enough for a machine word."""
 _GROUP = re.compile(rf"(L|mtp){NUMBER}|embedding|head")
 
 
@@ -163,7 +163,7 @@ def parse_group(name: str) -> ParameterGroup:
     """The parameter group of a name.
 
     Raises:
-        ConfigError: no parameter group is called so.
+        ConfigError: not the name of a parameter group.
     """
     match = _GROUP.fullmatch(name)
     if match is None:
@@ -173,15 +173,15 @@ def parse_group(name: str) -> ParameterGroup:
 
 @dataclass(frozen=True, slots=True)
 class OperatorId:
-    """The name of an operator, as data.
+    """The typed name of an operator.
 
     Attributes:
         layer: layer of the model; None outside the layers.
         mtp: multi-token-prediction layer; None outside them.
-        weight: the weight of a weight gradient; the empty string where all weights are meant.
+        weight: the weight of a weight gradient; the empty string: all weights of the operator.
         stages: pipeline stages at the two ends of a boundary, in forward direction.
-        end: `embedding` or `head`, for gradients, parameters, optimizer steps and copies of those.
-        copied: what an offload or a prefetch moves.
+        end: `embedding` or `head`, for gradients, parameters, optimizer steps and copies of these groups.
+        copied: the state that an offload or a prefetch moves.
     """
 
     kind: OperatorKind
@@ -194,14 +194,14 @@ class OperatorId:
     copied: Copied | None = None
 
     def __str__(self) -> str:
-        words: tuple[str | None, ...]
+        fields: tuple[str | None, ...]
         if self.stages is not None:
-            words = (self.kind, f"S{self.stages[0]}>S{self.stages[1]}", self.phase)
+            fields = (self.kind, f"S{self.stages[0]}>S{self.stages[1]}", self.phase)
         elif self.kind in _MODEL_KINDS:
-            words = (self._place, self.kind, self.weight, self.phase)
+            fields = (self._place, self.kind, self.weight, self.phase)
         else:
-            words = (self.kind, self._place or self.end, self.copied)
-        return ".".join(word for word in words if word)
+            fields = (self.kind, self._place or self.end, self.copied)
+        return ".".join(word for word in fields if word)
 
     @property
     def _place(self) -> str:
@@ -209,29 +209,29 @@ class OperatorId:
 
     @property
     def group(self) -> str:
-        """The parameter group it belongs to: `L3`, `mtp0`, `embedding` or `head`; empty for what belongs to none or to all."""
+        """Its parameter group: `L3`, `mtp0`, `embedding` or `head`; empty for operators of no group or of all."""
         if self.kind is EMBEDDING:
             return GroupKind.EMBEDDING.value
         return GroupKind.HEAD.value if self.kind in (HEAD_NORM, HEAD_LOSS) else self._place or self.end
 
     @property
     def boundary(self) -> str:
-        """The stage boundary it crosses, with the direction: `S0>S1`, `S0>S1.backward`; empty for what crosses none."""
+        """The stage boundary it crosses, with the direction: `S0>S1`, `S0>S1.backward`; empty if it crosses none."""
         return "" if self.stages is None else str(self).removeprefix(f"{self.kind}.")
 
     @property
     def in_backward_pass(self) -> bool:
-        """Whether it runs in a backward pass: backward operators, weight gradients, and what is recomputed for them."""
+        """Whether it runs in a backward pass: a backward operator, a weight gradient or a recomputation."""
         return self.phase is not FORWARD
 
     @property
     def is_of_model(self) -> bool:
-        """Whether it is an operator of the model, and not of what surrounds it."""
+        """Whether it computes or routes the model's tokens; not transfers between stages, state and copies."""
         return self.kind in _MODEL_KINDS
 
     @property
     def is_collective(self) -> bool:
-        """Whether it communicates inside a process group by itself; gathers inside a weight gradient belong to that."""
+        """Whether it is a collective of a process group; the gathers inside a weight gradient are part of that operator."""
         return self.kind in _COLLECTIVE_KINDS
 
     @property
@@ -241,25 +241,26 @@ class OperatorId:
 
     @property
     def is_bucket(self) -> bool:
-        """Whether it reduces the gradients of one parameter group, among the passes."""
+        """Whether it reduces gradients of one parameter group, between the passes."""
         return self.kind is OperatorKind.GRADIENTS and bool(self.group)
 
     @property
     def is_part_gather(self) -> bool:
-        """Whether it gathers the weights of one parameter group, in front of its first use."""
+        """Whether it gathers the weights of one parameter group, before their first use."""
         return self.kind is OperatorKind.PARAMETERS and bool(self.group)
 
     @property
     def is_update(self) -> bool:
-        """Whether it stands behind the passes: reduction of all gradients, norm, optimizer steps, gather of all parameters."""
+        """Whether it belongs to the update after the passes: reduction of all gradients, norm, optimizer steps, gather of all
+        parameters."""
         return (self.kind in STATE_KINDS or self.kind is NORM) and not (self.is_bucket or self.is_part_gather)
 
     def on(self, layers: dict[int, int] | None = None, shift: int = 0) -> OperatorId:
-        """The operator at the same place of another stage.
+        """The corresponding operator of another stage.
 
         Args:
-            layers: layers of this stage -> layers of the other one; None: the layer stays.
-            shift: what is added to the stages of a boundary.
+            layers: layers of this stage -> layers of the other one; None keeps the layer.
+            shift: added to the stages of a boundary.
         """
         layer = self.layer if self.layer is None or layers is None else layers[self.layer]
         stages = None if self.stages is None else (self.stages[0] + shift, self.stages[1] + shift)
@@ -267,13 +268,13 @@ class OperatorId:
 
 
 def layer_operator(layer: int, part: OperatorKind, phase: Phase = FORWARD) -> str:
-    """`L3.moe.dispatch`, with `.backward` or `.recompute` where given."""
+    """`L3.moe.dispatch`, with `.backward` or `.recompute` for these phases."""
     assert part in MOE_PARTS or part == MLP, part
     return str(OperatorId(part, layer=layer, phase=phase))
 
 
 def prediction_operator(depth: int, part: OperatorKind, phase: Phase = FORWARD) -> str:
-    """`mtp0.project`, with `.backward` or `.recompute` where given."""
+    """`mtp0.project`, with `.backward` or `.recompute` for these phases."""
     assert part in MTP_PARTS, part
     return str(OperatorId(part, mtp=depth, phase=phase))
 
@@ -294,7 +295,7 @@ def boundary_operator(action: OperatorKind, source: int, target: int, backward: 
 
 
 def state_operator(kind: OperatorKind, group: str, copied: Copied | None = None) -> str:
-    """`gradients.L3`, `optimizer.head`, `offload.L3.weights`: what is done to the state of one parameter group."""
+    """`gradients.L3`, `optimizer.head`, `offload.L3.weights`: an operator on the state of one parameter group."""
     assert kind in STATE_KINDS or (kind in COPY_KINDS and copied is not None), (kind, copied)
     return str(OperatorId(kind, **_where(parse_group(group)), copied=copied))  # type: ignore[arg-type]
 
@@ -306,7 +307,7 @@ def layer_parts(moe: bool, shared_expert: bool, exchanges: bool, fused: bool = F
         moe: whether the MLP is a mixture of experts.
         shared_expert: whether it has shared experts.
         exchanges: whether tokens leave the rank.
-        fused: whether fused kernels do that.
+        fused: whether fused kernels dispatch and combine.
     """
     if not moe:
         return DENSE_PARTS
@@ -341,9 +342,9 @@ def parse_operator(name: str, subject: str = "operator") -> OperatorId:
 
 @cache
 def kind_of(name: str) -> str:
-    """An operator's name without its layer, weight and stages: the key under which measurements of equal work are compared.
+    """An operator's name without layer, weight and stages: the key that measurements of equal work share.
 
-    A name that is not in the vocabulary is its own key.
+    A name outside the vocabulary is returned unchanged.
     """
     operator = _parsed(name)
     if operator is None:
@@ -354,10 +355,10 @@ def kind_of(name: str) -> str:
 
 
 def in_backward_operator(kind: str) -> str | None:
-    """The key of the backward operator whose span holds the work of this key, where that has no span of its own.
+    """The key of the backward operator whose span includes this work; None if the work has a span of its own.
 
     Args:
-        kind: of `kind_of`; weight gradients and recomputations stand inside backward operators, all else in none.
+        kind: a key of `kind_of`. Weight gradients and recomputations that are not instructions run inside backward operators.
     """
     for phase in (WEIGHT_GRADIENT, RECOMPUTE):
         if kind.endswith(f".{phase}"):
@@ -366,7 +367,7 @@ def in_backward_operator(kind: str) -> str | None:
 
 
 def is_state_key(kind: str) -> bool:
-    """Whether a key of `kind_of` is that of a reduction of gradients, a gather of parameters, an optimizer step or the norm."""
+    """Whether a key of `kind_of` names a reduction of gradients, a gather of parameters, an optimizer step or the norm."""
     return kind.startswith(STATE_KINDS)
 
 
@@ -378,14 +379,14 @@ _COPY = re.compile(rf"({'|'.join(COPY_KINDS)})\.({_GROUP.pattern})\.({'|'.join(C
 
 @cache
 def _parsed(name: str) -> OperatorId | None:
-    """None for what is no name; a list of instructions has few names, each many times."""
+    """The operator of a name, or None. Cached: a list repeats few names many times."""
     operator = _boundary(name) or _state(name) or _model_operator(name)
-    # Suffixes that an operator does not print are refused here, for all forms at once.
+    # The round trip refuses suffixes that the operator's print form does not have, for all forms at once.
     return operator if operator is not None and str(operator) == name else None
 
 
 def _where(group: ParameterGroup) -> dict[str, int | str | None]:
-    """The fields of an `OperatorId` that say which parameter group it belongs to."""
+    """The fields of an `OperatorId` that name its parameter group."""
     fields = {GroupKind.LAYER: "layer", GroupKind.PREDICTION: "mtp"}
     return {fields[group.kind]: group.number} if group.kind in fields else {"end": str(group.kind)}
 
@@ -416,14 +417,14 @@ def _model_operator(name: str) -> OperatorId | None:
     if match is None:
         return None
     place, number, rest = match.groups()
-    layer, mtp = (int(number) if place == known else None for known in ("L", "mtp"))
+    layer, mtp = (int(number) if place == letters else None for letters in ("L", "mtp"))
     allowed: tuple[OperatorKind, ...] = _OUTSIDE_LAYERS
     if place:
         allowed = (*MOE_PARTS, MLP, *(FUSED_KERNELS if place == "L" else MTP_PARTS))
-    phase = next((known for known in Phase if known and rest.endswith(f".{known}")), FORWARD)
+    phase = next((suffix for suffix in Phase if suffix and rest.endswith(f".{suffix}")), FORWARD)
     rest = rest.removesuffix(f".{phase}")
     part, _, weight = ("" if rest in allowed else rest).rpartition(".")
-    kind = next((known for known in allowed if known == (part or rest)), None)
+    kind = next((candidate for candidate in allowed if candidate == (part or rest)), None)
     if kind is None or (phase is BACKWARD and kind in NO_BACKWARD_PARTS):
         return None
     if phase is WEIGHT_GRADIENT:

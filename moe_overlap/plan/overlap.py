@@ -1,4 +1,4 @@
-"""How one stage and its layers overlap communication with computation: the schema."""
+"""The schema of overlap: how one stage and its layers overlap communication with computation."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ Axis = Literal["batch", "sequence", "capacity"]
 Dispatcher = Literal["alltoall", "allgather", "flex", "irregular"]
 TUTEL_DEGREES = (1, 2, 4, 8)
 MAY_BE_MISSING = {"may_be_missing": True}
-"""Metadata of a field that older files of the same schema version do not have: missing means its default, and is written so."""
+"""Metadata of a field that older files of the same schema version lack: a missing field has its default, and a field with its
+default is not written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredLimit:
-    """A range for which memory allows fewer partitions than the search was given."""
+    """A range for which memory allows fewer partitions than the limit of the search."""
 
     first_operator: str
     last_operator: str
     max_partitions: int
-    """1: the range stays whole."""
+    """1: the range is not cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchLimits:
-    """The limits of the search that made an overlap (Lancet, section 5). They describe; nothing executes them."""
+    """The limits of the search that chose an overlap (Lancet, section 5). For information; the runtime does not read them."""
 
     max_partitions: int
     """ρ: most partitions of a range."""
@@ -58,19 +59,19 @@ class SearchLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBlocks:
-    """Thread blocks of the fused kernels that communicate; the others compute (COMET, section 3.2)."""
+    """Thread blocks of each fused kernel that communicate; its other blocks compute (COMET, section 3.2)."""
 
     dispatch: int
-    """Blocks of the kernel that joins dispatch and first expert GEMM; backward it fetches the gradients of the experts' output
-    and runs the second GEMM's input gradient."""
+    """Communicating blocks of the kernel that fuses dispatch and first expert GEMM; its backward fetches the gradients of the
+    experts' output and runs the second GEMM's input gradient."""
     combine: int
-    """Blocks of the kernel that joins second expert GEMM and combine; backward it runs the first GEMM's input gradient and sends
-    it."""
+    """Communicating blocks of the kernel that fuses second expert GEMM and combine; its backward runs the first GEMM's input
+    gradient and sends it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOverlap:
-    """The overlap of one MoE layer; a field the mechanism does not read is null."""
+    """The overlap of one MoE layer; fields that the mechanism does not read are null."""
 
     layer: int
     """Number of the layer in the model, from 0."""
@@ -80,18 +81,18 @@ class LayerOverlap:
     tutel_degree: int | None = None
     """Capacity chunks of the Tutel-style pipeline."""
     partitions: int | None = None
-    """k: partitions of a micro-batch between the first and the last operator."""
+    """k: partitions of a micro-batch, from the first to the last operator."""
     first_operator: str | None = None
     last_operator: str | None = None
     axis: Axis | None = None
-    """The axis of the micro-batch that partitions cut."""
+    """The axis of the micro-batch that is cut into partitions."""
     dispatcher: Dispatcher | None = None
     """Null: the dispatcher flag of the run decides."""
     kernel_blocks: KernelBlocks | None = None
-    """Null with mechanism fused: the best split of each kernel."""
+    """Null with mechanism fused: the runtime takes the best split of each kernel."""
     weight_gradient_slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Backward collective, or a chunk's send of gradients (deferral.py) -> weight-gradient operators that run while it is under
-    way, in order. Not to be changed."""
+    """Backward collective, or the send of a chunk's input gradient (deferral.py) -> weight-gradient operators that run under it,
+    in order. Never modify it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,30 +102,30 @@ class StageOverlap:
     gradient_chunk_bytes: int = 0
     """Most bytes of one gradient reduction; 0: one reduction at the end of the step."""
     reduce_at_once: bool = field(default=False, metadata=MAY_BE_MISSING)
-    """Whether a reduction starts as soon as the gradients of its parameter group are complete, beside all-to-alls that share no
-    link with it; else it waits for a gap between them."""
+    """Whether a reduction starts as soon as the gradients of its parameter group are complete, concurrently with all-to-alls,
+    which use other links; otherwise it waits for a gap between all-to-alls."""
     overlap_param_gather: bool = field(default=False, metadata=MAY_BE_MISSING)
-    """Whether weights that the update has left in shards are gathered under the first passes of the next step, one parameter
-    group after the other; else behind the update."""
+    """Whether sharded weights are gathered under the first passes of the next step, group by group; otherwise right after the
+    update."""
     max_deferred_bytes: int = 0
-    """Most bytes that deferred weight gradients may hold."""
+    """Most bytes of operands that deferred weight gradients may keep alive."""
     micro_batches_in_flight: int = 1
-    """Micro-batches whose operators are interleaved."""
+    """Number of micro-batches whose operators are interleaved."""
     sends_late: bool = field(default=False, metadata=MAY_BE_MISSING)
-    """Whether the forward pass of two that are interleaved sends behind the other's last computation, which then hides its last
-    all-to-all; else in front of it, and weight gradients alone hide that."""
+    """With two interleaved micro-batches: whether the forward pass sends after the last computation of the backward pass, which
+    then hides the forward pass's last all-to-all; otherwise it sends before, and only weight gradients hide that all-to-all."""
     search_limits: SearchLimits | None = None
     layers: tuple[LayerOverlap, ...] = ()
-    """MoE layers for which something is decided, in model order."""
+    """MoE layers with at least one field that is not its default, in model order."""
 
     @property
     def is_listed(self) -> bool:
-        """Whether the order of a step is the instruction list's own, and not that of megatron-core's schedule."""
+        """Whether the executor runs the step by its instruction list, instead of megatron-core's schedule."""
         return bool(self.layers) or self.micro_batches_in_flight > 1
 
     @property
     def cuts_layers(self) -> bool:
-        """Whether modules are called several times for a micro-batch: for its partitions, or for chunks of capacity."""
+        """Whether modules are called several times per micro-batch: once per partition or capacity chunk."""
         return any(layer.mechanism in ("partitioned", "tutel") for layer in self.layers)
 
     @property
@@ -137,26 +138,26 @@ NO_OVERLAP = StageOverlap()
 
 
 RangeWord = Literal["experts", "after", "around"]
-"""Word of `--moe-overlap-range`: the operators that run in partitions, here of layer 3.
+"""Value of `--moe-overlap-range`: the operators that run in partitions, here of layer 3.
 
     experts   L3.moe.gate … L3.moe.merge
     after     L3.moe.gate … L4.attention, or the end of the chunk
     around    L3.attention … L3.moe.merge
 
-Neighbouring ranges of equally many partitions are one pipeline (interleave.py): `after` and `around` on every layer leave no
-barrier between mixture-of-experts layers.
+Adjacent ranges with the same number of partitions form one pipeline (interleave.py): with `after` or `around` on every layer
+there is no barrier between mixture-of-experts layers.
 """
 Place = tuple[int, OperatorKind]
 """A layer, and the kind of an operator in it."""
 CHUNKED_PARTS = (DISPATCH, EXPERTS, COMBINE)
-"""Operators that the Tutel-style pipeline runs in chunks of each expert's rows; gate and merge stay whole (Lancet, Fig. 5a)."""
+"""Operators that the Tutel-style pipeline runs in chunks of each expert's rows; gate and merge are not cut (Lancet, Fig. 5a)."""
 
 
 def range_of_word(word: RangeWord, layer: int, chunk: tuple[int, int]) -> tuple[str, str]:
     """First and last operator of the range of one mixture-of-experts layer.
 
     Args:
-        chunk: the layers of its chunk, half open.
+        chunk: the layers of its model chunk, half open.
     """
     assert chunk[0] <= layer < chunk[1], (layer, chunk)
     first = layer_operator(layer, ATTENTION if word == "around" else GATE)
@@ -172,7 +173,7 @@ def order_of(operator: OperatorId) -> tuple[int, int]:
 
 
 def part_order(part: str) -> int:
-    """Place of a part in its layer, dense or not."""
+    """Index of an operator in the forward order of its layer, dense or MoE."""
     return 1 if part == MLP else MOE_PARTS.index(part)
 
 
@@ -183,14 +184,14 @@ def range_ends(layer: LayerOverlap) -> tuple[OperatorId, OperatorId]:
 
 
 def needs_whole_batch(layer: LayerOverlap) -> bool:
-    """Whether the gate decides on the whole micro-batch, so that partitions begin behind it."""
+    """Whether the gate needs the whole micro-batch, so that partitions begin after it."""
     return layer.gate is not None and not GATE_FACTS[layer.gate].partitionable_before
 
 
 def partitions_of(overlap: StageOverlap, layers: Sequence[int]) -> dict[Place, int]:
-    """Partitions of every operator that runs in partitions, or in chunks of capacity.
+    """Number of partitions or capacity chunks of every operator that is cut.
 
-    A gate that needs the whole micro-batch is not among them, though its range begins with it.
+    A gate that needs the whole micro-batch is not cut, although its range begins with it.
 
     Args:
         layers: of the stage.

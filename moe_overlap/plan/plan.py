@@ -1,4 +1,4 @@
-"""The plan of a run: everything that was decided, as frozen data. Its JSON has the field names that stand here.
+"""The plan of a run: every decision about it, as frozen data. The JSON form has the same field names.
 
 Ranges are half open, `(first, last)` -> first, …, last - 1. Ranks are global; layers are numbered in the model, from 0.
 """
@@ -20,7 +20,7 @@ Granularity = Literal["none", "selective", "full", "uniform"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """A description the plan was made for."""
+    """The model or the cluster of a plan."""
 
     name: str
     sha256: str
@@ -39,7 +39,7 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:
-    """The part of the forward pass that the backward pass computes a second time.
+    """The part of the forward pass that the backward pass recomputes.
 
     Granularity `full`: the first `layers` layers of every chunk, one by one (Megatron's block method); `uniform`: every
     layer, in groups of `layers` (Megatron's uniform method); `selective`: `modules` of the first `layers` layers of
@@ -67,14 +67,14 @@ class StagePlan:
     """One pipeline stage. Sizes are numbers of ranks."""
 
     chunks: tuple[tuple[int, int], ...]
-    """Layer range of every virtual stage."""
+    """Layer range of every model chunk (virtual stage)."""
     devices: Devices
     micro_batch_size: int
-    """Samples per rank of the data axis and micro-batch."""
+    """Samples of a micro-batch on each data rank."""
     gradient_accumulation_steps: int
     """Micro-batches of a step."""
     tensor: int
-    """With more than one rank the stage is sequence-parallel."""
+    """With more than one tensor rank the stage is sequence-parallel."""
     context: int
     data: int
     expert: int
@@ -86,12 +86,12 @@ class StagePlan:
 
     @property
     def expert_data(self) -> int:
-        """Replicas of every expert."""
+        """Number of replicas of every expert."""
         return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether every part steps by itself, in front of its first forward pass (optimizer_state.py)."""
+        """Whether each parameter group is updated separately, before its first forward pass (optimizer_state.py)."""
         return self.zero_level > 1 or self.offload != Offload()
 
     @property
@@ -102,7 +102,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A rectangle of a boundary tensor [batch, sequence, hidden] that goes from rank to rank."""
+    """A rectangle of a boundary tensor [batch, sequence, hidden] that one rank sends to another."""
 
     source: int
     target: int
@@ -112,7 +112,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllGather:
-    """After the tiles have arrived, every group completes the tensor along an axis."""
+    """All-gather inside the receiving stage, after the tiles have arrived: each group completes the tensor along `axis`."""
 
     axis: Literal["batch", "sequence"]
     groups: tuple[tuple[int, ...], ...]
@@ -120,7 +120,7 @@ class AllGather:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """How the boundary tensor of two stages of unlike shape crosses (Alpa, section 6)."""
+    """The transfer of the boundary tensor between two stages of unlike shape (Alpa, section 6)."""
 
     from_stage: int
     to_stage: int
@@ -130,7 +130,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Origins of predicted seconds, as shares that add up to 1."""
+    """Shares of the predicted seconds by origin; they add up to 1."""
 
     measured: float
     interpolated: float
@@ -176,7 +176,7 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run, decided."""
+    """All decisions about a run."""
 
     schema_version: int = SCHEMA_VERSION
     model: Named
@@ -192,39 +192,39 @@ class Plan:
     loss_stage: int
     stages: tuple[StagePlan, ...]
     transfers: tuple[Transfer, ...]
-    """Boundaries between stages of unlike shape; equal stages send rank i to rank i."""
+    """One entry per boundary between stages of unlike shape; between equal stages rank i sends to rank i."""
     predicted: Predicted | None
     host_runs_ahead: bool = field(default=False, metadata=MAY_BE_MISSING)
-    """Whether the lists are for devices that queue what the host gives them (GPUs): what needs numbers that the host must read
-    then stands behind further computation. On a CPU, which computes where the list stands, that would cost overlap."""
+    """True for GPUs, which execute asynchronously: instructions that need counts on the host are placed later, so that the host
+    does not stall the queue. False for CPUs, where delaying them loses overlap."""
     static_capacity_factor: float | None = field(default=None, metadata=MAY_BE_MISSING)
-    """Capacity factor of the gates, where every rank sends every expert as many rows as it takes: empty places travel, too, and
-    all ranks know all sizes, so that no counts are sent and no host waits for them. Null: the routed rows travel, and counts."""
+    """Capacity factor of the gates if every rank sends every expert exactly its capacity, padding included: all sizes are known
+    in advance, so no counts are sent and no host waits for them. Null: counts are sent, and only the routed rows."""
 
     @property
     def is_listed(self) -> bool:
-        """Whether a stage overlaps by its instruction list, so that the executor runs the plan."""
+        """Whether a stage overlaps by its instruction list, so that the executor runs the step."""
         return any(stage.overlap.is_listed for stage in self.stages)
 
     @property
     def follows_lists(self) -> bool:
-        """Whether the executor runs it: it overlaps, or has stages of unlike shape, which megatron-core's schedules do not
-        join. No closed form knows the seconds of its step, which are simulated."""
+        """Whether the executor runs the step: the plan overlaps, or has stages of unlike shape, which megatron-core's schedules
+        do not support. The step of such a plan is simulated; it has no closed form."""
         return self.is_listed or bool(self.transfers)
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether replicas add up gradients: a mean over them would be another one on stages with other numbers of them."""
+        """Whether replicas sum gradients instead of averaging them: stages of unlike shape have unequal numbers of replicas."""
         return bool(self.transfers)
 
     @property
     def tied_blocks(self) -> int:
-        """Blocks of a tied embedding's rows: each tensor rank of the first stage, and of that of the loss, holds whole ones."""
+        """Number of row blocks of a tied embedding: every tensor rank of the first and of the loss stage holds whole blocks."""
         return lcm(self.stages[0].tensor, self.stages[self.loss_stage].tensor)
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a stage runs the backward pass of one micro-batch beside the forward pass of another."""
+        """Whether a stage interleaves the backward pass of one micro-batch with the forward pass of another."""
         return any(stage.overlap.micro_batches_in_flight > 1 for stage in self.stages)
 
     @property
@@ -233,13 +233,13 @@ class Plan:
         return sum(len(stage.devices.ranks) for stage in self.stages)
 
     def with_micro_batches(self, count: int) -> Plan:
-        """The plan with so many micro-batches of a step on the first stage, and as many fewer or more on the others."""
+        """The plan with `count` micro-batches per step on the first stage, and proportionally many on the others."""
         samples, rest = divmod(self.global_batch_size * count, self.stages[0].gradient_accumulation_steps)
         assert not rest, (count, self.global_batch_size)
         return self.with_global_batch(samples)
 
     def with_global_batch(self, samples: int) -> Plan:
-        """The plan with the micro-batches of a step that so many samples need; whole ones on every stage."""
+        """The plan with a global batch of `samples`, which must be whole micro-batches on every stage."""
         assert all(samples % (stage.micro_batch_size * stage.data) == 0 for stage in self.stages), samples
         stages = (
             replace(stage, gradient_accumulation_steps=samples // (stage.micro_batch_size * stage.data))
@@ -248,7 +248,7 @@ class Plan:
         return replace(self, global_batch_size=samples, stages=tuple(stages))
 
     def stage_of(self, rank: int) -> int:
-        """Index of the stage that holds a rank; ValueError where none does."""
+        """Index of the stage that holds a rank; ValueError if none does."""
         for index, stage in enumerate(self.stages):
             if rank in stage.devices.ranks:
                 return index

@@ -1,8 +1,7 @@
 """Frozen dataclasses to JSON and back, exactly.
 
-The dataclass is the schema: an unknown or missing key, or a wrong type, is an error; a field that may be missing says so in its
-metadata (`MAY_BE_MISSING`).
-A file is written beside its place and renamed, so that it is complete or absent.
+The dataclass is the schema: an unknown or missing key, or a wrong type, is an error; optional fields are marked in their metadata
+(`MAY_BE_MISSING`). A file is written under a temporary name and renamed, so it is complete or absent.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ def to_json(plan: Plan) -> str:
 
 
 def from_json(text: str, source: str = "plan.json") -> Plan:
-    """The plan of a JSON text; its invariants are checked by `validate_plan`, not here.
+    """The plan of a JSON text. Checks the schema; `validate_plan` checks the invariants.
 
     Args:
-        source: what the text was read from, for errors.
+        source: the file of the text, for errors.
     Raises:
-        ConfigError: the text is no JSON that `plain_json` reads, of another schema version, or does not have the schema's form.
+        ConfigError: `plain_json` refuses the text, or it has another schema version or another form.
     """
     try:
-        values = plain_json(text, finite=False)  # Where a number must be finite, the field is named.
+        values = plain_json(text, finite=False)  # `read_value` refuses non-finite numbers and names the field.
     except Unreadable as error:
         raise ConfigError(source, "", str(error), "write the file again") from error
     if not isinstance(values, dict):
@@ -64,7 +63,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan; an existing file is replaced whole or stays as it was.
+    """Write a plan; an existing file is replaced atomically.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -81,11 +80,11 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 def as_values(value: Any) -> Any:
     """Dataclasses, tuples and dictionaries as plain JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        values = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
         return {
-            field.name: as_values(part)
-            for field, part in given
-            if not (field.metadata.get("may_be_missing", False) and part == field.default)
+            field.name: as_values(item)
+            for field, item in values
+            if not (field.metadata.get("may_be_missing", False) and item == field.default)
         }
     if isinstance(value, tuple):
         return [as_values(item) for item in value]
@@ -100,10 +99,10 @@ def content_sha256(content: Any) -> str:
 
 
 def format_json(value: Any, indent: int = 0, used: int = 0) -> str:
-    """JSON text in which whatever fits on one line stands on one.
+    """JSON text in which every value that fits on one line is written on one line.
 
     Args:
-        used: characters of the line in front of the value.
+        used: characters of the line before the value.
     """
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not isinstance(value, dict | list) or len(flat) + used <= LINE_WIDTH or not value:
@@ -118,12 +117,12 @@ def format_json(value: Any, indent: int = 0, used: int = 0) -> str:
 
 
 def read_record(kind: type[Record], values: Any, source: str, path: str = "") -> Record:
-    """Build a dataclass from JSON values; a value that is an object of its type already stays.
+    """Build a dataclass from JSON values; a field that already holds its dataclass is kept.
 
     Args:
         kind: a dataclass of str, int, float, bool, None, Literal, tuple, dict and dataclasses.
         source: the file, for errors.
-        path: place in the file, as in `stages[1].offload`.
+        path: position in the file, such as `stages[1].offload`.
     Raises:
         ConfigError: an unknown or missing key, or a value of another type; the subject is source and path.
     """
@@ -142,7 +141,7 @@ def read_record(kind: type[Record], values: Any, source: str, path: str = "") ->
 
 @cache
 def _schema(kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Types of a dataclass's fields by name, and the names of those that no file may leave out."""
+    """Field name -> type of a dataclass, and the names of the required fields."""
     types_by_name, fields = get_type_hints(kind), dataclasses.fields(kind)
     needed = tuple(field.name for field in fields if not field.metadata.get("may_be_missing", False))
     return {field.name: types_by_name[field.name] for field in fields}, needed
@@ -187,7 +186,7 @@ def _read_tuple(arguments: tuple[Any, ...], value: Any, source: str, path: str) 
     if value and arguments[0] in SCALARS and arguments[0] is not float and len(set(arguments)) == 1:
         fits = SCALARS[arguments[0]][1]
         if all(map(fits, value)):
-            return tuple(value)  # Without the place of every entry, which only an error shows.
+            return tuple(value)  # Fast path: no path per entry, which only errors need.
     items = zip(arguments, value, strict=True)
     return tuple(read_value(hint, item, source, f"{path}[{i}]") for i, (hint, item) in enumerate(items))
 
@@ -201,7 +200,7 @@ SCALARS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     ),
     str: ("a string without control characters", lambda value: isinstance(value, str) and value.isprintable()),
 }
-"""Type -> its name in errors, and whether a JSON value is one."""
+"""Type -> its name in errors, and whether a JSON value has it."""
 
 
 def _read_scalar(hint: Any, value: Any, source: str, path: str) -> Any:

@@ -33,17 +33,17 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.plan import Plan, Precision, StagePlan
 
 ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
-"""Bytes of an element that crosses ranks; the 8-bit and 4-bit recipes compute narrow and communicate in bf16."""
+"""Bytes of a communicated element; the 8-bit and 4-bit recipes compute in low precision and communicate in bf16."""
 GRADIENT_BYTES = 4
 """Gradients are accumulated and reduced in fp32."""
 COUNT_BYTES = 8
 STATE_BYTES = 8
-"""Adam's two moments; below fp32 the fp32 weights, MASTER_BYTES, are states, too."""
+"""Adam's two moments of a parameter; below fp32 the optimizer also keeps fp32 weights (MASTER_BYTES)."""
 MASTER_BYTES = 4
 ROUTER_BYTES = 8
-"""An element of the router's logits, at most."""
+"""Largest element of the router's logits (--moe-router-dtype fp64)."""
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
-"""ZeRO level from which each of them is kept in shards."""
+"""State -> lowest ZeRO level that shards it."""
 
 
 def tokens_of_rank(plan: Plan, stage: StagePlan) -> int:
@@ -57,12 +57,12 @@ def boundary_bytes(plan: Plan, stage: StagePlan, model: ModelDescription) -> int
 
 
 def count_bytes(stage: StagePlan, model: ModelDescription) -> int:
-    """Bytes of one all-to-all of counts: E integers to each of the P · Q - 1 others."""
+    """Bytes of one all-to-all of counts: E integers to each of the P · Q - 1 other ranks."""
     return model.num_experts * COUNT_BYTES * (stage.expert * stage.expert_tensor - 1)
 
 
 def static_rows(plan: Plan, stage: StagePlan, model: ModelDescription) -> int | None:
-    """Rows that one rank sends all experts of a layer, empty places included; None where the routed rows are counted and sent."""
+    """Rows that one rank sends to all experts of a layer with a static capacity, padding included; None without one."""
     if plan.static_capacity_factor is None:
         return None
     tokens, experts = tokens_of_rank(plan, stage), model.num_experts
@@ -70,17 +70,17 @@ def static_rows(plan: Plan, stage: StagePlan, model: ModelDescription) -> int | 
 
 
 def sent_rows(plan: Plan, stage: StagePlan, model: ModelDescription) -> int:
-    """Rows that one rank sends for a micro-batch: those of a static capacity, or B · S / (C · T) · k."""
+    """Rows that one rank sends for a micro-batch: `static_rows`, or B · S / (C · T) · k."""
     static = static_rows(plan, stage, model)
     return tokens_of_rank(plan, stage) * model.router_topk if static is None else static
 
 
 def exchange_bytes(plan: Plan, stage: StagePlan, model: ModelDescription, partitions: int = 1) -> int:
-    """Bytes of one dispatch or combine of one of the micro-batch's partitions.
+    """Bytes of one dispatch or combine of one partition of a micro-batch.
 
-    B · S / (C · T) · k · H · b · ((P - 1) / P + (Q - 1)) over their number: all-to-all over the expert ranks, then
-    all-gather (combine: reduce-scatter) over the expert-tensor ranks. H is the experts' own width where they have one. With a
-    static capacity as many rows travel as all experts take, in place of B · S / (C · T) · k.
+    B · S / (C · T) · k · H · b · ((P - 1) / P + (Q - 1)) / partitions: all-to-all over the expert ranks, then
+    all-gather (combine: reduce-scatter) over the expert-tensor ranks. H is the latent width of the experts if the model has
+    one. With a static capacity `static_rows` replaces B · S / (C · T) · k.
     """
     width = (model.moe_latent_size or model.hidden_size) * ACTIVATION_BYTES[plan.precision]
     static = static_rows(plan, stage, model)
@@ -91,7 +91,7 @@ def exchange_bytes(plan: Plan, stage: StagePlan, model: ModelDescription, partit
 
 @dataclass(frozen=True, slots=True)
 class PartSize:
-    """Parameters that one rank holds of an optimizer part, by how they are replicated."""
+    """Parameters of a parameter group on one rank: dense ones (replicated D = data · context times) and experts (expert-data)."""
 
     dense: int
     experts: int
@@ -100,20 +100,20 @@ class PartSize:
         return PartSize(self.dense + other.dense, self.experts + other.experts)
 
     def replicated_bytes(self, stage: StagePlan) -> int:
-        """Bytes of the accumulated gradients that a reduction takes in."""
+        """Bytes of the accumulated gradients that have replicas, the input of a reduction."""
         dense = self.dense if stage.data * stage.context > 1 else 0
         return (dense + (self.experts if stage.expert_data > 1 else 0)) * GRADIENT_BYTES
 
     def reduction_bytes(self, stage: StagePlan) -> int:
-        """Leaving the rank in a gradient reduction: ring reduce-scatter (D - 1) / D, all-reduce (ZeRO 0) twice that."""
+        """Bytes that a rank sends in a gradient reduction: ring reduce-scatter (D - 1) / D, all-reduce (ZeRO 0) twice that."""
         return self._ring(stage, GRADIENT_BYTES) * (2 if stage.zero_level == 0 else 1)
 
     def gather_bytes(self, stage: StagePlan, precision: Precision) -> int:
-        """Leaving the rank when updated parameters are gathered: (D - 1) / D."""
+        """Bytes that a rank sends in the gather of updated parameters: (D - 1) / D."""
         return self._ring(stage, ACTIVATION_BYTES[precision])
 
     def stored_bytes(self, stage: StagePlan, what: str, precision: Precision) -> int:
-        """Bytes of the `weights`, `gradients` or `optimizer` states that the rank keeps, whole or its shard."""
+        """Bytes of `weights`, `gradients` or `optimizer` states on the rank; only its shard if the ZeRO level shards them."""
         states = STATE_BYTES + (0 if precision == "fp32" else MASTER_BYTES)
         width = {"weights": ACTIVATION_BYTES[precision], "gradients": GRADIENT_BYTES, "optimizer": states}[what]
         if stage.zero_level < SHARDED_FROM[what]:
@@ -129,15 +129,15 @@ class PartSize:
 def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) -> PartSize:
     """Parameters of `embedding`, `head`, `L3` or `mtp0` on one rank of a stage.
 
-    Tied embeddings belong to `embedding`, and a copy to `head` where that is on another stage and no prediction layers are.
+    Tied embeddings belong to `embedding`; `head` has a copy if the loss stage has neither embedding nor prediction layers.
     """
     share = Share(chunks=stage.chunks, tensor=stage.tensor, expert=stage.expert, expert_tensor=stage.expert_tensor)
     if part == "embedding":
         return PartSize(embedding_parameters(model, replace(share, last_stage=False)), 0)
     if part == "head":
-        alone = replace(share, first_stage=plan.loss_stage in (plan.embedding_stage, plan.mtp_stage))
-        before = embedding_parameters(model, replace(share, last_stage=False)) if alone.first_stage else 0
-        output = embedding_parameters(model, alone) - before
+        head_share = replace(share, first_stage=plan.loss_stage in (plan.embedding_stage, plan.mtp_stage))
+        before = embedding_parameters(model, replace(share, last_stage=False)) if head_share.first_stage else 0
+        output = embedding_parameters(model, head_share) - before
         return PartSize(output + norm_parameters(model, model.hidden_size), 0)
     group = parse_group(part)
     predicts = group.kind is GroupKind.PREDICTION
@@ -145,32 +145,32 @@ def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) 
     experts = 0
     if model.moe_layers[layer]:
         experts = model.num_experts // stage.expert * expert_parameters(model, stage.expert_tensor)
-    whole = prediction_parameters(model, share) if predicts else layer_parameters(model, layer, share)
-    return PartSize(whole - experts, experts)
+    parameters = prediction_parameters(model, share) if predicts else layer_parameters(model, layer, share)
+    return PartSize(parameters - experts, experts)
 
 
 ROUTED_LOAD_BOUND = 2.0
-"""Rows that a list allows for on the busiest rank of an expert group, over the balanced share, where a bound on deferred bytes
-decides which weight gradients are computed early: the decision stands in the list, so it must hold for every rank."""
+"""Assumed rows of the busiest rank of an expert group, relative to the balanced share. The bound on deferred bytes uses it to
+decide which weight gradients are computed early; all ranks share that decision, so it must hold for the busiest."""
 
 
 def deferred_bytes(gradient: OperatorId, plan: Plan, stage: StagePlan, model: ModelDescription) -> int:
-    """Bytes that one deferred weight gradient of a whole micro-batch holds on one rank: its product's input and output gradient.
+    """Bytes that one deferred weight gradient of a micro-batch keeps alive on a rank: input and output gradient of its product.
 
     Args:
-        gradient: a name of `deferral.split_weights`, such as `L3.moe.experts.fc1.dW`.
+        gradient: a weight of `deferral.split_weights`, such as `L3.moe.experts.fc1.dW`.
     Returns:
-        A bound for every rank as long as none receives more than ROUTED_LOAD_BOUND times its balanced share of rows.
+        An upper bound for every rank, provided that none receives more than ROUTED_LOAD_BOUND times its balanced share of rows.
     """
     product = _products(gradient, model)[gradient.weight]
-    part = tokens_of_rank(plan, stage)
-    whole = part * stage.tensor
-    rows = {Rows.WHOLE: whole, Rows.PART: part, Rows.ROUTED: 0}
+    sharded_tokens = tokens_of_rank(plan, stage)
+    tokens = sharded_tokens * stage.tensor
+    rows = {Rows.WHOLE: tokens, Rows.PART: sharded_tokens, Rows.ROUTED: 0}
     split = stage.tensor
     if gradient.kind == EXPERTS:
         split = stage.expert_tensor
         static = static_rows(plan, stage, model)
-        most = part * model.router_topk * ROUTED_LOAD_BOUND if static is None else static
+        most = sharded_tokens * model.router_topk * ROUTED_LOAD_BOUND if static is None else static
         rows[Rows.ROUTED] = math.ceil(most * stage.expert_tensor)
     width = ACTIVATION_BYTES[plan.precision]
     read = rows[product.input_rows] * (product.input // (split if product.input_is_split else 1)) * width
@@ -179,7 +179,7 @@ def deferred_bytes(gradient: OperatorId, plan: Plan, stage: StagePlan, model: Mo
 
 
 class Rows(enum.Enum):
-    """Rows of a product on one rank: all tokens of the tensor ranks' sequence, this rank's part of it, or routed rows."""
+    """Rows of a product on one rank: the tokens of all tensor ranks, this rank's shard of them, or routed rows."""
 
     WHOLE = enum.auto()
     PART = enum.auto()
@@ -188,7 +188,7 @@ class Rows(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One matrix product: widths before they are split over tensor ranks, and the rows of its input and its output."""
+    """One matrix product: its input and output widths before tensor parallelism splits them, and the rows of both."""
 
     input: int
     output: int
@@ -199,7 +199,7 @@ class _Product:
 
 
 def _products(gradient: OperatorId, model: ModelDescription) -> dict[str, _Product]:
-    """The products of an operator by the name of their weight."""
+    """Weight -> product, for the operator of a weight gradient."""
     hidden = model.hidden_size
     gate = 2 if model.gated else 1
     if gradient.kind == ATTENTION:
@@ -218,7 +218,7 @@ def _products(gradient: OperatorId, model: ModelDescription) -> dict[str, _Produ
 
 
 def _attention_products(model: ModelDescription) -> dict[str, _Product]:
-    """Column-parallel linears read this rank's part of the sequence; what they write is split over heads."""
+    """Column-parallel linears read this rank's shard of the sequence; their output is split over heads."""
     hidden, latent = model.hidden_size, model.latent_attention
     if latent is None:
         heads = model.num_attention_heads * model.kv_channels
@@ -233,7 +233,7 @@ def _attention_products(model: ModelDescription) -> dict[str, _Product]:
         "q_down": _Product(hidden, rank),
         "q_up": _Product(rank, query, output_is_split=True),
         "kv_down": _Product(hidden, latent.kv_lora_rank + latent.qk_pos_emb_head_dim),
-        # Without a norm between, the input is a view of all that kv_down has written, and keeps all of it alive.
+        # Without a norm in between, the input is a view into the whole output of kv_down and keeps it alive.
         "kv_up": _Product(latent.kv_lora_rank + latent.qk_pos_emb_head_dim, keys, output_is_split=True),
         "proj": _Product(model.num_attention_heads * latent.v_head_dim, hidden, input_is_split=True),
     }

@@ -1,20 +1,20 @@
 """Tiles between neighbouring stages of unlike shape: which rank sends which samples and tokens to whom (`Plan.transfers`).
 
-Terms. A *holding* is what a rank has of a boundary tensor [batch, sequence, hidden] (or needs of it): samples times tokens. A
-stage with micro-batches of b samples on d data ranks has sample n on data rank n % (b · d) // b. Of the tokens a context rank has
-one early and one late piece, 2 C pieces in all (causal attention costs more at the end of a sequence); its tensor ranks split
-what it has, in that order, as they are sequence-parallel.
+Terms. A *holding* is the shard of a boundary tensor [batch, sequence, hidden] that a rank has or needs: samples times tokens. A
+stage with micro-batches of b samples on d data ranks has sample n on data rank n % (b · d) // b. A context rank has one early and
+one late piece of the sequence, of 2 C pieces in all (causal attention costs more at the end of a sequence); its tensor ranks are
+sequence-parallel and split these pieces, in order.
 
-Contract. Ranks with equal holdings are replicas, and holdings that differ have no element in common. Every element that a rank
-needs reaches it exactly once, from a rank that has it. Steps of `tiles_between`:
-1. Of every rectangle that a rank needs, the part that a set of replicas has is a tile: Alpa's tile and its slices.
+Contract. Ranks with equal holdings are replicas; different holdings are disjoint. Every element that a rank needs reaches it
+exactly once, from a rank that has it. Steps of `tiles_between`:
+1. The intersection of a rectangle that a rank needs with the holding of a set of replicas is a tile (Alpa's tile and its slices).
 2. The replica that has sent the least so far sends it; of equals, the first.
-Steps of `shared_among_replicas`, before that, where receivers are replicas (Alpa's local all-gather):
-3. Each receives an equal share along the sequence, or along the batch where the tokens do not divide, over the link between the
-   stages; an all-gather inside the receiving stage completes the tensor. So each element crosses the boundary once.
+Step of `shared_among_replicas`, before those two, if receivers are replicas (Alpa's local all-gather):
+3. Each replica receives an equal share along the sequence, or along the batch if the tokens do not divide, over the link between
+   the stages; an all-gather inside the receiving stage completes the tensor. So each element crosses the boundary once.
 
-Stages of this project are sequence-parallel wherever they have several tensor ranks, so their ranks are no replicas, and
-`transfer_between` gathers nothing. With `repeated` it answers for receivers whose tensor ranks all keep the whole.
+Stages of this project are sequence-parallel if they have several tensor ranks, so their ranks are no replicas and
+`transfer_between` adds no all-gather. With `repeated` it describes stages whose tensor ranks each hold all tokens.
 
 Source: Alpa, section 6 (cross-mesh resharding).
 """
@@ -34,7 +34,7 @@ from moe_overlap.plan.rules.resharding import Range, boundary_batch, samples_of,
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The samples and the tokens of a rank, half-open ranges in the order in which it keeps them; it has their product."""
+    """The shard of a rank: the product of its samples and its tokens, each as half-open ranges in storage order."""
 
     rank: int
     batch: tuple[Range, ...]
@@ -42,15 +42,15 @@ class Holding:
 
     @property
     def place(self) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
-        """The rank's samples and tokens, which its replicas hold too."""
+        """Samples and tokens; equal for replicas."""
         return self.batch, self.sequence
 
 
 def holdings_of(stage: StagePlan, samples: int, sequence_length: int, repeated: bool = False) -> tuple[Holding, ...]:
-    """The samples and tokens of a boundary tensor that every rank of a stage holds.
+    """The shard of a boundary tensor of every rank of a stage.
 
     Args:
-        samples: a multiple of those of a micro-batch.
+        samples: a multiple of the samples of a micro-batch.
         repeated: every tensor rank has all tokens of its context rank: no sequence parallelism.
     """
     size, every = stage.micro_batch_size, samples_of(stage)
@@ -61,8 +61,8 @@ def holdings_of(stage: StagePlan, samples: int, sequence_length: int, repeated: 
         data = place // (stage.tensor * stage.context)
         batch = tuple((start + data * size, start + (data + 1) * size) for start in range(0, samples, every))
         tokens = tokens_of_context_rank(stage.context, context, sequence_length)
-        own = tokens if repeated else share_of(tokens, tensor, stage.tensor)
-        result.append(Holding(rank, batch, own))
+        shard = tokens if repeated else share_of(tokens, tensor, stage.tensor)
+        result.append(Holding(rank, batch, shard))
     return tuple(result)
 
 
@@ -70,7 +70,7 @@ def tiles_between(sources: Sequence[Holding], targets: Sequence[Holding]) -> tup
     """Steps 1 and 2.
 
     Args:
-        sources: holdings of the sending stage; together they have all that a target needs.
+        sources: holdings of the sending stage; together they cover every target.
     """
     replicas: dict[tuple[tuple[Range, ...], tuple[Range, ...]], list[int]] = defaultdict(list)
     for source in sources:
@@ -87,13 +87,13 @@ def tiles_between(sources: Sequence[Holding], targets: Sequence[Holding]) -> tup
     return tuple(sorted(tiles, key=lambda tile: (tile.batch, tile.sequence, tile.target)))
 
 
-def _intersections(ones: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    pairs = ((max(a, c), min(b, d)) for a, b in ones for c, d in others)
+def _intersections(ranges: Sequence[Range], others: Sequence[Range]) -> list[Range]:
+    pairs = ((max(a, c), min(b, d)) for a, b in ranges for c, d in others)
     return [(first, last) for first, last in pairs if first < last]
 
 
 def shared_among_replicas(targets: Sequence[Holding]) -> tuple[tuple[Holding, ...], AllGather | None]:
-    """Step 3: what each target receives, and the all-gather that completes it; None where no two need the same.
+    """Step 3: the share that each target receives, and the all-gather that completes it; None if no two targets are replicas.
 
     Raises:
         ConfigError: neither tokens nor samples divide into equal shares.
@@ -111,18 +111,18 @@ def shared_among_replicas(targets: Sequence[Holding]) -> tuple[tuple[Holding, ..
             if axis == "sequence":
                 received.append(Holding(rank, batch, share_of(sequence, number, len(ranks))))
             else:
-                own = tuple(each for samples in batch for each in share_of((samples,), number, len(ranks)))
-                received.append(Holding(rank, own, sequence))
+                shard = tuple(share for samples in batch for share in share_of((samples,), number, len(ranks)))
+                received.append(Holding(rank, shard, sequence))
     return tuple(received), AllGather(axis=axis, groups=groups)
 
 
 def _axis_of_shares(
     replicas: dict[tuple[tuple[Range, ...], tuple[Range, ...]], list[int]],
 ) -> Literal["batch", "sequence"]:
-    """The axis along which all replicas take equal shares."""
+    """The axis along which all replicas can take equal shares; ConfigError if neither divides."""
     if all(_length(sequence) % len(ranks) == 0 for (_, sequence), ranks in replicas.items()):
         return "sequence"
-    # Shares are of every micro-batch: it is gathered when it has arrived.
+    # Every micro-batch is shared and gathered separately, so the samples of each must divide.
     if all((last - first) % len(ranks) == 0 for (batch, _), ranks in replicas.items() for first, last in batch):
         return "batch"
     most = max(map(len, replicas.values()))
@@ -135,27 +135,27 @@ def _length(ranges: Sequence[Range]) -> int:
 
 
 def transfer_between(plan: Plan, from_stage: int, repeated: tuple[bool, bool] = (False, False)) -> Transfer:
-    """How the boundary tensor behind a stage crosses to the next.
+    """The transfer of the boundary tensor from a stage to the next.
 
     Args:
-        repeated: whether the tensor ranks of the sending and of the receiving stage each keep the whole of their tokens.
+        repeated: for the sending and the receiving stage, whether each tensor rank holds all tokens of its context rank.
     Raises:
-        ConfigError: replicas cannot share what they need.
+        ConfigError: neither tokens nor samples divide among replicas.
     """
-    before, behind = plan.stages[from_stage], plan.stages[from_stage + 1]
-    samples = boundary_batch(before, behind)
-    sources = holdings_of(before, samples, plan.sequence_length, repeated[0])
-    targets = holdings_of(behind, samples, plan.sequence_length, repeated[1])
+    sender, receiver = plan.stages[from_stage], plan.stages[from_stage + 1]
+    samples = boundary_batch(sender, receiver)
+    sources = holdings_of(sender, samples, plan.sequence_length, repeated[0])
+    targets = holdings_of(receiver, samples, plan.sequence_length, repeated[1])
     received, gather = shared_among_replicas(targets)
     tiles = tiles_between(sources, received)
     return Transfer(from_stage=from_stage, to_stage=from_stage + 1, tiles=tiles, all_gather=gather)
 
 
 def with_transfers(plan: Plan) -> Plan:
-    """A 1F1B plan with a transfer at every boundary of stages of unlike shape; equal neighbours send rank to rank."""
+    """A 1F1B plan with a transfer at every boundary between stages of unlike shape; equal neighbours need none."""
     unlike = [
         index
-        for index, (before, behind) in enumerate(zip(plan.stages, plan.stages[1:], strict=False))
-        if any(getattr(before, field) != getattr(behind, field) for field in SHAPE_FIELDS)
+        for index, (source, target) in enumerate(zip(plan.stages, plan.stages[1:], strict=False))
+        if any(getattr(source, field) != getattr(target, field) for field in SHAPE_FIELDS)
     ]
     return replace(plan, transfers=tuple(transfer_between(plan, index) for index in unlike))

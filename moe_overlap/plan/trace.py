@@ -1,12 +1,12 @@
 """Spans, measured or simulated, as a Perfetto trace (Chrome's JSON format): one process per rank, one group of lanes per channel.
 
-Perfetto drops a slice that overlaps another one of its lane without lying inside of it. Communications of one channel overlap
-where a list starts the next before the last is waited for: each gets a lane on which nothing else runs then. The lanes of a
-channel share its name, so a reader sees the channel and not the lane.
+Perfetto drops a slice that partly overlaps another one of its lane. Communications of one channel overlap if a list starts one
+before the previous has been waited for: each gets a lane that is free at that time. All lanes of a channel have the channel's
+name, so a reader sees channels, not lanes.
 
-A run writes one file with all of its ranks (`--trace` of pretrain_moe.py); every rank counts from its own start of the step.
-Earlier versions wrote a file for each rank, FILE, FILE.rank1, …, which are read as well. Beside its spans a file says, under
-`otherData`, what ran: plan and model, so that measured seconds can be compared with prices (`tuner/calibrate/refine.py`).
+A run writes one file with all of its ranks (`--trace` of pretrain_moe.py); the times of a rank count from its own start of the
+step. Earlier versions wrote a file for each rank, FILE, FILE.rank1, …; these are read as well. Under `otherData` a file also
+holds plan and model of the run, so that measured seconds can be compared with prices (`tuner/calibrate/refine.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from moe_overlap.plan.serialize import as_values
 
 Event = dict[str, object]
 Curve = Sequence[tuple[float, float]]
-"""Times in seconds at which a number of bytes changes, and the bytes from then on."""
+"""Points (seconds, bytes): the bytes held from that time on."""
 MEMORY_TRACK = "kept bytes"
 MOST_MICROSECONDS = 1e18
-"""Latest start and longest duration of a span: some ten thousand years, also where a clock counts from 1970."""
+"""Latest start and longest duration of a span: about thirty thousand years, so clocks that count from 1970 fit."""
 MOST_TRACE_BYTES = 1 << 26
-"""Largest trace file that is read: some three hundred thousand spans. Every rank of a run writes a file of its own."""
+"""Largest trace file that is read, about three hundred thousand spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TraceFile:
 
     Attributes:
         spans: by rank.
-        about: what ran, as `about_run` writes it; empty in files of predictions.
+        about: plan and model of the run, as `about_run` writes them; empty in files of predictions.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class TraceFile:
 
 
 def about_run(plan: Plan, model: ModelDescription) -> dict[str, Any]:
-    """The facts of its run that a measured trace states."""
+    """The description of a run in its measured trace: plan and model."""
     return {"plan": as_values(plan), "model": dataclasses.asdict(model)}
 
 
@@ -59,7 +59,7 @@ def write_trace(path: Path, spans: Sequence[Span], rank: int, about: Mapping[str
 
     Args:
         path: file to replace; open it in ui.perfetto.dev.
-        about: what ran.
+        about: the description of the run, from `about_run`.
     """
     write_ranks(path, {rank: spans}, about=about)
 
@@ -75,20 +75,20 @@ def write_ranks(
     """Write the spans of several ranks to one file.
 
     Args:
-        memory: what ranks keep over the step, drawn as one more track of each.
-        about: what ran.
-        as_new_file: an earlier file is replaced whole or stays as it was. Else it is written in place: a path that a user names
+        memory: bytes that each rank holds over the step, drawn as one more track.
+        about: the description of the run, from `about_run`.
+        as_new_file: replaces an earlier file atomically. Otherwise the file is written in place, because a path from a user
             may be a device or a pipe.
     """
-    events = [event for rank, ran in spans.items() for event in _span_events(ran, rank)]
+    events = [event for rank, spans_of_rank in spans.items() for event in _span_events(spans_of_rank, rank)]
     for rank, curve in (memory or {}).items():
         events += [
-            {"ph": "C", "name": MEMORY_TRACK, "pid": rank, "ts": time * 1e6, "args": {"bytes": kept}}
-            for time, kept in curve
+            {"ph": "C", "name": MEMORY_TRACK, "pid": rank, "ts": time * 1e6, "args": {"bytes": size}}
+            for time, size in curve
         ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    further = {"otherData": about} if about else {}
-    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", **further})
+    metadata = {"otherData": about} if about else {}
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", **metadata})
     if as_new_file:
         write_whole(path, text)
     else:
@@ -96,17 +96,17 @@ def write_ranks(
 
 
 def read_traces(path: Path, flag: str = "") -> list[TraceFile]:
-    """A trace file and those of the further ranks beside it; a file with several ranks is whole.
+    """A trace file and, if it holds a single rank, the files FILE.rank1, … of the other ranks.
 
     Args:
-        flag: that names the file, for errors.
+        flag: the flag with the path, for errors.
     Raises:
         ConfigError: a file cannot be read, or has no spans.
     """
-    whole = _read(path, flag)
-    # Files of further ranks beside it are an earlier run's.
-    beside = sorted(path.parent.glob(f"{path.name}.rank*")) if len(whole.spans) == 1 else []
-    return [whole, *(_read(further, flag) for further in beside)]
+    first = _read(path, flag)
+    # A file with several ranks is complete: files of other ranks in its folder belong to an earlier run.
+    other_ranks = sorted(path.parent.glob(f"{path.name}.rank*")) if len(first.spans) == 1 else []
+    return [first, *(_read(other, flag) for other in other_ranks)]
 
 
 def _read(path: Path, flag: str) -> TraceFile:
@@ -178,14 +178,14 @@ def _span_events(spans: Sequence[Span], rank: int) -> list[Event]:
 
 
 def _nanoseconds(seconds: float) -> int:
-    """A time as Perfetto keeps it: start and end are rounded, not the duration, which could reach into the next slice."""
+    """A time in Perfetto's unit. Start and end are rounded, not the duration: its rounding could overlap the next slice."""
     return round(seconds * 1e9)
 
 
 def lanes_of(spans: Sequence[Span]) -> list[int]:
-    """The lane of every span among those of its channel: the first one that is free when the span begins.
+    """The lane of every span within its channel: the first one that is free when the span begins.
 
-    Spans of one lane never overlap, and a channel has no more lanes than spans that run at the same time.
+    Spans of one lane never overlap, and a channel has only as many lanes as spans that run at the same time.
     """
     lanes = [0] * len(spans)
     free_from: dict[str, list[float]] = {}

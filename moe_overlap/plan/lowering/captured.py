@@ -1,17 +1,18 @@
-"""Which instructions of a list are replayed as captured graphs, and in whose memory.
+"""Which instructions of a list are replayed as captured CUDA graphs, and which memory each graph uses.
 
-A captured graph reads and writes the same addresses at every replay, so that two micro-batches that are under way together cannot
-share one. A *slot* is a set of graphs, with memory of its own, for one micro-batch of one model chunk at a time.
+A captured graph reads and writes the same addresses at every replay, so two micro-batches in flight cannot share a graph. A
+*slot* is a set of graphs with separate memory, for one micro-batch of one model chunk at a time.
 
-1. Captured are compute instructions inside layers whose shapes are the same in every micro-batch: attention, dense MLP, gate and
-   shared experts (a gate's rows are bounded, never counted), and with a static capacity experts and merge.
-2. A micro-batch holds its slot until everything of it has ended: passes, all-to-alls, weight gradients that were put off.
-   It takes the first slot whose last holder has ended, on every stream, when its own first captured instruction starts.
-3. All holders of a slot run the same captured instructions in the same order: graphs may then share what memory each needs for
-   itself (runtime/executor/graphs.py). A slot's name says the order; lists of other batch sizes find their slots again.
-4. Transfers between stages are left out of that: nothing on this rank waits for a send. What they send is copied out of the slot.
+1. Captured instructions are compute instructions inside layers with the same shapes in every micro-batch: attention, dense MLP,
+   gate and shared experts (a gate's rows are bounded, never counted), and, with a static capacity, experts and merge.
+2. A micro-batch holds its slot until its passes, all-to-alls and deferred weight gradients have ended. When its first captured
+   instruction starts, it takes the first slot whose last holder has ended on every stream.
+3. All holders of a slot run the same captured instructions in the same order, so its graphs can share temporary memory
+   (runtime/executor/graphs.py). The order is part of a slot's key: lists with other numbers of micro-batches reuse the slots.
+4. Transfers between stages do not count for step 2, because nothing on this rank waits for a send. Their data is copied out of
+   the slot.
 
-So no list is refused: one that proves less takes more slots, at most as many as it has micro-batches.
+No list is refused: the fewer of its micro-batches are provably ordered, the more slots it takes, at most one per micro-batch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Order = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot of one model chunk; those of one order are numbered from 0."""
+    """A slot of one model chunk; slots with the same order are numbered from 0."""
 
     chunk: int
     order: Order
@@ -47,7 +48,7 @@ class CapturedList:
 
     Attributes:
         slots: instruction id -> slot.
-        sent: instruction id -> buffers that it writes and a transfer to another stage reads.
+        sent: instruction id -> buffers that it writes for a transfer to another stage.
     """
 
     slots: Mapping[int, Slot]
@@ -55,7 +56,7 @@ class CapturedList:
 
 
 def captured_kinds(has_static_rows: bool) -> frozenset[OperatorKind]:
-    """Operators of layers that are captured, each forward, backward, and as deferred weight gradients."""
+    """Captured operators of layers: their forward, backward and deferred weight-gradient instructions."""
     return ALWAYS | WITH_STATIC_ROWS if has_static_rows else ALWAYS
 
 
@@ -67,8 +68,9 @@ def captured_list(instructions: Sequence[Instruction], has_static_rows: bool) ->
     """
     kinds = captured_kinds(has_static_rows)
     streams = StreamOrder(instructions)
-    held: dict[tuple[int, int], list[int]] = defaultdict(list)  # places of all that is of a micro-batch of a chunk
-    captured: dict[tuple[int, int], list[int]] = defaultdict(list)  # places of what is captured
+    # (chunk, micro-batch) -> places of all its instructions, and of its captured ones.
+    held: dict[tuple[int, int], list[int]] = defaultdict(list)
+    captured: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, i in enumerate(instructions):
         if i.chunk is None or i.micro_batch is None or i.kind == "point-to-point":
             continue
@@ -79,10 +81,10 @@ def captured_list(instructions: Sequence[Instruction], has_static_rows: bool) ->
     holders: dict[tuple[int, Order], list[tuple[int, int]]] = defaultdict(list)  # last holder of each slot
     for holder, places in sorted(captured.items(), key=lambda item: item[1][0]):
         order = tuple((instructions[place].name, instructions[place].partition) for place in places)
-        taken = holders[holder[0], order]
-        free = (n for n, last in enumerate(taken) if all(streams.knows(places[0], use) for use in held[last]))
-        number = next(free, len(taken))
-        taken[number : number + 1] = [holder]
+        last_holders = holders[holder[0], order]
+        free = (n for n, last in enumerate(last_holders) if all(streams.knows(places[0], use) for use in held[last]))
+        number = next(free, len(last_holders))
+        last_holders[number : number + 1] = [holder]
         slot = Slot(holder[0], order, number)
         slots |= {instructions[place].id: slot for place in places}
     outgoing = {name for i in instructions if i.sends for name in i.reads}

@@ -1,20 +1,19 @@
-"""Weight gradients as operators of their own: which there are, and the slots behind which they run.
+"""Weight gradients as separate operators: which ones exist, and the slots in which they run.
 
-The backward pass of an operator is cut in two: the gradient of its input, which the critical path needs, and those of its
-weights, which only the optimizer needs and which may run while tokens travel (Lancet, section 4). A slot is a backward all-to-all
-of a layer, or the transfer with which a chunk sends its input's gradient.
+The backward pass of an operator is split in two: the gradient of its input, which is on the critical path, and the gradients of
+its weights, which only the optimizer needs and which can run while tokens travel (Lancet, section 4). A slot is a backward
+all-to-all of a layer, or the send of a chunk's input gradient; its weight gradients run right after it has started.
 
-Slots behind transfers. A stage waits for what the stage behind it sends. Work of a backward pass behind the send is not waited
-for: it runs while the gradient travels, and where the stage would wait for its next micro-batch, in the bubble of the pipeline.
-Behind the last micro-batches of a step every stage but the first hands on that much earlier. Such a slot is named by its transfer
-(`send.S0>S1.backward`) and stands in the entry of any one layer of the chunk; it ends with the pass: the next micro-batch adds to
-the same sums behind it.
+Slots of sends. The previous stage waits for the gradient that this stage sends. Weight gradients after the send do not delay it:
+they run while the gradient travels, or in a bubble slot of the pipeline before the next micro-batch arrives. In the cool-down of
+a step every stage but the first therefore sends earlier. Such a slot has the name of its transfer (`send.S0>S1.backward`) and
+belongs to the entry of any one layer of the chunk. It ends with the pass: the next micro-batch adds to the same sums afterwards.
 
-Bound. What waits keeps the input and the output gradient of its product alive. `within_bound` computes early what the plan's
-`max_deferred_bytes` does not let wait, from bytes in closed form (sizes.py): every rank of a stage has the same list, so that
-collectives inside a weight gradient and those that its announcement starts meet. The runtime only checks the bytes.
+Bound. A deferred weight gradient keeps the input and the output gradient of its product alive. `within_bound` computes weight
+gradients early if deferring them would exceed the plan's `max_deferred_bytes`. It uses bytes in closed form (sizes.py), so every
+rank of a stage has the same list, and collectives inside weight gradients match. The runtime only checks the bytes.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2 (whose schedules also let weight gradients wait for longer).
+Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2 (their schedules can also defer weight gradients for longer).
 """
 
 from __future__ import annotations
@@ -54,13 +53,14 @@ from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import deferred_bytes
 
 SLOT_PARTS = (COMBINE, DISPATCH)
-"""Exchanges whose backward is a slot."""
+"""All-to-alls whose backward is a slot."""
 
 
 def split_weights(part: OperatorKind, model: ModelDescription) -> tuple[str, ...]:
-    """Weights of an operator whose gradient can be computed apart, in forward order; named with EXPERTS for a fused kernel.
+    """Weights of an operator whose gradient can be a separate operator, in forward order. Those of fused kernels are named with
+    EXPERTS.
 
-    Norms, biases and the gate of a shared expert are not among them: their gradients cost nothing.
+    Norms, biases and the gate of a shared expert are left out: their gradients are cheap.
     """
     if part == ATTENTION and model.latent_attention is not None:
         query = ("q",) if model.latent_attention.q_lora_rank is None else ("q_down", "q_up")
@@ -79,33 +79,33 @@ def split_weights(part: OperatorKind, model: ModelDescription) -> tuple[str, ...
 
 
 def named_part(part: OperatorKind) -> OperatorKind:
-    """The operator that a weight gradient of a part is named with."""
+    """The operator in the names of an operator's weight gradients: EXPERTS for fused kernels."""
     return EXPERTS if part in FUSED_KERNELS else part
 
 
 def gradient_name(part: OperatorKind, weight: str, layer: int | None = None) -> str:
-    """`L0.attention.qkv.dW`, or of the head where no layer is given."""
+    """`L0.attention.qkv.dW`; without a layer the weight gradient of the head."""
     if layer is not None:
         return weight_gradient(layer, part, weight)
     return str(OperatorId(part, weight=weight, phase=WEIGHT_GRADIENT))
 
 
 def keeps_gradients(part: OperatorKind, deferred: Sequence[str], model: ModelDescription) -> bool:
-    """Whether the backward pass still adds to the layer's gradients when these weights are deferred."""
+    """Whether an operator's backward still adds to the layer's gradients if the gradients of these weights are deferred."""
     if set(deferred) != set(split_weights(part, model)):
         return True
     gated = part == SHARED and model.shared_expert_gate
-    # The norm in front belongs to attention, MLP and gate. Its weight, like biases and the shared expert's gate, is not split.
+    # Attention, MLP and gate begin with a norm. Its weight, like biases and the shared expert's gate, is never deferred.
     return part in (ATTENTION, MLP, GATE) or gated or model.linear_bias
 
 
 def backward_of(gradient: str) -> str:
-    """The backward instruction that leaves what a weight gradient is computed from."""
+    """The backward instruction that saves the operands of a weight gradient."""
     return str(replace(parse_operator(gradient), weight="", phase=BACKWARD))
 
 
 def gradients_of_pass(layers: Sequence[int], model: ModelDescription, holds_head: bool) -> tuple[str, ...]:
-    """All weight gradients of a chunk that can be computed apart, in the order of its backward pass.
+    """All weight gradients of a chunk that can be separate operators, in the order of its backward pass.
 
     Args:
         layers, holds_head: as in `default_slots`.
@@ -121,14 +121,14 @@ def gradients_of_pass(layers: Sequence[int], model: ModelDescription, holds_head
 def default_slots(
     layers: Sequence[int], model: ModelDescription, exchanges: bool, holds_head: bool
 ) -> dict[int, dict[str, tuple[str, ...]]]:
-    """Program order: each weight gradient under the next backward exchange of its chunk; what has none stays inside.
+    """Program order: each weight gradient runs under the next backward all-to-all of its chunk; without one it is not deferred.
 
     Args:
         layers: of one chunk.
         exchanges: whether tokens leave the rank.
-        holds_head: whether the chunk ends in the head, and the head has a weight of its own.
+        holds_head: whether the chunk ends in the head, and the head's weight is not tied to the chunk's embedding.
     Returns:
-        Layer -> backward exchange -> weight gradients.
+        Layer -> backward all-to-all -> weight gradients.
     """
     slots: dict[int, dict[str, tuple[str, ...]]] = {}
     waiting = [gradient_name(HEAD_LOSS, "output")] if holds_head else []
@@ -140,31 +140,31 @@ def default_slots(
             elif waiting:
                 slots.setdefault(layer, {})[layer_operator(layer, part, BACKWARD)] = tuple(waiting)
                 waiting = []
-    # What still waits has no later all-to-all in its chunk and stays whole inside its backward pass.
+    # No later all-to-all in the chunk: the remaining weight gradients stay inside their backward operators.
     return slots
 
 
 def _names(part: OperatorKind, layer: int, model: ModelDescription) -> list[str]:
-    # The backward pass meets the products of an operator from the last to the first.
+    # The backward pass runs the products of an operator from the last to the first.
     return [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]
 
 
 def sends_of(plan: Plan, index: int) -> tuple[str, ...]:
-    """By chunk of a stage, the transfer of its input's gradient; the empty string where the model begins."""
+    """For each chunk of a stage, the send of its input's gradient; the empty string for the first chunk of the model."""
     stages = len(plan.stages)
     name = boundary_operator(OperatorKind.SEND, (index - 1) % stages, index, backward=True)
-    # Interleaved 1F1B joins the first stage to the last: only chunk 0 of the embedding stage has nothing before it.
+    # Interleaved 1F1B connects the first stage to the last: only chunk 0 of the embedding stage has no predecessor.
     begins = index == plan.embedding_stage
     return tuple("" if begins and chunk == 0 else name for chunk in range(len(plan.stages[index].chunks)))
 
 
 def is_send(slot: OperatorId) -> bool:
-    """Whether a slot is the transfer of an input's gradient."""
+    """Whether a slot is the send of an input's gradient."""
     return slot.kind is OperatorKind.SEND and slot.phase is BACKWARD
 
 
 def behind_send(overlap: StageOverlap, layers: Sequence[int]) -> tuple[str, ...]:
-    """Weight gradients behind the transfer of a chunk, in order.
+    """Weight gradients in the slot of a chunk's send, in order.
 
     Args:
         layers: of the chunk.
@@ -180,7 +180,7 @@ def behind_send(overlap: StageOverlap, layers: Sequence[int]) -> tuple[str, ...]
 
 
 def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
-    """A list in which what the next pass receives is asked for before what waits behind a send, not after it."""
+    """The list with the receives of the next pass moved before the weight gradients of a send slot."""
     waiting: list[Draft] = []
     is_behind_send = False
     for draft in drafts:
@@ -188,9 +188,8 @@ def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
             waiting.append(draft)
             continue
         if not draft.receives:
-            # A receive is posted where it stands in the list, and its peer's send waits for that: deferred gradients in
-            # front of it would hold up the other stage. Communications keep their order among themselves, so that every
-            # send still meets the same receive.
+            # A receive is posted at its place in the list, and the peer's send waits for it: weight gradients before it
+            # would delay the other stage. Communications keep their relative order, so every send meets the same receive.
             yield from waiting
             waiting = []
         is_behind_send = draft.kind == "point-to-point"
@@ -199,13 +198,13 @@ def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
 
 
 def within_bound(drafts: Sequence[Draft], plan: Plan, stage: StagePlan, model: ModelDescription) -> Iterator[Draft]:
-    """A list in which the weight gradients that wait never hold more than the plan's `max_deferred_bytes`.
+    """The list with weight gradients computed early where the deferred ones would exceed the plan's `max_deferred_bytes`.
 
-    1. A backward operator leaves the operands of its products; the product that its backward pass meets first comes first.
-    2. A gradient waits for its slot if all that wait then stay within the bound.
-    3. Otherwise it is computed right behind the operator, behind those of its name that wait: sums over partitions keep their
-       order, and stay bitwise equal.
-    4. Its slot computes the partitions that are left; where none is left, the instruction is gone.
+    1. A backward operator saves the operands of its products, in the order in which its backward pass runs them.
+    2. A weight gradient is deferred to its slot if all deferred ones then fit the bound.
+    3. Otherwise it is computed right after the operator, together with the deferred partitions of the same name: sums over
+       partitions keep their order and stay bitwise equal.
+    4. The slot computes the remaining partitions; without any, its instruction is dropped.
     """
     bound = stage.overlap.max_deferred_bytes
     saved = {buffer: parse_buffer(buffer) for draft in drafts for buffer in draft.writes}
@@ -215,17 +214,17 @@ def within_bound(drafts: Sequence[Draft], plan: Plan, stage: StagePlan, model: M
     held = 0
     for draft in drafts:
         if draft.kind == "weight-gradient":  # 4
-            left = [buffer for buffer in draft.reads if buffer in waiting]
-            if left:
-                yield _computing(draft, left)
-            held -= sum(waiting.pop(buffer) for buffer in left)
+            uncomputed = [buffer for buffer in draft.reads if buffer in waiting]
+            if uncomputed:
+                yield _computing(draft, uncomputed)
+            held -= sum(waiting.pop(buffer) for buffer in uncomputed)
             continue
         yield draft
         operands = [buffer for buffer in draft.writes if buffer in saved]
         for buffer in sorted(operands, key=lambda buffer: _place_in_forward(saved[buffer]), reverse=True):  # 1
             gradient = saved[buffer].gradient
-            whole = deferred_bytes(gradient, plan, stage, model)
-            waiting[buffer] = -(-whole // partitions[gradient, saved[buffer].micro_batch])
+            gradient_bytes = deferred_bytes(gradient, plan, stage, model)
+            waiting[buffer] = -(-gradient_bytes // partitions[gradient, saved[buffer].micro_batch])
             held += waiting[buffer]
             if held <= bound:  # 2
                 continue
@@ -248,16 +247,16 @@ def _place_in_forward(saved: BufferId) -> int:
 
 
 def early_gradients(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Weight gradients that a list computes right behind the operator that left their operands, and not in their slot.
+    """Weight gradients that a list computes right after the operator that saved their operands, instead of in their slot.
 
-    Partitions of a gradient that waited are computed with it. Reductions of gradients among the passes are no operators.
+    Includes deferred partitions of such a gradient. Reductions of gradients between the two instructions are ignored.
     """
     early: list[Instruction] = []
-    left: set[OperatorId] = set()
+    saved: set[OperatorId] = set()
     for instruction in instructions:
         if instruction.kind == "weight-gradient":
-            early += [instruction] if instruction.operator in left else []
+            early += [instruction] if instruction.operator in saved else []
         elif not instruction.operator.is_bucket:
             buffers = map(parse_buffer, instruction.writes)
-            left = {buffer.gradient for buffer in buffers if buffer.role is BufferRole.SAVED}
+            saved = {buffer.gradient for buffer in buffers if buffer.role is BufferRole.SAVED}
     return early

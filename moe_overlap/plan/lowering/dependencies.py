@@ -1,30 +1,31 @@
-"""Dependencies of instructions: what buffers demand, what the order of starting demands, and the race check.
+"""Dependencies of instructions: through buffers and through the order in which a runner starts them; and the race check.
 
-Contract. `ListBuilder` gives every draft its id and what its buffers make it wait for; `in_issue_order` adds the waits of the
-runner that will follow the list; `last_uses` says how long each buffer must be kept; `check_races` accepts a list only if
-instructions that touch one buffer on different channels are ordered.
+Contract. `ListBuilder` gives every draft its id and the dependencies of its buffers; `in_issue_order` adds the waits of the
+runner that executes the list; `last_uses` returns the last use of each buffer; `check_races` accepts a list only if instructions
+that access one buffer on different channels are ordered.
 
-Issue order. Buffers say what must have been computed; they do not say when a host gets round to starting something. A list names
-the waits of its runner, so that whoever simulates or checks the list sees what will be executed.
-- The executor (stages that overlap by their own lists) goes through its list from top to bottom. A communication starts behind
-  the computation that stands before it: a receive is not posted earlier, and nothing is sent to a stage that has not posted it.
-  Where starting a communication waits for another one, as a dispatch waits for its counts, later computation waits, too.
-  The norm waits for what was sent: all ranks meet there, behind all that they receive, so that this wait costs nothing.
-- Where a device queues what the host gives it (`host_runs_ahead`), starting a communication holds nothing up, and it starts as
-  soon as its buffers allow. The host itself waits for counts of rows alone, and issues nothing while it does.
-- megatron-core's 1F1B schedule waits for its transfers: a transfer starts behind all computation before it, and computation
-  behind all transfers before it.
-- megatron-core's interleaved schedule and the resharding of unlike stages run transfers beside computation: nothing is added but
-  that megatron-core recomputes inside a backward pass, behind the gradient that it receives.
-- megatron-core's MoE layer waits for its all-to-alls in the same way, so that shared experts hide none of them; what a flag hides
-  (--moe-shared-expert-overlap) is a matter of prices.
+Issue order. Buffers determine data dependencies, but not when the host starts an instruction. The list also contains the waits of
+its runner, so a simulator or a checker sees the order that is executed.
+- The executor (plans that follow lists) issues its list from top to bottom. A communication starts after the computation listed
+  before it: a receive is not posted earlier, and a send starts only after its receive is posted. If the start of a communication
+  waits for another one, as a dispatch waits for its counts, later computation waits as well. The norm waits for all sends: all
+  ranks meet there, after all their receives, so this wait is free.
+- If the device queues the host's launches (`host_runs_ahead`), a communication starts as soon as its buffers allow and delays
+  nothing. The host only waits for counts of rows, and issues nothing meanwhile.
+- megatron-core's 1F1B schedule waits for its transfers: a transfer starts after all computation listed before it, and computation
+  after all transfers listed before it.
+- megatron-core's interleaved schedule and the resharding of unlike stages run transfers concurrently with computation. The only
+  added wait: megatron-core recomputes inside a backward pass, after it has received the gradient.
+- megatron-core's MoE layer waits for its all-to-alls in the same way, so shared experts hide none of them; the cost model
+  accounts for --moe-shared-expert-overlap.
 
-Races. `i` happens before `j` where a path leads from i to j over `after` and over the order of a channel (an earlier instruction
-of a channel finishes before a later one starts). Two accesses of a buffer, at least one of them writing, race unless one happens
-before the other. Each instruction carries a vector clock: per channel, how many of its instructions have finished when it starts.
+Races. `i` happens before `j` if a path leads from i to j over `after` and over the order of a channel (an instruction of a
+channel finishes before the next one starts). Two accesses of a buffer, at least one of them a write, race unless one happens
+before the other. Each instruction has a vector clock: for each channel, how many of its instructions have finished when it
+starts.
 1. The clock is the maximum over the predecessor on the channel and everything in `after`, each counted as finished.
-2. A read must know the last write of its buffer; a write the last write and, per channel, the last read since.
-3. Older accesses need no look: the accesses of step 2 already know them.
+2. A read must be ordered after the last write of its buffer; a write after the last write and, per channel, the last read since.
+3. Older accesses need no check: those of step 2 are ordered after them.
 Time: instructions × (dependencies + buffers) × channels.
 """
 
@@ -51,7 +52,7 @@ COMMUNICATION = ("collective", "point-to-point")
 
 
 def in_issue_order(plan: Plan, instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The list of one rank with the waits of the runner that will follow it."""
+    """The list of one rank with the waits of its runner."""
     if plan.follows_lists:
         return queued_one_by_one(instructions) if plan.host_runs_ahead else issued_one_by_one(instructions)
     groups = (EXPERT, PIPELINE) if plan.pipeline_schedule == "1f1b" else (EXPERT,)
@@ -59,7 +60,7 @@ def in_issue_order(plan: Plan, instructions: Sequence[Instruction]) -> tuple[Ins
 
 
 def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The waits of the executor, which starts one instruction after the other."""
+    """The list with the waits of the executor, whose host starts one instruction after the other."""
     waits = _Waits()
     communications = {i.id for i in instructions if i.kind in COMMUNICATION}
     last_computation: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
     for instruction in instructions:
         before: set[int] = set()
         if instruction.channel == COMPUTE:
-            # While the host waits to start a communication it starts nothing else: the next computation waits as well.
+            # A host that waits to start a communication starts nothing else: the next computation waits as well.
             before, waited_for, last_computation = waited_for, set(), (instruction.id,)
         elif instruction.kind in COMMUNICATION:
             before = set(last_computation)
@@ -82,10 +83,10 @@ def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
 
 
 def queued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The waits of the executor where a device queues what the host gives it.
+    """The list with the waits of the executor on a device that queues the host's launches.
 
-    Nothing holds the host up but numbers that it must read, the counts of rows: what stands behind their reader in the list is
-    not issued before they are there, on whichever channel.
+    The host only waits for counts of rows. Instructions after a reader of counts are not issued before these counts have
+    arrived, on any channel.
     """
     waits = _Waits()
     counted: dict[str, int] = {}
@@ -93,7 +94,7 @@ def queued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
     last_sends: dict[str, int] = {}
     for instruction in instructions:
         if reads_counts(instruction.reads):
-            # The latest stands for all before it, since counts have a channel that runs in order.
+            # The latest implies all earlier ones, since counts have their own channel, which runs in order.
             read = (counted[name] for name in instruction.reads if name in counted)
             last_read = (max((*last_read, *read)),)
         before = {*last_read}
@@ -108,23 +109,23 @@ def queued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
 
 
 def recomputed_behind_gradients(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The waits of autograd's recomputation, which begins when the gradient of a pass has come."""
+    """The list with the waits of autograd's recomputation, which begins after the gradient of a pass has arrived."""
     waits = _Waits()
     received: dict[tuple[int | None, int | None], int] = {}
     for instruction in instructions:
-        operator, of_pass = instruction.operator, (instruction.chunk, instruction.micro_batch)
+        operator, pass_key = instruction.operator, (instruction.chunk, instruction.micro_batch)
         if operator.kind is OperatorKind.RECEIVE and operator.phase == BACKWARD:
-            received[of_pass] = instruction.id
-        is_again = operator.phase == RECOMPUTE and of_pass in received
-        waits.append(instruction, {received[of_pass]} if is_again else ())
+            received[pass_key] = instruction.id
+        waits_for_gradient = operator.phase == RECOMPUTE and pass_key in received
+        waits.append(instruction, {received[pass_key]} if waits_for_gradient else ())
     return tuple(waits.ordered)
 
 
 def waiting_for(instructions: Sequence[Instruction], blocks: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:
-    """The waits of a runner some of whose communication never runs at the same time as computation.
+    """The list with the waits of a runner that never overlaps some communication with computation.
 
     Args:
-        blocks: whether an instruction is such communication.
+        blocks: whether an instruction is such a communication.
     """
     waits = _Waits()
     last_computation: tuple[int, ...] = ()
@@ -132,7 +133,7 @@ def waiting_for(instructions: Sequence[Instruction], blocks: Callable[[Instructi
     for instruction in instructions:
         before: tuple[int, ...] = ()
         if blocks(instruction):
-            # The last computation stands for all before it, since a channel runs in order.
+            # The last computation implies all earlier ones, since a channel runs in order.
             before, under_way = last_computation, (*under_way, instruction.id)
         elif instruction.channel == COMPUTE:
             before, last_computation, under_way = under_way, (instruction.id,), ()
@@ -141,10 +142,10 @@ def waiting_for(instructions: Sequence[Instruction], blocks: Callable[[Instructi
 
 
 class _Waits:
-    """Adds waits to a list from its top to its bottom, and leaves out those that already hold.
+    """Adds waits to a list from top to bottom, without those that other waits already imply.
 
-    A clock per instruction says how far each channel must have come when it starts: behind what it waits for, and behind
-    what stands before it on its channel.
+    Each instruction has a vector clock: how far each channel has progressed when the instruction starts, through its waits and
+    its predecessor on its channel.
     """
 
     def __init__(self) -> None:
@@ -154,7 +155,7 @@ class _Waits:
         self._last_on: dict[str, int] = {}
 
     def append(self, instruction: Instruction, before: Iterable[int]) -> None:
-        """Append an instruction that starts behind `before`, too."""
+        """Append an instruction that additionally waits for the ids in `before`."""
         clock: dict[str, int] = {}
         if instruction.channel in self._last_on:
             self._advance(clock, self._last_on[instruction.channel])
@@ -163,7 +164,7 @@ class _Waits:
         added = []
         # The latest first: it often implies the earlier ones.
         for number in sorted(before, reverse=True):
-            # The clock answers by one comparison whether the wait already holds; a search of paths would be quadratic.
+            # One comparison of clocks decides whether the wait is implied; a search for paths would be quadratic.
             channel, place = self._position[number]
             if clock.get(channel, -1) < place:
                 added.append(number)
@@ -179,7 +180,7 @@ class _Waits:
     def _advance(self, clock: dict[str, int], number: int) -> None:
         channel, place = self._position[number]
         if clock.get(channel, -1) >= place:
-            return  # Whatever knows that it has finished knows all that it knew.
+            return  # This wait is implied, and with it all waits of that instruction.
         clock[channel] = place
         for channel, place in self._clocks[number].items():
             if clock.get(channel, -1) < place:
@@ -188,7 +189,7 @@ class _Waits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """An instruction before it has a place in a list; fields as there."""
+    """An instruction without id and dependencies; the fields are those of `Instruction`."""
 
     kind: Kind
     name: str
@@ -204,7 +205,7 @@ class Draft:
 
     @property
     def operator(self) -> OperatorId:
-        """Its name, taken apart."""
+        """The typed form of its name."""
         return parse_operator(self.name, "draft")
 
     @property
@@ -214,7 +215,7 @@ class Draft:
 
 
 def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
-    """The list of one rank of a stage: drafts in issue order, with ids and what each has to wait for."""
+    """The list of one rank of a stage: drafts in issue order, with ids and the dependencies of their buffers."""
     builder = ListBuilder(stage)
     builder.extend(drafts)
     return builder.finish()
@@ -223,8 +224,9 @@ def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
 class ListBuilder:
     """Appends instructions of one rank.
 
-    `after` is what the buffers say: what is read comes after who wrote it, what is written after who wrote or read it.
-    Left out is what another dependency implies, and, inside one channel, all but the writers of what is only read.
+    `after` follows from the buffers: a read waits for the last writer, a write for the last writer and the readers since. Implied
+    dependencies are left out. So are those on the same channel, except from a reader on the writer of a buffer that it only
+    reads.
     """
 
     def __init__(self, stage: int) -> None:
@@ -237,10 +239,10 @@ class ListBuilder:
         """Append one instruction.
 
         Args:
-            draft: what it does; an instruction of another list leaves its id and its waits behind.
-            after: what it waits for besides what its buffers say.
+            draft: the instruction; id and waits of an instruction from another list are dropped.
+            after: ids of additional dependencies.
         Returns:
-            Its id, which is its place.
+            Its id, which is its index in the list.
         """
         instruction = Instruction(
             id=len(self._list),
@@ -278,63 +280,64 @@ class ListBuilder:
     def _dependencies(
         self, channel: str, reads: tuple[str, ...], writes: tuple[str, ...], after: Iterable[int]
     ) -> tuple[int, ...]:
-        found: set[int] = set(after)
+        numbers: set[int] = set(after)
         for buffer in reads:
-            # What is also written is an accumulation: the loop over the writes finds its last writer, too.
+            # A buffer that is also written is accumulated: the loop over the writes adds its last writer.
             if buffer in self._writer and buffer not in writes:
-                found.add(self._writer[buffer])
+                numbers.add(self._writer[buffer])
         for buffer in writes:
             touched = [*self._readers.get(buffer, ()), *([self._writer[buffer]] if buffer in self._writer else [])]
-            # Accesses on the same channel are ordered by it. Explicit edges
-            # would chain a gradient sum's additions of all micro-batches.
-            found.update(number for number in touched if self._list[number].channel != channel)
-        return self._without_implied(self._last_of_each_channel(found, channel))
+            # Accesses on the same channel are ordered anyway. Explicit edges
+            # would chain the additions of all micro-batches to a gradient sum.
+            numbers.update(number for number in touched if self._list[number].channel != channel)
+        return self._without_implied(self._last_of_each_channel(numbers, channel))
 
-    def _last_of_each_channel(self, found: set[int], channel: str) -> set[int]:
-        """The last dependency on each other channel is enough: that channel runs in order."""
+    def _last_of_each_channel(self, numbers: set[int], channel: str) -> set[int]:
+        """Keep only the last dependency on every other channel: channels run in order."""
         last: dict[str, int] = {}
-        for number in sorted(found):
+        for number in sorted(numbers):
             last[self._list[number].channel] = number
-        return {n for n in found if self._list[n].channel == channel or last[self._list[n].channel] == n}
+        return {n for n in numbers if self._list[n].channel == channel or last[self._list[n].channel] == n}
 
-    def _without_implied(self, found: set[int]) -> tuple[int, ...]:
-        """Leave out what a later dependency reaches over its own `after`."""
-        if len(found) < 2:
-            return tuple(found)
-        # Dependencies point backwards only: below the lowest candidate no path leads to another one, which bounds the walk.
-        lowest = min(found)
+    def _without_implied(self, numbers: set[int]) -> tuple[int, ...]:
+        """Drop dependencies that another one reaches over `after`."""
+        if len(numbers) < 2:
+            return tuple(numbers)
+        # Dependencies only point to lower ids, so the search can stop at the lowest candidate.
+        lowest = min(numbers)
         reached: set[int] = set()
-        waiting = [number for kept in found for number in self._list[kept].after]
+        waiting = [number for later in numbers for number in self._list[later].after]
         while waiting:
             number = waiting.pop()
             if number >= lowest and number not in reached:
                 reached.add(number)
                 waiting.extend(self._list[number].after)
-        return tuple(sorted(found - reached))
+        return tuple(sorted(numbers - reached))
 
 
 def last_uses(instructions: Sequence[Instruction]) -> dict[int, tuple[str, ...]]:
-    """Instruction id -> buffers whose content nobody reads after it.
+    """Instruction id -> buffers whose content no later instruction reads.
 
-    A buffer that is written anew before it is read again, as a recomputation does it, is not kept in between.
+    A buffer that is overwritten before it is read again, as by a recomputation, is not needed in between.
     """
     ends: dict[int, tuple[str, ...]] = {}
     needed: set[str] = set()
     for i in reversed(instructions):
         ends[i.id] = tuple(name for name in dict.fromkeys((*i.reads, *i.writes)) if name not in needed)
-        # Writes before reads: an accumulation writes its buffer anew, yet needs what stood there. A piece leaves the others'.
+        # Writes before reads: an accumulation overwrites its buffer but needs the old content. A piece overwrites only its
+        # region.
         needed.difference_update(() if i.region else i.writes)
         needed.update(i.reads)
     return ends
 
 
 INPUTS = frozenset({"tokens", "labels", "gradient", "state", "parameters", "host"})
-"""First words of buffers that are there when a step starts."""
+"""First words of buffers that exist when a step starts."""
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """Accesses so far that a later one can still race with."""
+    """Earlier accesses that a later one can still race with."""
 
     writer: int | None = None
     readers: dict[int, int] = field(default_factory=dict)
@@ -345,10 +348,10 @@ def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = IN
     """Check one rank's list.
 
     Args:
-        inputs: first words of buffers that may be read before anything wrote them.
+        inputs: first words of buffers that exist when the step starts.
     Raises:
-        ScheduleError: an id that stands twice, a dependency on what is not earlier in the list, a buffer read before it
-            was written, or a race; the message shows the lines.
+        ScheduleError: a duplicate id, a dependency that is not earlier in the list, a buffer that is read before it is written,
+            or a race; the message shows the lines.
     """
     places = _places(instructions)
     channels = {name: n for n, name in enumerate(dict.fromkeys(i.channel for i in instructions))}
@@ -358,56 +361,56 @@ def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = IN
     last_on: list[int | None] = [None] * len(channels)
     buffers: dict[str, _Buffer] = {}
 
-    def knows(here: int, earlier: int) -> bool:
-        return clocks[here][channel_of[earlier]] >= position[earlier]
+    def knows(place: int, earlier: int) -> bool:
+        return clocks[place][channel_of[earlier]] >= position[earlier]
 
-    for here, instruction in enumerate(instructions):
-        mine = channel_of[here]
-        previous = last_on[mine]
+    for place, instruction in enumerate(instructions):
+        channel = channel_of[place]
+        previous = last_on[channel]
         # Step 1.
         clock = [0] * len(channels) if previous is None else [*clocks[previous]]
         if previous is not None:
-            clock[mine] = position[previous]
+            clock[channel] = position[previous]
         for number in reversed(instruction.after):
-            place = places[number]
-            # Whatever knows that it has finished knows all that it knew.
-            if clock[channel_of[place]] < position[place]:
-                clock = list(map(max, clock, clocks[place]))
-                clock[channel_of[place]] = position[place]
+            earlier = places[number]
+            # An instruction that starts after `earlier` inherits all that `earlier` itself waited for.
+            if clock[channel_of[earlier]] < position[earlier]:
+                clock = list(map(max, clock, clocks[earlier]))
+                clock[channel_of[earlier]] = position[earlier]
         clocks.append(clock)
         position.append(1 if previous is None else position[previous] + 1)
-        last_on[mine] = here
+        last_on[channel] = place
         for name in instruction.reads:
             buffer = buffers.setdefault(name, _Buffer())
             # Step 2, the last write.
             if buffer.writer is None:
                 if parse_buffer(name).word not in inputs:
-                    raise ScheduleError(f"{name} is read before anything wrote it\n{_marked(instructions, here)}")
-            elif not knows(here, buffer.writer):
-                raise _race(instructions, name, buffer.writer, here)
+                    raise ScheduleError(f"{name} is read before anything wrote it\n{_marked(instructions, place)}")
+            elif not knows(place, buffer.writer):
+                raise _race(instructions, name, buffer.writer, place)
         for name in instruction.writes:
             buffer = buffers.setdefault(name, _Buffer())
             # Step 2, one reader per channel: a channel runs in order, so its last read implies the earlier ones.
             for earlier in (*buffer.readers.values(), *(() if buffer.writer is None else (buffer.writer,))):
-                if not knows(here, earlier):
-                    raise _race(instructions, name, earlier, here)
-            buffer.writer, buffer.readers = here, {}
+                if not knows(place, earlier):
+                    raise _race(instructions, name, earlier, place)
+            buffer.writer, buffer.readers = place, {}
         for name in instruction.reads:
-            # An accumulation counts as the writer alone: who is ordered behind its write is ordered behind its read.
+            # An accumulation counts as the writer only: an access ordered after its write is also ordered after its read.
             if name not in instruction.writes:
-                buffers[name].readers[mine] = here
+                buffers[name].readers[channel] = place
 
 
 def _places(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """Id -> place in the list, once ids and dependencies have been found sound."""
+    """Id -> index in the list; ScheduleError for a duplicate id or a dependency that is not earlier in the list."""
     places: dict[int, int] = {}
-    known = {instruction.id for instruction in instructions}
+    ids = {instruction.id for instruction in instructions}
     for place, instruction in enumerate(instructions):
         if instruction.id in places:
             raise ScheduleError(f"id {instruction.id} stands twice\n{_marked(instructions, place)}")
         for number in instruction.after:
             if number not in places:
-                why = "does not stand before it" if number in known else "does not exist"
+                why = "does not stand before it" if number in ids else "does not exist"
                 raise ScheduleError(f"dependency {number} {why}\n{_marked(instructions, place)}")
         places[instruction.id] = place
     return places
@@ -420,6 +423,6 @@ def _race(instructions: Sequence[Instruction], buffer: str, first: int, second: 
 
 
 def _marked(instructions: Sequence[Instruction], *places: int) -> str:
-    """The lines at these places, with their neighbours, marked."""
+    """The lines at these places, marked, with their neighbours."""
     shown = sorted({n for place in places for n in (place - 1, place, place + 1) if 0 <= n < len(instructions)})
     return "\n".join(f"{'>' if n in places else ' '} {instructions[n]}" for n in shown)

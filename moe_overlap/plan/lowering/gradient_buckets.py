@@ -1,22 +1,22 @@
-"""The end of a step as instructions, and gradients reduced in buckets before it, where no token waits for the link.
+"""The update at the end of a step as instructions, and the reduction of gradients in buckets, in the gaps between all-to-alls.
 
-The update (`lower_update`): gradient reduction, norm, optimizer steps, parameter gathering. It stands in every list
-(`parameters` from ZeRO 1 on), with 0 bytes where the replicas have nothing to send, or gather in the next step
-(weight_gathers.py): gradients that other groups share are completed, and master weights copied, all the same.
+The update (`lower_update`): gradient reduction, norm, optimizer steps, gather of parameters. It ends every list (`parameters`
+from ZeRO 1 on). Its collectives have 0 bytes if there are no replicas, or if weights are gathered in the next step
+(weight_gathers.py): they still complete gradients that other groups share, and copy master weights.
 
-Buckets. Terms. A parameter group (`embedding`, `L3`, `head`) is complete behind the last instruction of the step that writes its
-gradient, deferred weight gradients included. An all-to-all is pending from its instruction to the first that waits for it, or for
-a later one: their channel runs in order. A fused kernel is an all-to-all that computes, too: it needs the link for itself. A gap
-is the computation from there, with nothing pending, to the next all-to-all.
+Buckets. Terms. A parameter group (`embedding`, `L3`, `head`) is complete after the last instruction of the step that writes its
+gradient, deferred weight gradients included. An all-to-all is pending until the first instruction that waits for it or for a
+later one: their channel runs in order. A fused kernel counts as an all-to-all that also computes: it needs the link. A gap is the
+computation between two all-to-alls while none is pending.
 
 1. The buckets of complete groups wait in a queue, in order of completion; that order is the same on every rank of the stage.
-2. Each gap takes one bucket at its beginning, so that the bucket travels while the gap computes.
-3. The next all-to-all waits for the bucket: the two never share the link. Whether a bucket is through by then is decided by
-   `gradient_chunk_bytes`: at most what the shortest gap carries.
-4. Behind the last all-to-all, and where no tokens are sent at all, buckets go as soon as they can.
+2. Each gap starts with one bucket, which travels while the gap computes.
+3. The next all-to-all waits for the bucket: the two never share the link. `gradient_chunk_bytes` is chosen so that a bucket ends
+   within the shortest gap.
+4. After the last all-to-all, and if no tokens are sent at all, buckets start as soon as their gradients are complete.
 
-Where all-to-alls stay inside a node, buckets cross other links, and waiting for gaps only makes them late: with `reduce_at_once`
-they go as soon as they can everywhere.
+If all-to-alls stay inside a node, buckets use other links and waiting for gaps only delays them: with `reduce_at_once` all
+buckets start as soon as their gradients are complete.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ NORM_BUFFER = "norm"
 
 
 def optimizer_parts(plan: Plan, stage_index: int, model: ModelDescription) -> tuple[str, ...]:
-    """The parameter groups that the optimizer of a stage steps, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
+    """The parameter groups that the optimizer of a stage updates, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
 
-    The stage of the prediction layers has the word embedding or a copy of it.
+    The stage of the prediction layers holds the word embedding or a copy of it.
     """
     parts = [f"L{layer}" for layer in plan.stages[stage_index].layers]
     if stage_index in (plan.embedding_stage, plan.mtp_stage):
@@ -60,7 +60,7 @@ def is_replicated(stage: StagePlan) -> bool:
 
 
 def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
-    """Everything after the last backward pass; buckets of gradients stand among the passes already (`fill_gaps`)."""
+    """All instructions after the last backward pass; buckets of gradients are placed between the passes (`fill_gaps`)."""
     stage = plan.stages[stage_index]
     parts = optimizer_parts(plan, stage_index, model)
     sizes = {part: payload.part_size(part, plan, stage, model) for part in parts}
@@ -69,7 +69,7 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
     in_buckets = stage.overlap.gradient_chunk_bytes > 0
     sent = 0 if in_buckets else sum(sizes.values(), PartSize(0, 0)).reduction_bytes(stage)
     yield Draft(kind=kind, name=str(OperatorKind.GRADIENTS), channel=channel, reads=totals, writes=totals, bytes=sent)
-    # Clipping scales by the norm over all ranks: no parameter group may step before it is known.
+    # Clipping scales by the norm over all ranks, so no parameter group can step earlier.
     yield norm_of(plan, totals)
     for part in parts:
         reads = (f"gradient.{part}", f"state.{part}", NORM_BUFFER)
@@ -80,7 +80,7 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
             writes=(f"parameters.{part}", f"state.{part}"),
         )
     if stage.zero_level > 0:
-        # ZeRO: each replica has updated its own shard of the weights only.
+        # ZeRO: each replica has updated only its shard of the weights.
         shards = tuple(f"parameters.{part}" for part in parts)
         gathers = 0 if stage.overlap.overlap_param_gather else 1
         sent = gathers * sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
@@ -89,7 +89,7 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
 
 
 def _meeting(plan: Plan) -> tuple[Kind, str]:
-    """Kind and channel of an instruction in which ranks meet; a rank alone computes it."""
+    """Kind and channel of a collective over replicas; with a single rank it is a computation."""
     return ("compute", COMPUTE) if plan.world_size == 1 else ("collective", DATA_CHANNEL)
 
 
@@ -114,7 +114,7 @@ class Bucket:
 
 
 def buckets_by_group(plan: Plan, stage_index: int, model: ModelDescription) -> dict[str, list[Bucket]]:
-    """Parameter group -> its buckets; nothing where the plan reduces at the end."""
+    """Parameter group -> its buckets; empty if the plan reduces gradients at the end of the step."""
     stage = plan.stages[stage_index]
     if stage.overlap.gradient_chunk_bytes == 0 or not is_replicated(stage):
         return {}
@@ -126,7 +126,7 @@ def buckets_of(part: str, size: PartSize, stage: StagePlan) -> list[Bucket]:
     """Equal buckets of a parameter group, none of more than `gradient_chunk_bytes`."""
     count = -(-size.replicated_bytes(stage) // stage.overlap.gradient_chunk_bytes)
     sent = size.reduction_bytes(stage)
-    # Differences of rounded prefixes: the bytes of the buckets add up to exactly those of the group.
+    # Differences of rounded prefixes: the bytes of the buckets add up exactly to those of the group.
     return [Bucket(part, n, sent * (n + 1) // count - sent * n // count) for n in range(count)]
 
 
@@ -148,14 +148,14 @@ def fill_gaps(passes: Sequence[Instruction], buckets: Mapping[str, Sequence[Buck
         ended = [places[number] for number in link.ended_by(i)]
         is_exchange = _is_exchange(i)
         if ended and not link.pending and i.channel == COMPUTE and not is_exchange:
-            # Steps 2 and 4: a gap has room for one bucket; behind the last all-to-all
-            # nothing is left that a bucket could delay. The bucket waits for the all-to-alls
-            # that have just ended: its buffers alone would let it start beside them.
+            # Steps 2 and 4: a gap has room for one bucket; after the last all-to-all a bucket can
+            # delay nothing. The bucket waits explicitly for the all-to-alls that have just ended:
+            # its buffers would allow it to start earlier.
             free = len(waiting) if i.id > last_exchange else 1
             travelling += [_reduce(waiting.popleft(), ended, to) for _ in range(min(free, len(waiting)))]
         # Step 3. Counts travel over the same link as rows.
         shares_link = is_exchange or i.channel == COUNT_CHANNEL
-        # Buckets shift the ids: the builder derives the waits anew from the buffers.
+        # Buckets shift the ids, so the builder derives the waits from the buffers again.
         places[i.id] = to.append(i, travelling if shares_link else ())
         if is_exchange:
             link.pending.append(i.id)
@@ -165,12 +165,12 @@ def fill_gaps(passes: Sequence[Instruction], buckets: Mapping[str, Sequence[Buck
         while waiting and not link.pending and i.id > last_exchange:
             _reduce(waiting.popleft(), (), to)
     for bucket in waiting:
-        # Passes that end in an all-to-all nobody has waited for: it still holds the link.
+        # The passes end in an all-to-all that is still pending: the buckets wait for the link.
         _reduce(bucket, [places[number] for number in link.pending], to)
 
 
 def reduce_at_once(passes: Sequence[Instruction], buckets: Mapping[str, Sequence[Bucket]], to: ListBuilder) -> None:
-    """Write passes into a list, and each bucket behind what completes its gradients, whatever the all-to-alls do meanwhile."""
+    """Write passes into a list, and each bucket right after the instruction that completes its gradients."""
     completes = _completions(passes, buckets)
     for i in passes:
         to.append(i)
@@ -180,29 +180,29 @@ def reduce_at_once(passes: Sequence[Instruction], buckets: Mapping[str, Sequence
 
 
 def gaps(passes: Sequence[Instruction]) -> list[list[Instruction]]:
-    """The computation of each gap, in order; the last one has no all-to-all behind it."""
-    found: list[list[Instruction]] = []
+    """The computation of each gap, in order; no all-to-all follows the last one."""
+    gaps_of_passes: list[list[Instruction]] = []
     link = _Link()
     for i in passes:
         is_exchange = _is_exchange(i)
         if link.ended_by(i) and not link.pending and i.channel == COMPUTE and not is_exchange:
-            found.append([])
+            gaps_of_passes.append([])
         if is_exchange:
             link.pending.append(i.id)
-        elif found and not link.pending and i.channel == COMPUTE:
-            found[-1].append(i)
-    return found
+        elif gaps_of_passes and not link.pending and i.channel == COMPUTE:
+            gaps_of_passes[-1].append(i)
+    return gaps_of_passes
 
 
 class _Link:
-    """All-to-alls that nobody has waited for so far, in order of their start."""
+    """The pending all-to-alls, in order of their start."""
 
     def __init__(self) -> None:
         self.pending: list[int] = []
 
     def ended_by(self, i: Instruction) -> list[int]:
-        """Those that have finished when `i` starts; they are pending no more."""
-        # Their channel runs in order: who waits for one has waited for all before it.
+        """The pending all-to-alls that have finished when `i` starts; they are removed."""
+        # Their channel runs in order: a wait for one implies all before it.
         waited_for = max((number for number in i.after if number in self.pending), default=-1)
         ended = [number for number in self.pending if number <= waited_for]
         self.pending = [number for number in self.pending if number > waited_for]
@@ -210,13 +210,13 @@ class _Link:
 
 
 def _is_exchange(i: Instruction) -> bool:
-    """Whether tokens travel while it runs."""
-    # Computation that sends bytes is a fused kernel.
+    """Whether it sends tokens: an all-to-all or a fused kernel."""
+    # Only fused kernels compute and send bytes.
     return i.channel == EXPERT_CHANNEL or (i.channel == COMPUTE and i.bytes > 0)
 
 
 def _completions(passes: Sequence[Instruction], parts: Iterable[str]) -> dict[int, list[str]]:
-    """Instruction -> parts whose gradient is complete behind it."""
+    """Instruction id -> parameter groups whose gradient is complete after it."""
     last = {buffer: i.id for i in passes for buffer in i.writes}
     completes: dict[int, list[str]] = {}
     for part in parts:

@@ -1,22 +1,23 @@
-"""Orders in which work of one rank computes while other work communicates.
+"""Orders in which some work of a rank computes while other work communicates.
 
-Partitions of one micro-batch (`stage_major`). A pipeline is a run of neighbouring operators that are cut into the same number of
+Partitions of one micro-batch (`stage_major`). A pipeline is a run of consecutive operators that are cut into the same number of
 partitions; it crosses layers without a barrier. A stage of it is a maximal run of computation with the communication that
-follows. Stage after stage; inside a stage partition after partition, each with its computation, then its communication: while
-partition i communicates, partition i+1 computes. Source: Lancet, section 5.3 and figure 9.
+follows. Stages run one after the other; within a stage, partitions run one after the other, each with its computation and then
+its communication: while partition i communicates, partition i+1 computes. Source: Lancet, section 5.3 and figure 9.
 
-Two micro-batches (`interleave`): the backward pass of one and the forward pass of another, which do not depend on each other. A
-turn of a pass is a run of computation with the all-to-alls that follow it; the weight gradients behind an all-to-all or a
-transfer are its filling. The backward pass takes a turn, then the forward pass, then the filling of the former, and so on: behind
-a backward all-to-all there is the forward turn and the filling, behind a forward one the filling and the next backward turn.
-Where one pass has more turns, they are spread evenly over those of the other. The forward pass asks at once for what it receives
-from the stage before. It sends before the last backward turn where it can: the next stage waits for that. The plan may ask for
-the send behind that turn (`StageOverlap.sends_late`), as the turn hides all-to-alls that are longer than the filling in front of
-it. In an interleaved pipeline both passes may be of one chunk or of two. This goes beyond Lancet, which looks at one micro-batch
-at a time.
+Two micro-batches (`interleave`): the backward pass of one and the forward pass of another are independent. A turn of a pass is a
+run of computation with the all-to-alls that follow it; the weight gradients after an all-to-all or a transfer are its filling.
+The order is: a backward turn, a forward turn, the filling of the backward turn, and so on. So the forward turn and the filling
+hide a backward all-to-all; the filling and the next backward turn hide a forward all-to-all. If one pass has more turns, they are
+spread evenly over those of the other.
+- The forward pass posts its receives from the previous stage first.
+- It sends before the last backward turn if it can, because the next stage waits for it. With `StageOverlap.sends_late` it sends
+  after that turn, which hides all-to-alls that are longer than the filling before it.
+- In an interleaved pipeline the two passes may be of one model chunk or of two.
+This goes beyond Lancet, which considers one micro-batch at a time.
 
-Where the host runs ahead of the device (`counts_read_late`), a dispatch moves behind the computation that follows it: the host
-must read the counts of its rows, and while it waits for them the device computes what has been queued before.
+If the host runs ahead of the device (`counts_read_late`), a dispatch moves after the computation that follows it: the host must
+read the counts of the dispatched rows, and while it waits the device executes the computation queued before.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The share of a micro-batch that an instruction handles: partition `index` of `count`."""
+    """The partition of a micro-batch that an instruction processes: number `index` of `count`."""
 
     index: int = 0
     count: int = 1
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """The partition that stands in an instruction; empty for the whole."""
+        """The `partition` field of an instruction; empty if it is not cut."""
         return (self.index,) if self.count > 1 else ()
 
 
@@ -51,12 +52,12 @@ WHOLE = Part()
 def stage_major(
     operators: Sequence[T], partitions_of: Callable[[T], int], communicates: Callable[[T], bool], last_first: bool
 ) -> Iterator[tuple[T, Part]]:
-    """Every operator once per partition, in the order above; operators that are not cut stay where they are.
+    """Every operator once per partition, in the order of the module docstring; operators that are not cut keep their place.
 
     Args:
         operators: in the order of one partition.
-        partitions_of: 1 where an operator is not cut.
-        last_first: partitions in descending order, as a backward pass runs them.
+        partitions_of: number of partitions of an operator; 1: not cut.
+        last_first: partitions in descending order, for backward passes.
     """
     for count, members in groupby(operators, partitions_of):
         order = range(count)[:: -1 if last_first else 1]
@@ -75,11 +76,11 @@ def _stages(operators: Iterable[T], communicates: Callable[[T], bool]) -> list[l
 
 
 class CutBuffers:
-    """Records which buffers stand in partitions, and names what an instruction reads and writes accordingly.
+    """Records how each buffer is cut into partitions, and names the buffers of instructions accordingly.
 
-    What an instruction of a partition writes is the buffer of that partition (`a.L0.m0.p1`). What it reads is its own
-    part where the buffer is cut as it is, all parts where it is cut otherwise, the whole where it is not cut; the
-    reader takes its share of them. A whole instruction reads all parts, in ascending order.
+    An instruction of a partition writes the buffer of that partition (`a.L0.m0.p1`). It reads the same partition if the buffer is
+    cut into as many, all partitions if it is cut into another number, the buffer itself if it is not cut, and takes its share of
+    them. An instruction that is not cut reads all partitions, in ascending order.
     """
 
     def __init__(self) -> None:
@@ -88,23 +89,23 @@ class CutBuffers:
     def name(
         self, reads: Sequence[str], writes: Sequence[str], part: Part = WHOLE, into: int = 1
     ) -> tuple[list[str], list[str]]:
-        """The names of one instruction's buffers; what it writes is recorded.
+        """The names of the buffers that one instruction reads and writes; records the partitions of the written ones.
 
         Args:
-            into: parts that a whole instruction leaves what it writes in.
+            into: number of partitions that an instruction which is not cut writes.
         """
         read = [name for buffer in reads for name in self._read(buffer, part)]
         written = []
         for buffer in writes:
-            # What is also read is added to and stays cut as it is. Weight gradients are never cut: all partitions add
-            # to one sum.
+            # A buffer that is also read is accumulated and keeps its partitions. Weight gradients are never cut: all
+            # partitions add to one sum.
             if buffer not in reads and parse_buffer(buffer).role is not BufferRole.GRADIENT:
                 self._parts[buffer] = max(part.count, into)
             written += self._read(buffer, part)
         return read, written
 
     def parts(self, buffer: str) -> tuple[str, ...]:
-        """All names of a buffer."""
+        """The names of all partitions of a buffer."""
         return tuple(self._read(buffer, WHOLE))
 
     def _read(self, buffer: str, part: Part) -> list[str]:
@@ -117,7 +118,7 @@ class CutBuffers:
 
 @dataclass(slots=True)
 class Turn:
-    """Computation, the all-to-alls behind it, and the weight gradients that fill the time of the last of them."""
+    """Computation, the all-to-alls after it, and the weight gradients that hide the last of them (`filling`)."""
 
     work: list[Draft] = field(default_factory=list)
     filling: list[Draft] = field(default_factory=list)
@@ -139,7 +140,7 @@ class Turn:
 
 
 def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
-    """Cut a pass where computation follows an all-to-all."""
+    """Split a pass into turns: a new one begins with each computation after an all-to-all."""
     turns = [Turn()]
     for draft in drafts:
         if draft.kind == "weight-gradient" and turns[-1].communicates:
@@ -152,35 +153,37 @@ def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
 
 
 def interleave(backward: Sequence[Draft], forward: Sequence[Draft], *, sends_late: bool = False) -> Iterator[Draft]:
-    """Two passes of different micro-batches in the order above; each keeps its own."""
-    # A receive is posted where it stands in the list; behind backward turns it would hold up the stage that sends.
+    """Two passes of different micro-batches in the order of the module docstring; each pass keeps its internal order."""
+    # A receive is posted at its place in the list; after backward turns it would delay the sending stage.
     received = list(takewhile(lambda draft: draft.receives, forward))
     yield from received
-    mine = turns_of(backward)
-    theirs = turns_of(forward[len(received) :])
-    # The next stage waits for what the forward pass sends, so that goes before the last backward turn; unless nothing else would
-    # hide the forward pass's last all-to-all, as no weight gradients stand behind the turn before.
-    sends_early = not sends_late and len(mine) > 1 and bool(mine[-2].filling) and theirs[-1].sends
-    ending, spread = (theirs.pop(), len(mine) - 1) if sends_early else (Turn(), len(mine))
-    for number, turn in enumerate(mine):
-        if turn is mine[-1]:
+    backward_turns = turns_of(backward)
+    forward_turns = turns_of(forward[len(received) :])
+    # The next stage waits for the send of the forward pass, so it comes before the last backward turn; unless only that turn can
+    # hide the forward pass's last all-to-all, because the turn before has no filling.
+    sends_early = (
+        not sends_late and len(backward_turns) > 1 and bool(backward_turns[-2].filling) and forward_turns[-1].sends
+    )
+    ending, spread = (forward_turns.pop(), len(backward_turns) - 1) if sends_early else (Turn(), len(backward_turns))
+    for number, turn in enumerate(backward_turns):
+        if turn is backward_turns[-1]:
             yield from ending.work
         yield from turn.work
-        # Rounded prefixes: every forward turn is written once, whichever pass has more turns.
-        first, last = (len(theirs) * min(n, spread) // spread for n in (number, number + 1))
-        for other in theirs[first:last]:
+        # Rounded prefixes write every forward turn exactly once, whichever pass has more turns.
+        first, last = (len(forward_turns) * min(n, spread) // spread for n in (number, number + 1))
+        for other in forward_turns[first:last]:
             yield from other.work
-        # Last, so that the forward turn's own all-to-all is hidden even before the next backward turn begins.
+        # Last, so that the filling also hides the all-to-all of the forward turn.
         yield from turn.filling
 
 
 def counts_read_late(drafts: Iterable[Draft]) -> Iterator[Draft]:
-    """A list in which what needs counts of rows stands behind the computation that follows it, for a host that runs ahead.
+    """The list with every reader of counts moved after the independent computation that follows it, for a host that runs ahead.
 
-    1. A dispatch is held back while computation follows that does not need what it delivers: gate p+1 before dispatch p, the
-       experts of the partition before in front of the last dispatch.
-    2. Counts pass it, too: those of partition p+1 are under way while the host reads those of partition p.
-    3. Any other communication ends this: the order of a channel stays as it is, and with it what meets what on other ranks.
+    1. A dispatch is held back while the computation that follows does not need its rows: gate p+1 runs before dispatch p, and the
+       experts of the second-to-last partition before the last dispatch.
+    2. All-to-alls of counts also overtake it: those of partition p+1 travel while the host reads those of partition p.
+    3. Any other communication releases the dispatch, so channels keep their order, and operations meet as before on all ranks.
     """
     held: Draft | None = None
     for draft in drafts:
@@ -196,7 +199,7 @@ def counts_read_late(drafts: Iterable[Draft]) -> Iterator[Draft]:
 
 
 def _passes(draft: Draft, held: Draft) -> bool:
-    """Whether a draft may run before one that stands in front of it."""
+    """Whether a draft may overtake an earlier one that is held back."""
     is_count = draft.kind == "collective" and any(parse_buffer(name).role is BufferRole.SPLITS for name in draft.writes)
     if not is_count and draft.kind not in ("compute", "weight-gradient"):
         return False

@@ -1,22 +1,21 @@
 """Layers as drafts: the operators of a chunk's layers in program order, with the buffers they read and write.
 
 Contract. `LayerLowering` writes the forward or the backward pass of a chunk of layers for one micro-batch:
-1. `LayerSequence` puts the operators in program order; backward, each layer has what it recomputes in front.
-2. interleave.py runs ranges that are cut into partitions stage-major: one partition communicates while the next computes.
-3. Each operator is given its buffers from two tables (`forward_buffers`, `backward_buffers`); what stands in partitions
-   is named by partition.
-4. Deferred weight gradients stand right behind the backward all-to-all that is their slot.
+1. `LayerSequence` puts the operators in program order; in a backward pass each layer begins with its recomputation.
+2. interleave.py orders ranges that are cut into partitions stage-major: one partition communicates while the next computes.
+3. Two tables (`forward_buffers`, `backward_buffers`) give each operator its buffers; names of cut buffers include the partition.
+4. Deferred weight gradients follow the backward all-to-all of their slot.
 
-Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it; in a
-prediction layer n: `h.mtpn`, behind it `h.mtpn.loss`), `a` follows attention, `rows` are permuted for sending, `counts`
-and `splits` say how many (neither exists with a static capacity), `capacity` hands a gate's state to the next
-partition, `received` and `computed` stand at the experts, `returned` is back, `shared` is the shared expert's output.
-Gradients carry a `d` in front. `gradient.Ln` sums weight gradients over micro-batches; `saved.Ln.part.weight` is what a
-deferred one is computed from.
+Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` is the input of layer n, also across a stage boundary (of prediction
+layer n: `h.mtpn`, its output `h.mtpn.loss`); `a` is the output of attention; `rows` are permuted for sending; `counts` and
+`splits` are their numbers (absent with a static capacity); `capacity` hands a gate's state to the next partition; `received` and
+`computed` are input and output of the experts; `returned` is the output of combine; `shared` that of the shared expert. A leading
+`d` marks gradients. `gradient.Ln` sums weight gradients over micro-batches; `saved.Ln.part.weight` holds the operands of a
+deferred weight gradient.
 
-Fused kernels (COMET, section 3.1) hand over nothing but `inner`, the activated output of the first product, and
-`dinner`, its gradient. The whole matrix between product and all-to-all, which COMET calls the shared tensor, is there
-while its kernel runs (`computed`, `dcomputed`, `dreceived`); `received` is kept with what else a forward pass saves.
+Fused kernels (COMET, section 3.1) pass each other only `inner`, the activated output of the first product, and `dinner`, its
+gradient. The matrix between product and all-to-all, COMET's shared tensor, exists only while its kernel runs (`computed`,
+`dcomputed`, `dreceived`); `received` is kept with the other saved tensors of a forward pass.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ def forward_buffers(n: str, after: str, has_shared: bool, sent: bool, counted: b
 
     Args:
         n: layer, such as `L3`.
-        after: what its output enters.
+        after: the layer, or prediction loss, that reads its output.
         sent: whether tokens leave the rank.
-        counted: whether counts of them leave it first; not with a static capacity.
+        counted: whether counts of rows are sent before the rows; False with a static capacity.
     """
     shared = f"shared.{n}" if has_shared else ""
     splits = f" splits.{n}" if counted else ""
@@ -84,14 +83,14 @@ def forward_buffers(n: str, after: str, has_shared: bool, sent: bool, counted: b
 
 
 def backward_buffers(n: str, after: str, has_shared: bool, sent: bool, total: str) -> dict[str, str]:
-    """Part -> `reads -> writes`; what stands on both sides is added to.
+    """Part -> `reads -> writes`; a buffer on both sides is accumulated.
 
     Args:
-        total: where weight gradients are summed; empty where all of them are deferred.
+        total: the buffer that sums weight gradients; empty if all of them are deferred.
     """
     shared = f"dshared.{n}" if has_shared else ""
     return {
-        # Merge begins the sum `da` with the residual's gradient; shared expert and gate add to it, hence read it, too.
+        # Merge initialises the sum `da` with the residual's gradient; shared expert and gate add to it, so they also read it.
         MERGE: f"dh.{after} -> {'dreturned' if sent else 'dcomputed'}.{n} da.{n} {shared}",
         COMBINE: f"dreturned.{n} -> dcomputed.{n}",
         EXPERTS: f"dcomputed.{n} {total} -> {'dreceived' if sent else 'drows'}.{n} {total}",
@@ -110,7 +109,7 @@ class LayerOperator:
     """An operator of a layer; suffix `backward`, `recompute` or empty.
 
     Attributes:
-        mtp: prediction layer that it stands in; `layer` is then the one whose form that has.
+        mtp: its prediction layer, if any; `layer` is then the layer of the model with the same form.
     """
 
     layer: int
@@ -120,7 +119,7 @@ class LayerOperator:
 
     @property
     def name(self) -> str:
-        """The name that stands in an instruction."""
+        """The name of its instruction."""
         return _name(self.part, None if self.mtp is not None else self.layer, self.mtp, self.suffix)
 
     @property
@@ -130,7 +129,7 @@ class LayerOperator:
 
     @property
     def after(self) -> str:
-        """The place that follows in forward order."""
+        """The next place in forward order."""
         return f"L{self.layer + 1}" if self.mtp is None else f"mtp{self.mtp}.loss"
 
     @property
@@ -150,7 +149,7 @@ class LayerSequence:
 
     Args:
         is_cut: whether a layer's mixture of experts runs in partitions.
-        counts: whether counts of the rows travel before them; not with a static capacity.
+        counts: whether counts of rows are sent before the rows; False with a static capacity.
     """
 
     stage: StagePlan
@@ -176,23 +175,23 @@ class LayerSequence:
         return parts if self.counts else tuple(part for part in parts if part != COUNT)
 
     def forward(self, layers: Sequence[int], suffix: Phase = FORWARD) -> Iterator[LayerOperator]:
-        """Layers forward; suffix `recompute` where the backward pass runs them a second time."""
+        """Operators of layers, forward; with suffix `recompute` those that the backward pass runs again."""
         return (LayerOperator(layer, part, suffix) for layer in layers for part in self.parts(layer))
 
     def backward(self, layers: Sequence[int]) -> Iterator[LayerOperator]:
-        """Layers backward, each with what it recomputes first."""
+        """Operators of layers, backward; each layer begins with its recomputation."""
         for group in recompute_groups(self.stage.recompute, layers):
-            if group.whole:
+            if group.recomputes_all:
                 yield from self.forward(group.layers, RECOMPUTE)
             for layer in reversed(group.layers):
                 yield from self._layer_backward(layer, group.modules)
 
     def prediction(self, depth: int) -> Iterator[LayerOperator]:
-        """The transformer layer inside a prediction layer forward: one like the model's last."""
+        """Operators of the transformer layer inside a prediction layer, forward; it has the form of the model's last layer."""
         return (replace(operator, mtp=depth) for operator in self.forward([self.model.num_layers - 1]))
 
     def prediction_backward(self, depth: int) -> Iterator[LayerOperator]:
-        """The same backward."""
+        """Operators of the transformer layer inside a prediction layer, backward."""
         last, recompute = self.model.num_layers - 1, self.stage.recompute
         operators_of = list(self._layer_backward(last, recompute.modules))
         if recomputes_predictions(recompute):
@@ -201,17 +200,17 @@ class LayerSequence:
 
     def _layer_backward(self, layer: int, modules: tuple[str, ...]) -> Iterator[LayerOperator]:
         for part in self._backward_parts(layer):
-            # Merge is the first backward operator that needs what the mixture of experts saves.
+            # Merge is the first backward operator that reads saved tensors of the mixture of experts.
             if part == MERGE and "moe" in modules:
-                again = (other for other in self.parts(layer) if other != ATTENTION)
-                yield from (LayerOperator(layer, other, RECOMPUTE) for other in again)
-            # As late as possible: what is recomputed is kept no longer than its own backward operator.
+                recomputed = (other for other in self.parts(layer) if other != ATTENTION)
+                yield from (LayerOperator(layer, other, RECOMPUTE) for other in recomputed)
+            # As late as possible, so that recomputed tensors live only until their backward operator.
             if (part == MLP and "mlp" in modules) or (part == SHARED and "shared_experts" in modules):
                 yield LayerOperator(layer, part, RECOMPUTE)
             yield LayerOperator(layer, part, BACKWARD)
 
     def _backward_parts(self, layer: int) -> tuple[OperatorKind, ...]:
-        """In partitions the shared expert runs before the experts backward as it does forward: under an exchange."""
+        """Backward order. With partitions the shared expert moves before the experts, where it hides an all-to-all."""
         moe = self.model.moe_layers[layer]
         parts = list(operators.backward_parts(moe, self.has_shared, self.exchanges, self._is_fused(layer)))
         if SHARED in parts and self.is_cut(layer):
@@ -225,15 +224,20 @@ class LayerSequence:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeGroup:
-    """Layers that run backward together; `whole`: first all of them forward again; `modules`: parts again."""
+    """Layers that run backward together.
+
+    Attributes:
+        recomputes_all: whether all of them first run forward again.
+        modules: the modules that each layer recomputes.
+    """
 
     layers: tuple[int, ...]
-    whole: bool
+    recomputes_all: bool
     modules: tuple[str, ...] = ()
 
 
 def recomputes_predictions(recompute: Recompute) -> bool:
-    """Whether prediction layers are computed a second time, projections included; megatron-core's block method spares them."""
+    """Whether prediction layers are recomputed, projections included; megatron-core's block method does not recompute them."""
     return recompute.granularity == "uniform"
 
 
@@ -243,24 +247,24 @@ def recompute_groups(recompute: Recompute, layers: Sequence[int]) -> list[Recomp
     groups = []
     for first in range(0, len(layers), size):
         members = tuple(layers[first : first + size])
-        # Granularity full is megatron-core's block method: the first layers of a chunk, each by itself.
+        # Granularity full is megatron-core's block method: the first layers of a chunk, one per group.
         chosen = first < recompute.layers
         if recompute.granularity == "uniform" or (recompute.granularity == "full" and chosen):
-            groups.append(RecomputeGroup(members, whole=True))
+            groups.append(RecomputeGroup(members, recomputes_all=True))
         else:
-            groups.append(RecomputeGroup(members, whole=False, modules=recompute.modules if chosen else ()))
+            groups.append(RecomputeGroup(members, recomputes_all=False, modules=recompute.modules if chosen else ()))
     return groups[::-1]
 
 
 EXPERT_CHANNEL, COUNT_CHANNEL = EXPERT, f"{EXPERT}.counts"
-"""Counts travel in a group of their own, beside the rows of other partitions: whoever waits for them waits for no rows."""
+"""Counts have a separate process group and channel, so a wait for counts does not wait for rows of other partitions."""
 
 
 class LayerLowering:
     """Writes the layers of one stage.
 
     Attributes:
-        buffers: what stands in parts so far.
+        buffers: the partitions of the buffers written so far.
     """
 
     def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription) -> None:
@@ -285,7 +289,7 @@ class LayerLowering:
         return self._write(list(self._sequence.forward(layers)), chunk, micro_batch, last_first=False)
 
     def backward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
-        """The layers of a chunk backward, each with what it recomputes first."""
+        """The layers of a chunk backward; each begins with its recomputation."""
         return self._write(list(self._sequence.backward(layers)), chunk, micro_batch, last_first=True)
 
     def prediction(self, depth: int, chunk: int, micro_batch: int) -> Iterator[Draft]:
@@ -293,25 +297,25 @@ class LayerLowering:
         return self._write(list(self._sequence.prediction(depth)), chunk, micro_batch, last_first=False)
 
     def prediction_backward(self, depth: int, chunk: int, micro_batch: int) -> Iterator[Draft]:
-        """The same backward, with what it recomputes first."""
+        """The transformer layer inside a prediction layer backward; it begins with its recomputation."""
         return self._write(list(self._sequence.prediction_backward(depth)), chunk, micro_batch, last_first=True)
 
     def behind_send(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
-        """Weight gradients that wait until a chunk has sent its input's gradient."""
+        """Weight gradients in the slot of a chunk's send."""
         for name in behind_send(self.stage.overlap, layers):
             yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
 
     def deferred(self, part: OperatorKind, layer: int | None = None) -> list[OperatorId]:
-        """Weight gradients of an operator that are instructions of their own."""
-        # The two fused kernels share the name of the experts, and each keeps the weight that is its own.
-        mine = self._deferred.get((named_part(part), layer), [])
-        return [one for one in mine if one.weight in split_weights(part, self._model)]
+        """Weight gradients of an operator that are separate instructions."""
+        # Weight gradients of both fused kernels are named with EXPERTS; each kernel takes those of its own weight.
+        gradients = self._deferred.get((named_part(part), layer), [])
+        return [gradient for gradient in gradients if gradient.weight in split_weights(part, self._model)]
 
     def _write(self, sequence: list[LayerOperator], chunk: int, micro_batch: int, last_first: bool) -> Iterator[Draft]:
         for operator, part in stage_major(sequence, self._count, lambda operator: operator.is_exchange, last_first):
             yield self._operator(operator, part, chunk, micro_batch)
-            # Backward, partition 0 is the last to start its all-to-all: behind it everything the slot needs has run, and the
-            # whole transfer is there to be hidden.
+            # In a backward pass partition 0 starts its all-to-all last. After it, all operands of the slot are saved and no
+            # part of that all-to-all has passed.
             if operator.name in self._slots and part.index == 0:
                 for name in self._slots[operator.name]:
                     yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
@@ -324,8 +328,8 @@ class LayerLowering:
         if operator.part == COUNT:
             sent_bytes = payload.count_bytes(self.stage, self._model)
         else:
-            whole = payload.exchange_bytes(self._plan, self.stage, self._model, part.count)
-            sent_bytes = whole if operator.is_exchange or operator.part in FUSED_KERNELS else 0
+            exchanged_bytes = payload.exchange_bytes(self._plan, self.stage, self._model, part.count)
+            sent_bytes = exchanged_bytes if operator.is_exchange or operator.part in FUSED_KERNELS else 0
         return Draft(
             kind="collective" if operator.is_exchange else "compute",
             name=operator.name,
@@ -339,15 +343,14 @@ class LayerLowering:
         )
 
     def _buffers(self, operator: LayerOperator, part: Part, micro_batch: int) -> tuple[list[str], list[str]]:
-        """Names of what an operator reads and writes."""
+        """Names of the buffers that an operator reads and writes."""
         n, has_shared, sent = operator.layer, self._sequence.has_shared, self._sequence.exchanges
         ends = operator.place, operator.after
         deferred = self.deferred(operator.part, n) if operator.suffix == BACKWARD else []
         if operator.suffix == BACKWARD:
-            # An operator that adds nothing to the sum must not name it: its last writer says when it is complete and
-            # may be reduced.
-            kept = keeps_gradients(operator.part, [gradient.weight for gradient in deferred], self._model)
-            table = backward_buffers(*ends, has_shared, sent, f"gradient.{operator.place}" if kept else "")
+            # Only an operator that adds to the gradient sum lists it: the sum is reduced after its last writer.
+            adds = keeps_gradients(operator.part, [gradient.weight for gradient in deferred], self._model)
+            table = backward_buffers(*ends, has_shared, sent, f"gradient.{operator.place}" if adds else "")
         else:
             table = forward_buffers(*ends, has_shared, sent, self._sequence.counts)
         sides = parse_access(table[operator.part])
@@ -355,14 +358,14 @@ class LayerLowering:
         writes += [saved_for(gradient, micro_batch) for gradient in deferred]
         if operator.part != GATE or operator.suffix == BACKWARD:
             return self.buffers.name(reads, writes, part)
-        # A gate that decides on the whole micro-batch leaves its rows in the parts that travel.
-        travelling = self._partitions.get((n, COUNT), 1)
-        reads, writes = self.buffers.name(reads, writes, part, into=travelling)
-        before, behind = _capacity(operator, part, placed(f"capacity.L{n}", micro_batch))
-        return [*reads, *before], [*writes, *behind]
+        # A gate that needs the whole micro-batch writes its rows in the partitions of the dispatch.
+        partitions = self._partitions.get((n, COUNT), 1)
+        reads, writes = self.buffers.name(reads, writes, part, into=partitions)
+        taken_over, handed_on = _capacity(operator, part, placed(f"capacity.L{n}", micro_batch))
+        return [*reads, *taken_over], [*writes, *handed_on]
 
     def _weight_gradient(self, gradient: OperatorId, chunk: int, micro_batch: int) -> Draft:
-        # One instruction for all partitions; `within_bound` takes out those that may not wait.
+        # One instruction for all partitions; `within_bound` removes those that are computed early.
         saved = self.buffers.parts(saved_for(gradient, micro_batch))
         total = "gradient.head" if gradient.layer is None else f"gradient.L{gradient.layer}"
         return Draft(
@@ -383,7 +386,7 @@ def _channel(operator: LayerOperator) -> str:
 
 
 def _capacity(operator: LayerOperator, part: Part, buffer: str) -> tuple[Iterable[str], Iterable[str]]:
-    """The capacity that a gate takes from the partition before and leaves to the next; recomputed, it finds what it left."""
+    """The capacity buffers that a gate reads from the previous partition and writes for the next; a recomputation writes none."""
     before = [f"{buffer}.p{part.index - 1}"] if part.index > 0 else []
     hands_on = part.index < part.count - 1 and not operator.suffix
     return before, [f"{buffer}.p{part.index}"] if hands_on else []

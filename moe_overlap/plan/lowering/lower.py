@@ -1,12 +1,15 @@
-"""A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
+"""Lowering: from a plan to the static instruction list of one rank. All decisions about execution are made here.
 
-A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Each where the
-plan says so: inside a pass, ranges of operators run in partitions; weight gradients stand under all-to-alls or behind the
-send at its end, and behind their own operator where the bound on held bytes does not let them wait; a backward pass is
-interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between all-to-alls, or beside
-them; weights are gathered under the first passes. With ZeRO 2 and 3 and with offloading every parameter group steps by itself,
-and its collectives and copies stand around the passes. A plan with a field that is not lowered yet is refused with the field's
-name.
+A list consists of the passes in the stage's pipeline order, each with its receives before and its sends after it, and of the
+update. The plan decides whether
+- ranges of operators inside a pass run in partitions (layers.py, interleave.py);
+- weight gradients run under all-to-alls or after the send that ends a pass, or early, within the bound on bytes (deferral.py);
+- a backward pass is interleaved with the forward pass of another micro-batch (interleave.py);
+- gradients are reduced in buckets, between all-to-alls or concurrently with them (gradient_buckets.py);
+- weights are gathered under the first passes (weight_gathers.py);
+- each parameter group is updated separately, with collectives and copies around the passes: ZeRO 2 and 3, offloading
+  (optimizer_state.py).
+A plan with a field that is not lowered yet is refused; the error names the field.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ from moe_overlap.plan.plan import Plan
 
 
 def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
-    """The instruction list of one rank, as it will be executed: free of races, and sure to end together with the other stages'.
+    """The instruction list of one rank, as it will be executed: without races, and without deadlocks with the other stages'
+    lists.
 
     Args, Raises: as `lower_together`.
     """
@@ -52,29 +56,28 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
 
 
 def lower_together(plan: Plan, model: ModelDescription, rank: int) -> dict[int, tuple[Instruction, ...]]:
-    """The lists of a rank and of those that its list meets: of every rank where stages have unlike shapes.
+    """The lists of a rank and of the ranks that it communicates with over stage boundaries: of all ranks with unlike stages.
 
-    Every rank computes the lists of all it meets from the plan: agreement needs no communication.
+    Every rank computes these lists from the plan, so agreeing on them needs no communication.
 
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
-        ScheduleError: a list has a race, or the stages would wait for each other for good (rendezvous.py; residency.py, for
-            devices that queue): our own mistake.
+        ScheduleError: a list has a race or a deadlock (rendezvous.py; residency.py, on GPUs): a bug of this project.
     """
     lists: dict[int, tuple[Instruction, ...]] = {}
     if plan.transfers:
         for index in range(len(plan.stages)):
             lists |= lower_stage(plan, model, index)
     else:
-        # Equal stages: rank i of a stage meets rank i of the next, and the others of a stage do the same.
+        # Equal stages: rank i of a stage communicates with rank i of the next, so one rank per stage represents them all.
         place = plan.stages[plan.stage_of(rank)].devices.ranks.index(rank)
         together = (stage.devices.ranks[place] for stage in plan.stages)
         lists = {other: lower_rank(plan, model, other) for other in together}
     check_rendezvous(lists)
-    # Whatever the plan says of its device: a GPU executes every plan on streams.
+    # For plans of CPUs as well: a GPU executes every plan on streams.
     check_residency(lists)
     return lists
 
@@ -82,7 +85,7 @@ def lower_together(plan: Plan, model: ModelDescription, rank: int) -> dict[int, 
 def lower_stage(
     plan: Plan, model: ModelDescription, index: int, saved_bytes: Mapping[str, int] = MappingProxyType({})
 ) -> dict[int, tuple[Instruction, ...]]:
-    """The lists of all ranks of a stage: those whose pieces have the same shape differ in addresses alone, and one is written.
+    """The lists of all ranks of a stage. Ranks with pieces of the same shape share one list, with other peers and regions.
 
     Args, Raises: as `lower_rank`.
     """
@@ -106,16 +109,16 @@ def lower_rank(
     blocks: Sequence[Sequence[Step]] | None = None,
     pieces: Pieces | None = None,
 ) -> tuple[Instruction, ...]:
-    """The instruction list of one rank, checked for races and not against the lists of other stages.
+    """The instruction list of one rank, checked for races but not against the lists of other stages.
 
     Args:
-        saved_bytes: as in optimizer_state.py, for stages whose parameter groups step by themselves.
-        blocks: other passes than the whole step's, in the form of `pipeline_blocks`, for what is told from a few of them.
-        pieces: those of its stage (`pieces_by_rank`), where several lists are written.
+        saved_bytes: as in optimizer_state.py, for stages whose parameter groups are updated separately.
+        blocks: passes to lower instead of a full step, in the form of `pipeline_blocks`; for costs of a few passes.
+        pieces: `pieces_by_rank` of its stage, if a caller that writes several lists has it already.
     Raises:
         ConfigError, ScheduleError: as `lower`.
     """
-    # The race check sees the waits of the runner, too: they order what buffers alone leave open.
+    # The race check includes the waits of the runner, which order more than the buffers do.
     instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, blocks, pieces))
     check_races(instructions)
     return instructions
@@ -129,10 +132,10 @@ def _written(
     blocks: Sequence[Sequence[Step]] | None,
     pieces: Pieces | None,
 ) -> tuple[Instruction, ...]:
-    """The list with the waits that its buffers ask for."""
+    """The list with the dependencies of its buffers, without the waits of the runner."""
     refuse_what_cannot_be_lowered(plan)
     index = plan.stage_of(rank)
-    # One for the whole step: a backward pass must know in which partitions a forward pass has left its buffers.
+    # One object for the whole step: a backward pass needs the partitions in which a forward pass has written its buffers.
     layers = LayerLowering(plan, plan.stages[index], model)
     pieces = pieces_by_rank(plan, index) if pieces is None else pieces
     transfers = TransferLowering(plan, model, index, rank, layers.buffers, pieces, in_order=blocks is None)
@@ -142,7 +145,7 @@ def _written(
     for steps in pipeline_blocks(plan, index) if blocks is None else blocks:
         written = [list(passes.write(step)) for step in steps]
         drafts += interleave(*written, sends_late=sends_late) if len(written) == 2 else written[0]
-    # On the joined list, because a receive and the slot in front of it belong to different passes.
+    # On the list of all passes, because a receive and the slot before it belong to different passes.
     drafts = list(receives_first(drafts))
     if plan.host_runs_ahead:
         drafts = list(counts_read_late(drafts))
@@ -154,7 +157,7 @@ def _written(
     drafts = list(with_gathers(drafts, plan, index, model))
     buckets = buckets_by_group(plan, index, model)
     if buckets:
-        # Gaps are found from who waits for which all-to-all: the passes are built once for their `after` alone.
+        # Gaps depend on the waits for all-to-alls, so a list of the passes is built first, just for its `after`.
         write_buckets = reduce_at_once if plan.stages[index].overlap.reduce_at_once else fill_gaps
         write_buckets(build_list(index, drafts), buckets, to)
     else:
@@ -196,14 +199,14 @@ class _PassLowering:
             yield from self.transfers.write(OperatorKind.SEND, +1, place, f"h.L{last}")
 
     def _backward(self, chunk: int, micro_batch: int) -> Iterator[Draft]:
-        """The mirror of `_forward`."""
+        """Receive or loss, layers, send or embedding: the mirror of `_forward`."""
         first, last = self.layers.stage.chunks[chunk]
         place = (chunk, micro_batch)
         if self._is_last(chunk):
             total = "gradient.head"
             deferred = self.layers.deferred(HEAD_LOSS)
             saved = " ".join(saved_for(gradient) for gradient in deferred)
-            # With the output weight deferred the sum is the queue's alone.
+            # If the output weight is deferred, only its weight-gradient instruction adds to the sum.
             added = "" if deferred else total
             yield self._compute(f"{HEAD_LOSS}.{BACKWARD}", place, f"loss {added} -> dnormed {added} {saved}")
             for depth in reversed(range(self.model.mtp_layers)):
@@ -217,31 +220,32 @@ class _PassLowering:
             yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
             yield from self.transfers.write(OperatorKind.SEND, -1, place, f"dh.L{first}", backward=True)
-            # Behind the send: a stage waits for this gradient, the weight gradients wait for nobody (Zero Bubble, section 2).
+            # After the send: the previous stage waits for the sent gradient, and nothing for weight gradients (Zero Bubble,
+            # section 2).
             yield from self.layers.behind_send(range(first, last), chunk, micro_batch)
 
     def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
-        """Embedding of the tokens further on beside what came before, layer, loss."""
+        """Projection of the previous hidden states and the embedding of shifted tokens, transformer layer, loss."""
         before = f"h.mtp{depth - 1}.loss" if depth else "normed"
         yield self._compute(prediction_operator(depth, PROJECT), place, f"{before} tokens -> h.mtp{depth}")
         yield from self.layers.prediction(depth, *place)
         yield self._compute(prediction_operator(depth, LOSS), place, f"h.mtp{depth}.loss labels -> loss.mtp{depth}")
 
     def _prediction_backward(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
-        """The mirror of `_prediction`; what comes back joins the gradient of what came before."""
-        mine, head, words = f"gradient.mtp{depth}", "gradient.head", "gradient.embedding"
+        """The mirror of `_prediction`; its input gradient is added to that of the previous prediction layer or of the head."""
+        gradient, head, embedding = f"gradient.mtp{depth}", "gradient.head", "gradient.embedding"
         output = f"dh.mtp{depth}.loss"
-        # The next prediction layer, backward before this one, has left its share in the output's gradient; the last finds none.
+        # The next prediction layer runs backward before this one and has initialised the output's gradient; the last has no next.
         added = f"{output} " if depth < self.model.mtp_layers - 1 else ""
-        reads, writes = f"loss.mtp{depth} {added}{mine} {head}", f"{output} {mine} {head}"
+        reads, writes = f"loss.mtp{depth} {added}{gradient} {head}", f"{output} {gradient} {head}"
         yield self._compute(prediction_operator(depth, LOSS, BACKWARD), place, f"{reads} -> {writes}")
         if recomputes_predictions(self.layers.stage.recompute):
             yield self._compute(prediction_operator(depth, PROJECT, RECOMPUTE), place, f" -> h.mtp{depth}")
         yield from self.layers.prediction_backward(depth, *place)
         before = f"dh.mtp{depth - 1}.loss" if depth else "dnormed"
-        # The head's loss has begun `dnormed`; between prediction layers the projection is the first to write.
-        taken = f"{before} " if depth == 0 else ""
-        reads, writes = f"dh.mtp{depth} {taken}{mine} {words}", f"{before} {mine} {words}"
+        # The head's loss has initialised `dnormed`; between prediction layers the projection writes first.
+        accumulated = f"{before} " if depth == 0 else ""
+        reads, writes = f"dh.mtp{depth} {accumulated}{gradient} {embedding}", f"{before} {gradient} {embedding}"
         yield self._compute(prediction_operator(depth, PROJECT, BACKWARD), place, f"{reads} -> {writes}")
 
     def _is_first(self, chunk: int) -> bool:

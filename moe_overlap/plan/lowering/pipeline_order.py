@@ -30,7 +30,7 @@ class Step:
 
 
 def one_f_one_b(stages: int, stage: int, micro_batches: int) -> tuple[Step, ...]:
-    """1F1B: `stages - stage - 1` forward passes ahead, then forward and backward in turn, then the rest backward."""
+    """1F1B: `stages - stage - 1` warm-up forward passes, then forward and backward alternate, then the rest backward."""
     return _run_ahead(stages - stage - 1, micro_batches)
 
 
@@ -44,7 +44,7 @@ def interleaved(stages: int, stage: int, chunks: int, micro_batches: int) -> tup
     """Interleaved 1F1B: groups of as many micro-batches as there are stages pass chunk after chunk.
 
     Raises:
-        ConfigError: a number of micro-batches that the schedule cannot run.
+        ConfigError: the number of micro-batches is not a multiple of the stages.
     """
     return _one_and_one(*_chunk_passes(stages, chunks, micro_batches), _chunks_ahead(stages, stage, chunks))
 
@@ -55,7 +55,7 @@ def _chunk_passes(stages: int, chunks: int, micro_batches: int) -> tuple[list[St
     units = []
     for first in range(0, micro_batches, stages):
         units += [(chunk, m) for chunk in range(chunks) for m in range(first, first + stages)]
-    # Gradients come back through the chunks from the last to the first.
+    # Gradients pass the chunks from the last to the first.
     return (
         [Step("forward", chunk, m) for chunk, m in units],
         [Step("backward", chunks - 1 - chunk, m) for chunk, m in units],
@@ -63,12 +63,12 @@ def _chunk_passes(stages: int, chunks: int, micro_batches: int) -> tuple[list[St
 
 
 def _chunks_ahead(stages: int, stage: int, chunks: int) -> int:
-    """megatron-core's warm-up: the first group fills all chunks but the last, and each stage behind adds a hop either way."""
+    """megatron-core's warm-up: the first group passes all chunks but the last, each later stage adds a hop in both directions."""
     return 2 * (stages - stage - 1) + (chunks - 1) * stages
 
 
 def check_interleaving(stages: int, micro_batches: int, subject: str = "gradient_accumulation_steps") -> None:
-    """ConfigError where megatron-core's interleaved schedule refuses the number of micro-batches."""
+    """ConfigError if megatron-core's interleaved schedule does not support the number of micro-batches."""
     if micro_batches < stages or micro_batches % stages:
         rule = f"interleaving over {stages} stages needs full groups of {stages} micro-batches"
         raise ConfigError(subject, micro_batches, rule, f"use a multiple of {stages}")
@@ -83,10 +83,10 @@ def _one_and_one(forward: list[Step], backward: list[Step], ahead: int) -> tuple
 
 
 def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
-    """The order of one stage of a plan in blocks: a pass, or a backward and a forward pass that run interleaved."""
-    here, stages = plan.stages[stage], len(plan.stages)
-    chunks, micro_batches = len(here.chunks), here.gradient_accumulation_steps
-    if here.overlap.micro_batches_in_flight > 1:
+    """The order of one stage of a plan in blocks: a single pass, or a backward and a forward pass to interleave."""
+    stage_plan, stages = plan.stages[stage], len(plan.stages)
+    chunks, micro_batches = len(stage_plan.chunks), stage_plan.gradient_accumulation_steps
+    if stage_plan.overlap.micro_batches_in_flight > 1:
         return paired(stages, stage, micro_batches, chunks)
     if plan.transfers:
         order = _run_ahead(passes_ahead(plan, stage), micro_batches)
@@ -98,15 +98,15 @@ def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
 
 
 def paired(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Step, ...], ...]:
-    """1F1B, interleaved with several chunks, in which every backward pass runs beside the forward pass that follows it.
+    """1F1B (interleaved 1F1B with several chunks) in which every backward pass is paired with the forward pass that follows it.
 
-    A stage hands on what a pair makes when the pair ends, so the stages before run two passes further ahead, not one: with fewer
-    the forward pass of a pair would have to wait for a pair of the stage before that has not begun. Interleaved 1F1B runs as far
-    ahead anyway; both need one pass more, the partner of the first backward pass. megatron-core's warm-up with
+    A stage sends the results of a pair at its end, so each earlier stage needs two more warm-up passes instead of one: otherwise
+    the forward pass of a pair would wait for a pair of the previous stage that has not started. Interleaved 1F1B already has as
+    many. One more warm-up pass is needed as the partner of the first backward pass. megatron-core's warm-up with
     --overlap-moe-expert-parallel-comm is the same.
 
     Raises:
-        ConfigError: a number of micro-batches that the interleaved schedule cannot run.
+        ConfigError: with several chunks, the number of micro-batches is not a multiple of the stages.
     """
     if chunks == 1:
         forward = [Step("forward", 0, m) for m in range(micro_batches)]
@@ -119,13 +119,13 @@ def paired(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> tupl
 
 
 def most_in_flight(blocks: Sequence[Sequence[Step]], layers: Sequence[int]) -> float:
-    """Most micro-batches whose activations a stage holds at once, in whole passes of all its layers.
+    """Largest number of micro-batches whose activations a stage holds at once, in units of a pass through all its layers.
 
-    They are held from a forward pass to its backward pass. Of a pair the backward pass gives back layer by layer what the forward
-    pass takes: both together hold as much as one does, and the layers at work.
+    Activations are held from a forward pass to its backward pass. In a pair, the backward pass frees layer by layer what the
+    forward pass allocates, so a pair holds no more than one pass.
 
     Args:
-        layers: of each chunk; where no chunk has one, all count alike.
+        layers: number of layers of each chunk; without any layers all chunks count equally.
     """
     weights = layers if any(layers) else [1] * len(layers)
     held = most = 0
@@ -137,17 +137,17 @@ def most_in_flight(blocks: Sequence[Sequence[Step]], layers: Sequence[int]) -> f
 
 @cache
 def held_in_pairs(stages: int, stage: int, micro_batches: int, layers: tuple[int, ...]) -> float:
-    """The `most_in_flight` of `paired`, from its first few rounds: it repeats itself, and later ones hold no more.
+    """The `most_in_flight` of `paired`, from its first rounds: the schedule is periodic, so later rounds hold no more.
 
     Args:
-        layers: of each chunk.
+        layers: number of layers of each chunk.
     """
     few = min(micro_batches, 4 * stages + micro_batches % stages)
     return most_in_flight(paired(stages, stage, few, len(layers)), layers)
 
 
 def format_grid(orders: Sequence[Sequence[Step]], mark: tuple[int, int] | None = None) -> str:
-    """Rows are ranks, columns are steps; `mark` puts one cell into brackets."""
+    """The orders as text: a row per rank, a column per step; the cell `mark` (rank, step) is in brackets."""
     columns = max((len(order) for order in orders), default=0) + 1
     rows = []
     for rank, order in enumerate(orders):

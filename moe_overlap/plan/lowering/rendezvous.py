@@ -1,21 +1,21 @@
-"""NCCL's rules, checked on instruction lists before anything runs: would these ranks ever finish their step?
+"""Deadlock check of instruction lists under NCCL's rules: do all ranks finish their step?
 
-NCCL knows no tags. What meets what is decided by order alone, and an order that gloo forgives stops a GPU cluster for good.
+NCCL has no tags. The order of operations alone decides which ones match; an order that gloo tolerates can deadlock a GPU cluster.
 
 Terms. A *communicator* joins the ranks of one group; a stage boundary has one per pair of ranks and direction. A *meeting* is one
-operation of a communicator, seen from all of its ranks. What the model says:
+operation of a communicator on all of its ranks. The model:
 
-1. On every rank a communicator is a queue: its operations start in list order, the next when the one before has ended.
-2. A meeting ends only when every rank has reached it. The k-th operation of a rank meets the k-th of the others: a send meets a
-   receive of the same tensor, a collective the same collective.
+1. On every rank a communicator is a queue: its operations run one after the other, in list order.
+2. A meeting ends only after every rank has reached it. The k-th operation of a rank meets the k-th of the other ranks: a send
+   meets a receive of the same tensor, a collective the same collective.
 3. Different communicators do not wait for each other. They share a device's multiprocessors: residency.py.
-4. An instruction starts when all of its `after` and what stands before it on its channel have ended.
+4. An instruction starts after all of its `after` and its predecessor on its channel have ended.
 
-Merging every meeting into one node turns rule 2 into edges of a graph, so the step ends exactly if the graph has no cycle: the
-rules leave no choice in which a lucky timing could help.
+If every meeting is one node, rule 2 becomes edges of a graph, and the step ends if and only if the graph has no cycle: the
+outcome does not depend on timing.
 
-One rank per stage is enough where the ranks of a stage follow the same list and send to the rank of the same place (equal
-stages): a cycle among all ranks is one among their representatives, too. Of stages of unlike shape all ranks are needed.
+One rank per stage is enough if the ranks of a stage have the same list and send to the rank at the same place (equal stages): a
+cycle among all ranks implies one among the representatives. Stages of unlike shape need all ranks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Lists = Mapping[int, Sequence[Instruction]]
 
 
 def communicator_of(rank: int, communication: Instruction) -> Hashable:
-    """The queue of a communication of a rank; equal on all ranks that meet.
+    """The key of a communication's communicator; equal on all of its ranks.
 
-    A pair of ranks has one communicator per direction of a boundary, a group one per channel. The norm of the gradients meets on
-    all ranks; any other collective within its stage.
+    A pair of ranks has one communicator per direction of a boundary, a group one per channel. The norm of the gradients joins
+    all ranks; any other collective the ranks of its stage.
     """
     if communication.kind == "point-to-point":
         (peer,) = communication.peers
@@ -54,8 +54,8 @@ def check_rendezvous(lists: Lists) -> None:
     Args:
         lists: the lists of the ranks that take part; every peer of a transfer is among them.
     Raises:
-        ScheduleError: an operation meets another one than its own or none at all, or ranks wait for each other in a circle; the
-            message shows the first lines that cannot start.
+        ScheduleError: an operation meets a different one or none, or ranks wait for each other in a cycle; the message shows the
+            first lines that cannot start.
     """
     graph = _Graph(lists)
     for key, of_rank in _queues(lists).items():
@@ -68,16 +68,16 @@ def check_rendezvous(lists: Lists) -> None:
 
 
 def meetings(lists: Lists) -> dict[Node, Node]:
-    """Every communication, as rank and place in its list, -> the one that stands for its meeting.
+    """Every communication, as rank and place in its list -> the representative of its meeting.
 
     Raises:
-        ScheduleError: an operation meets another one than its own or none at all.
+        ScheduleError: an operation meets a different one or none.
     """
     graph = _Graph(lists)
     queues = _queues(lists)
     for key, of_rank in queues.items():
         _meet(graph, lists, key, of_rank)
-    # A collective of a group of which only this rank's list is given meets nobody else.
+    # A collective of which `lists` has a single rank is its own meeting.
     nodes = {(rank, place) for of_rank in queues.values() for rank, places in of_rank.items() for place in places}
     return {node: graph.node(node) for node in nodes}
 
@@ -93,9 +93,9 @@ def _queues(lists: Lists) -> dict[Hashable, dict[int, list[int]]]:
 
 
 def _meet(graph: _Graph, lists: Lists, key: Hashable, of_rank: Mapping[int, Sequence[int]]) -> None:
-    """Rule 2: the k-th of every rank is one meeting, and they are the same operation.
+    """Rule 2: merge the k-th operations of all ranks of a communicator, which must be the same operation.
 
-    Transfers of a pair are matched per direction: the k-th send of the one meets the k-th receive of the other.
+    Transfers of a pair are matched per direction: the k-th send of one rank meets the k-th receive of the other.
     """
     transfers = any(lists[rank][places[0]].kind == "point-to-point" for rank, places in of_rank.items())
     if not transfers:
@@ -111,7 +111,7 @@ def _meet(graph: _Graph, lists: Lists, key: Hashable, of_rank: Mapping[int, Sequ
 def _directions(
     lists: Lists, of_rank: Mapping[int, Sequence[int]]
 ) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, list[int]]]]:
-    """Rank -> its peer, and the places of what it sends; the same for what it receives."""
+    """(Rank -> its peer and the places of its sends, rank -> its peer and the places of its receives)."""
     sends: dict[int, tuple[int, list[int]]] = {}
     receives: dict[int, tuple[int, list[int]]] = {}
     for rank, places in of_rank.items():
@@ -138,9 +138,9 @@ def _meet_in_order(graph: _Graph, lists: Lists, key: Hashable, of_rank: Mapping[
 
 
 def _identity(communication: Instruction) -> tuple[object, ...]:
-    """The facts in which both sides of a meeting agree.
+    """The fields that are equal on all sides of a meeting.
 
-    Between unlike stages it is the tile: its samples may belong to micro-batches of different numbers on the two sides.
+    Between unlike stages it is the number of the piece: its micro-batch may have different numbers on the two sides.
     """
     if communication.kind == "point-to-point":
         number = communication.partition or communication.micro_batch
@@ -150,18 +150,18 @@ def _identity(communication: Instruction) -> tuple[object, ...]:
 
 @dataclass(slots=True)
 class _Graph:
-    """All instructions of all ranks; those that meet are one node."""
+    """The graph of all instructions of all ranks, with one node per meeting."""
 
     lists: Lists
     _meeting: dict[Node, Node] = field(default_factory=dict)
     _before: list[tuple[Node, Node]] = field(default_factory=list)
 
-    def merge(self, one: Node, other: Node) -> None:
-        """Both are the same meeting."""
-        self._meeting[other] = self._meeting.setdefault(one, one)
+    def merge(self, node: Node, other: Node) -> None:
+        """Make both the same meeting."""
+        self._meeting[other] = self._meeting.setdefault(node, node)
 
     def queue(self, rank: int, places: Sequence[int]) -> None:
-        """Rule 1: each operation waits for the one before."""
+        """Rule 1: each operation waits for the previous one."""
         self._before += [((rank, first), (rank, second)) for first, second in pairwise(places)]
 
     def stuck(self) -> dict[int, int]:
@@ -173,7 +173,9 @@ class _Graph:
             earlier, later = self.node(first), self.node(second)
             successors[earlier].append(later)
             waits_for[later] += 1
-        nodes = {self.node((rank, place)) for rank, made in self.lists.items() for place in range(len(made))}
+        nodes = {
+            self.node((rank, place)) for rank, instructions in self.lists.items() for place in range(len(instructions))
+        }
         ready = deque(node for node in nodes if not waits_for[node])
         ended: set[Node] = set()
         while ready:
@@ -185,12 +187,13 @@ class _Graph:
                     ready.append(later)
         return {
             rank: place
-            for rank, made in self.lists.items()
-            if (place := next((p for p in range(len(made)) if self.node((rank, p)) not in ended), None)) is not None
+            for rank, instructions in self.lists.items()
+            if (place := next((p for p in range(len(instructions)) if self.node((rank, p)) not in ended), None))
+            is not None
         }
 
     def node(self, node: Node) -> Node:
-        """The one that stands for its meeting."""
+        """The representative of its meeting; itself if it meets no other."""
         return self._meeting.get(node, node)
 
     def _own_order(self) -> list[tuple[Node, Node]]:

@@ -1,13 +1,13 @@
-"""Transfers over stage boundaries as point-to-point instructions: from rank to rank, or tile by tile between unlike stages.
+"""Transfers over stage boundaries as point-to-point instructions: rank to rank, or piece by piece between unlike stages.
 
-Order. A stage receives in front of a pass and sends behind it. Where stages have micro-batches of unlike size, a stage that
-sends all of a micro-batch before it asks for gradients may wait for the stage behind, which waits in turn to be rid of those
-gradients: streams that share a hardware queue would stop for good. So the stage before takes over the order of the stage
-behind: whatever that one gives back before it takes a piece, this one asks for before it sends the piece. Then all lists end
-even if every transfer holds up its rank. Proof, from the last stage on: its passes and transfers have one order. The stage
-before has another one, over its own passes and the transfers of the boundary, which stand in both alike; two orders that agree
-on what they share make no circle, so that there is one over both. The next stage takes over the order of its transfers from
-this one, and so on.
+Order. A stage receives before a pass and sends after it. With micro-batches of unlike size this order can deadlock: the earlier
+stage sends a full micro-batch before it receives gradients, while the later stage first wants to send these gradients; streams
+that share a hardware queue would block each other. Therefore the earlier stage adopts the order of the later one: if the later
+stage sends a gradient before it receives a piece, the earlier stage receives that gradient before it sends the piece. Then all
+lists finish even if every transfer blocks its rank. Proof, by induction from the last stage: its passes and transfers are totally
+ordered. The previous stage has a total order over its own passes and the transfers of the boundary, and both orders contain these
+transfers in the same sequence. The union of two orders that agree on their common elements has no cycle, so both stages together
+have a total order; the next earlier stage adopts the order of its transfers from it.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from moe_overlap.plan.plan import AllGather, Plan
 from moe_overlap.plan.rules.resharding import Piece, pieces_of
 
 Boundary = tuple[int, int]
-"""The stages that it joins, in forward direction."""
+"""The two stages of a boundary, in forward direction."""
 Pieces = Mapping[Boundary, Mapping[int, Sequence[Piece]]]
-"""Boundary -> rank -> the pieces that it sends or receives there, in their order."""
+"""Boundary -> rank -> the pieces that the rank sends or receives there, in order."""
 
 
 def pieces_by_rank(plan: Plan, stage: int | None = None) -> Pieces:
     """The pieces of every rank of a plan.
 
     Args:
-        stage: only those of the boundaries of this stage.
+        stage: restricts the result to the boundaries of this stage.
     """
-    found: dict[Boundary, dict[int, list[Piece]]] = {}
+    pieces: dict[Boundary, dict[int, list[Piece]]] = {}
     for transfer in plan.transfers:
         if stage in (None, transfer.from_stage, transfer.to_stage):
-            of_rank = found.setdefault((transfer.from_stage, transfer.to_stage), defaultdict(list))
+            of_rank = pieces.setdefault((transfer.from_stage, transfer.to_stage), defaultdict(list))
             for piece in pieces_of(plan, transfer):
                 of_rank[piece.source].append(piece)
                 of_rank[piece.target].append(piece)
-    return found
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A transfer over the boundary behind a stage.
+    """A transfer between a stage and the next one, seen from the earlier stage.
 
     Attributes:
-        backward: whether a gradient comes back.
-        micro_batch: of the stage before.
-        piece: None between equal stages, where the boundary tensor of every rank crosses whole.
+        backward: whether it is a gradient that returns.
+        micro_batch: number of the micro-batch on the earlier stage.
+        piece: None between equal stages, where every rank sends its full boundary tensor.
     """
 
     backward: bool
@@ -63,12 +63,12 @@ class Crossing:
     piece: Piece | None
 
     def is_of(self, rank: int) -> bool:
-        """Whether a rank of the stage before takes part."""
+        """Whether a rank of the earlier stage takes part."""
         return self.piece is None or self.piece.source == rank
 
 
 def crossings_behind(plan: Plan, stage: int, pieces: Pieces) -> tuple[Crossing, ...]:
-    """The transfers of all ranks of a stage with the stage behind, in the order of that stage's passes."""
+    """The transfers of all ranks of a stage with the next stage, in the order of the next stage's passes."""
     takes: dict[int, list[Crossing]] = defaultdict(list)
     if (stage, stage + 1) in pieces:
         of_rank = pieces[stage, stage + 1]
@@ -88,9 +88,9 @@ class TransferLowering:
     """Writes the transfers of one rank.
 
     Args:
-        buffers: what stands in parts so far.
-        pieces: those of the boundaries of the rank's stage.
-        in_order: whether the whole step is written, pass by pass: then the rank takes over the order of the stage behind.
+        buffers: the partitions of the buffers written so far.
+        pieces: `pieces_by_rank` of the rank's stage.
+        in_order: whether a full step is written, pass by pass; only then can the rank adopt the order of the next stage.
     """
 
     def __init__(
@@ -115,10 +115,11 @@ class TransferLowering:
     def write(
         self, action: OperatorKind, step: int, place: tuple[int, int], buffer: str, backward: bool = False
     ) -> Iterator[Draft]:
-        """Sends or receives with the stage before (-1) or behind (+1); the boundary is named in forward direction.
+        """Sends to, or receives from, the previous (-1) or the next stage (+1).
 
         Args:
             action: SEND or RECEIVE.
+            step: -1 or +1.
             place: chunk and micro-batch.
         """
         other = (self.stage_index + step) % len(self.plan.stages)
@@ -133,7 +134,7 @@ class TransferLowering:
         transfer = next(t for t in self.plan.transfers if (t.from_stage, t.to_stage) == ends)
         gather = transfer.all_gather if action is OperatorKind.RECEIVE and not backward else None
         members = _group(gather, self.rank)
-        # Replicas of a tensor each receive a slice over the slow link and gather the rest inside the stage (Alpa, section 6).
+        # Replicas of a tensor each receive a share over the slow link and gather the rest inside the stage (Alpa, section 6).
         arriving = str(replace(parse_buffer(buffer), home=Home.TILES)) if members else buffer
         for piece in self._pieces[ends].get(self.rank, ()):
             if micro_batch_of(piece, self.rank) == place[1]:
@@ -142,14 +143,15 @@ class TransferLowering:
             yield self._gather(boundary_operator(OperatorKind.GATHER, *ends), place, arriving, buffer, len(members))
 
     def _up_to(self, last: tuple[bool, int], ends: Boundary, chunk: int, buffer: str) -> Iterator[Draft]:
-        """The sends and receives over the boundary behind, in that stage's order, to the last transfer of a pass.
+        """The sends and receives with the next stage, in that stage's order, up to the last transfer of a pass.
 
         Args:
+            last: direction and micro-batch of the pass: (is backward, micro-batch).
             buffer: hidden states that cross the boundary, or their gradient.
         """
         until, hidden = self._last_of[last] + 1, replace(parse_buffer(buffer), role=BufferRole.HIDDEN)
         moved = {False: str(hidden), True: str(replace(hidden, role=BufferRole.D_HIDDEN))}
-        # To the last one of all ranks: between two collectives of the stage every rank is rid of the same.
+        # Up to the last transfer of all ranks: between two collectives of the stage every rank writes the same crossings.
         for crossing in filter(lambda crossing: crossing.is_of(self.rank), self._behind[self._written : until]):
             action = OperatorKind.RECEIVE if crossing.backward else OperatorKind.SEND
             name = boundary_operator(action, *ends, crossing.backward)
@@ -196,7 +198,7 @@ class TransferLowering:
             partition=partition,
             reads=tuple(reads),
             writes=tuple(writes),
-            # Bytes are those that leave a rank: counted on both sides a transfer would count twice.
+            # Only the sender counts bytes; otherwise a transfer would count twice.
             bytes=sent if sends else 0,
             peers=(peer,),
             region=region,
@@ -204,7 +206,7 @@ class TransferLowering:
 
     def _gather(self, name: str, place: tuple[int, int], tiles: str, buffer: str, size: int) -> Draft:
         chunk, micro_batch = place
-        whole = payload.boundary_bytes(self.plan, self._stage, self.model)
+        boundary_bytes = payload.boundary_bytes(self.plan, self._stage, self.model)
         reads, writes = self._buffers.name([placed(tiles, micro_batch)], [placed(buffer, micro_batch)])
         return Draft(
             kind="collective",
@@ -214,25 +216,25 @@ class TransferLowering:
             micro_batch=micro_batch,
             reads=tuple(reads),
             writes=tuple(writes),
-            # A ring all-gather sends every share but one.
-            bytes=whole // size * (size - 1),
+            # In a ring all-gather a rank sends every share but one.
+            bytes=boundary_bytes // size * (size - 1),
         )
 
 
 def end_of(piece: Piece, rank: int) -> tuple[int, tuple[int, ...]]:
-    """The other rank of a piece, and its region among what `rank` has of the micro-batch, as instructions say it."""
+    """The other rank of a piece, and the piece's `region` (see `Instruction`) in the shard of `rank`."""
     sends = piece.source == rank
     samples, tokens = piece.source_region if sends else piece.target_region
     return piece.target if sends else piece.source, (*samples, *tokens)
 
 
 def micro_batch_of(piece: Piece, rank: int) -> int:
-    """The micro-batch that a piece belongs to on the side of `rank`."""
+    """The micro-batch of a piece on the side of `rank`."""
     return piece.source_micro_batch if piece.source == rank else piece.target_micro_batch
 
 
 def shape_of(plan: Plan, pieces: Pieces, rank: int) -> tuple[object, ...]:
-    """Returns a key: lists of ranks of a stage with equal ones differ in peers, regions and numbers of pieces alone."""
+    """Key of a rank: lists of ranks with equal keys differ only in peers, regions and numbers of pieces."""
     gathers = tuple(len(_group(transfer.all_gather, rank)) for transfer in plan.transfers)
     sizes = (
         tuple((piece.source_micro_batch, piece.target_micro_batch, piece.tokens) for piece in of_rank.get(rank, ()))
@@ -244,12 +246,12 @@ def shape_of(plan: Plan, pieces: Pieces, rank: int) -> tuple[object, ...]:
 def readdressed(
     instructions: Sequence[Instruction], plan: Plan, pieces: Pieces, rank: int, other: int
 ) -> tuple[Instruction, ...]:
-    """The list of `rank` as that of another rank of its stage, with pieces of the same shape (`shape_of`)."""
+    """The list of `rank`, readdressed for another rank of its stage whose `shape_of` is equal."""
     place = plan.stages[plan.stage_of(other)].devices.ranks.index(other)
     counterpart = {
-        (boundary, mine.index): theirs
+        (boundary, piece.index): target
         for boundary, of_rank in pieces.items()
-        for mine, theirs in zip(of_rank.get(rank, ()), of_rank.get(other, ()), strict=True)
+        for piece, target in zip(of_rank.get(rank, ()), of_rank.get(other, ()), strict=True)
     }
 
     def to_other(i: Instruction) -> Instruction:
@@ -267,6 +269,6 @@ def readdressed(
 
 
 def _group(gather: AllGather | None, rank: int) -> tuple[int, ...]:
-    """The ranks that complete a tensor with this one; empty where none do."""
+    """The ranks of an all-gather with `rank`; empty without an all-gather."""
     groups = () if gather is None else gather.groups
     return next((group for group in groups if rank in group and len(group) > 1), ())

@@ -1,11 +1,11 @@
-"""Weights gathered under the first passes of a step, where `StageOverlap.overlap_param_gather` says so.
+"""The gather of weights under the first passes of a step (`StageOverlap.overlap_param_gather`).
 
-The update of the step before has left every replica the new weights of its own shards alone (ZeRO 1). The gathers of all
-parameter groups stand in front of the passes, in order of first use, and start at once: the link is free until the first rows
-travel, and a stage behind the first one has nothing else to do until its first micro-batch arrives. The first computation of the
-step that uses a group's weights waits for its gather; the channel runs in order, so all later ones may.
+With ZeRO 1 each replica has updated only its own shard in the previous step. The gathers of all parameter groups come before the
+passes, in order of first use, and start immediately: the link is free until the first rows travel, and later stages are idle
+until their first micro-batch arrives. The first computation of the step that uses a group's weights waits for its gather; the
+channel runs in order, so all later uses are ordered after it.
 
-A step that only evaluates begins with the same gathers. Gathered twice, weights stay what they are.
+An evaluation step begins with the same gathers; a repeated gather does not change the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_overlap.plan.plan import Plan
 
 
 def with_gathers(drafts: Sequence[Draft], plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
-    """The passes of a step behind the gathers of the weights that they use; the passes alone where nothing is gathered so.
+    """The passes of a step after the gathers of their weights; just the passes without `overlap_param_gather` or replicas.
 
     Args:
         drafts: forward and backward of all micro-batches of one rank.
@@ -45,7 +45,7 @@ def with_gathers(drafts: Sequence[Draft], plan: Plan, stage_index: int, model: M
 
 
 def _weights_of(draft: Draft, parts: PartDrafts) -> tuple[str, ...]:
-    """The parameter groups whose weights an instruction computes with."""
+    """The parameter groups whose weights an instruction reads."""
     part = part_of(draft)
     return parts.weights(part, draft.operator.in_backward_pass) if part else ()
 

@@ -1,1 +1,1 @@
-"""The rules that a valid plan satisfies. Each raises an error that names stage, field, value and fix."""
+"""The rules of a valid plan. Each error names stage, field, value, rule and fix."""

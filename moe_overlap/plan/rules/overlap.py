@@ -2,13 +2,13 @@
 
 Fields (`validate_overlap`). A field that its mechanism does not read is refused, not ignored.
 
-Ranges (`validate_ranges`). A range of operators that run in partitions stays in one chunk and holds the all-to-alls of its layer.
-Cut along the batch, it holds or leaves out the whole mixture of experts of every layer: rows that travel are ordered by expert,
-and can be told apart by sample only between the gate that ordered them and the merge that puts them back (Lancet, section 5.2).
-Ranges do not overlap.
+Ranges (`validate_ranges`). A range of operators that run in partitions stays in one chunk and contains the all-to-alls of its
+layer. A range that is cut along the batch contains all or nothing of each layer's mixture of experts: between gate and merge rows
+are ordered by expert, so a range cannot begin or end there and still separate samples (Lancet, section 5.2). Ranges do not
+overlap.
 
 Slots (`validate_slots`). A weight-gradient slot is a backward all-to-all, or the send that ends the backward pass of a chunk. The
-operands of a weight gradient have been saved before its slot.
+operands of a weight gradient are saved before its slot.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def validate_ranges(stage: StagePlan, model: ModelDescription | None, subject: s
     """Check the partitioned layers of one stage.
 
     Args:
-        model: None checks what needs no model.
-        subject: where the overlap stands, as `plan.json stages[0].overlap`.
+        model: None skips the invariants that need a model.
+        subject: the path of the overlap, such as `plan.json stages[0].overlap`.
     Raises:
         ConfigError: for the first invariant that does not hold.
     """
@@ -68,7 +68,7 @@ def _check_range(layer: LayerOverlap, stage: StagePlan, model: ModelDescription 
     for field in ("first_operator", "last_operator"):
         _check_end(getattr(layer, field), field, layer, chunk, model, stage, subject)
     first, last = range_ends(layer)
-    # Capacity chunks cut the rows of every expert and need not tell samples apart: dispatch to combine is enough.
+    # Capacity chunks cut the rows of every expert and need not separate samples: dispatch to combine is enough.
     outer = (GATE, MERGE) if layer.axis == "batch" else (DISPATCH, COMBINE)
     if order_of(first) > (layer.layer, part_order(outer[0])):
         rule = f"the range must begin at L{layer.layer}.{outer[0]} or earlier"
@@ -93,7 +93,7 @@ def _check_end(
     stage: StagePlan,
     subject: str,
 ) -> None:
-    """An end is a forward operator of a layer of the chunk, not inside another layer's mixture of experts."""
+    """Check that an end of a range is a forward operator of the chunk, not inside another layer's mixture of experts."""
     operator = parse_operator(name, f"{subject}.{field}")
     if operator.layer is None or operator.phase:
         raise ConfigError(f"{subject}.{field}", name, "a range runs between forward operators of layers", "name one")
@@ -134,16 +134,16 @@ def indivisible(micro_batch_size: int) -> tuple[str, str]:
 
 
 def _check_neighbours(stage: StagePlan, subject: str) -> None:
-    """No operator is in two ranges, and no range holds a layer that something else is decided for."""
+    """Check that ranges are disjoint, and that layers inside a range of another layer have mechanism none."""
     layers = stage.overlap.layers
     cut = [index for index, layer in enumerate(layers) if layer.mechanism == "partitioned"]
     ends = {index: [order_of(operator) for operator in range_ends(layers[index])] for index in cut}
-    # Sorted by their beginning, ranges are disjoint exactly if neighbours are.
+    # Ranges sorted by their beginning are disjoint if and only if adjacent ones are.
     cut.sort(key=ends.__getitem__)
-    for before, behind in zip(cut, cut[1:], strict=False):
-        if ends[behind][0] <= ends[before][1]:
-            place, rule = f"{subject}.layers[{behind}].first_operator", f"the range overlaps that of layers[{before}]"
-            raise ConfigError(place, layers[behind].first_operator, rule, "begin later, or end the other earlier")
+    for first, second in zip(cut, cut[1:], strict=False):
+        if ends[second][0] <= ends[first][1]:
+            place, rule = f"{subject}.layers[{second}].first_operator", f"the range overlaps that of layers[{first}]"
+            raise ConfigError(place, layers[second].first_operator, rule, "begin later, or end the other earlier")
     for owner in cut:
         for index, layer in enumerate(layers):
             if index == owner or not ends[owner][0] <= (layer.layer, part_order(GATE)) <= ends[owner][1]:
@@ -163,10 +163,10 @@ def validate_slots(
     """Check the slots of one stage.
 
     Args:
-        model: None checks what needs no model.
-        head_apart: whether the stage ends in a head with a weight of its own, not tied to an embedding of the stage.
-        sends: by chunk, the transfer of its input's gradient, or the empty string.
-        subject: where the overlap stands, as `plan.json stages[0].overlap`.
+        model: None skips the invariants that need a model.
+        head_apart: whether the stage ends in a head whose weight is not tied to an embedding of the stage.
+        sends: for each chunk the send of its input's gradient, or the empty string.
+        subject: the path of the overlap, such as `plan.json stages[0].overlap`.
     Raises:
         ConfigError: for the first invariant that does not hold.
     """
@@ -178,7 +178,7 @@ def validate_slots(
         for slot, names in layer.weight_gradient_slots.items():
             place = f'{field}["{slot}"]'
             operator = _slot(slot, layer, sends[chunk], place)
-            # Any layer of the chunk may hold the slot of its send, but only one: what waits behind a transfer has one order.
+            # Only one layer of a chunk may have the slot of its send, because its weight gradients need one order.
             if is_send(operator):
                 if chunk in sent:
                     raise ConfigError(place, "", f"stands already in {sent[chunk]}, for its chunk", "join them")
@@ -193,7 +193,7 @@ def validate_slots(
                 gradient = parse_operator(name, subject_of_name)
                 _check_gradient(gradient, model, subject_of_name)
                 _check_chunk(gradient, layer.layer, stage, head_apart, subject_of_name)
-                # Behind the send the whole backward pass of the chunk has run: every gradient of the chunk is ready.
+                # The send comes after the chunk's whole backward pass, so all operands of the chunk are saved.
                 if not is_send(operator):
                     _check_order(gradient, operator, subject_of_name)
                 if name in placed:
@@ -218,7 +218,7 @@ def _slot(slot: str, layer: LayerOverlap, send: str, subject: str) -> OperatorId
 
 
 def _check_gradient(gradient: OperatorId, model: ModelDescription | None, subject: str) -> None:
-    """The name is that of a weight gradient that the model computes apart."""
+    """Check that a name is that of a weight gradient which is a separate operator in this model."""
     if gradient.phase != WEIGHT_GRADIENT:
         raise ConfigError(subject, str(gradient), "not a weight gradient", "use a name that ends in .dW")
     if gradient.layer is None and gradient.kind != HEAD_LOSS:
@@ -237,7 +237,11 @@ def _check_gradient(gradient: OperatorId, model: ModelDescription | None, subjec
 
 
 def _check_chunk(gradient: OperatorId, layer: int, stage: StagePlan, head_apart: bool, subject: str) -> None:
-    """The pass that saves what it is computed from is that of the slot, which stands in the entry of a layer."""
+    """Check that the operands of a weight gradient are saved in the backward pass of the slot's chunk.
+
+    Args:
+        layer: the layer whose entry has the slot.
+    """
     chunk = next(layers for layers in stage.chunks if layers[0] <= layer < layers[1])
     if gradient.layer is None:
         if not head_apart or chunk != stage.chunks[-1]:
@@ -257,8 +261,8 @@ def _check_order(gradient: OperatorId, slot: OperatorId, subject: str) -> None:
     # The head runs backward before every layer of its chunk.
     if gradient.layer is None:
         return
-    # Of its own layer, only experts and shared expert have run
-    # backward when dispatch is sent back, and nothing when combine is.
+    # In the slot's own layer, only experts and shared expert run backward
+    # before the backward of dispatch, and nothing before that of combine.
     same_layer_first = slot.kind == DISPATCH and gradient.kind in (EXPERTS, SHARED)
     if gradient.layer < slot.layer or (gradient.layer == slot.layer and not same_layer_first):
         rule = "its backward pass has not run when the all-to-all starts"
@@ -272,9 +276,9 @@ FIELDS_OF: dict[Mechanism, tuple[str, ...]] = {
     "cross_micro_batch": (),
     "fused": ("kernel_blocks",),
 }
-"""Fields that each mechanism reads; all of them are needed but OPTIONAL_FIELDS."""
+"""Mechanism -> fields that it reads. All are required except OPTIONAL_FIELDS."""
 OPTIONAL_FIELDS = ("kernel_blocks",)
-"""Fields whose null stands for the best value."""
+"""Fields for which null means that the runtime chooses the value."""
 ALL_FIELDS = ("tutel_degree", "partitions", "first_operator", "last_operator", "axis", "kernel_blocks")
 
 
@@ -284,10 +288,10 @@ def validate_overlap(
     """Check the overlap of one stage.
 
     Args:
-        model: None checks what needs no model.
-        subject: where the overlap stands, as `plan.json stages[0].overlap`.
-        sends: as `sends_of` gives them.
-        head_apart: whether the stage ends in a head with a weight of its own, not tied to an embedding of the stage.
+        model: None skips the invariants that need a model.
+        subject: the path of the overlap, such as `plan.json stages[0].overlap`.
+        sends: from `sends_of`.
+        head_apart: whether the stage ends in a head whose weight is not tied to an embedding of the stage.
     Raises:
         ConfigError: for the first invariant that does not hold.
     """
@@ -320,7 +324,7 @@ def validate_overlap(
             raise ConfigError(f"{place}.layer", layer.layer, "not a mixture-of-experts layer", "remove the entry")
         seen.add(layer.layer)
         _check_layer(layer, stage, place)
-    # Ranges and slots read fields whose presence `_check_layer` has established.
+    # After `_check_layer`: ranges and slots need the fields that it requires.
     validate_ranges(stage, model, subject)
     validate_slots(stage, model, head_apart, sends, subject)
     _check_stage_sums(overlap, subject)
@@ -368,11 +372,11 @@ def _check_stage_sums(overlap: StageOverlap, subject: str) -> None:
 def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
     read = FIELDS_OF[layer.mechanism]
     for field in ALL_FIELDS:
-        given = getattr(layer, field) is not None
-        if given and field not in read:
+        is_set = getattr(layer, field) is not None
+        if is_set and field not in read:
             rule = f"mechanism {layer.mechanism} does not read it"
             raise ConfigError(f"{subject}.{field}", "", rule, "write null")
-        if not given and field in read and field not in OPTIONAL_FIELDS:
+        if not is_set and field in read and field not in OPTIONAL_FIELDS:
             raise ConfigError(f"{subject}.{field}", "null", f"mechanism {layer.mechanism} needs it", "give a value")
     if layer.mechanism != "none" and stage.expert * stage.expert_tensor == 1:
         rule = "nothing to overlap: the stage has one expert rank"

@@ -1,8 +1,9 @@
 """Resharding between stages of unlike shape (`Plan.transfers`): which rank sends which samples to whom, and its invariants.
 
 Terms. Samples of a step are numbered; a stage with micro-batches of b samples on each of d data ranks has sample n in micro-batch
-n // (b · d), on data rank n % (b · d) // b. The *tiles* of a transfer cover the samples after which both stages stand at the
-end of a micro-batch; they repeat. A tile is cut where a micro-batch of either stage ends: its *pieces* are sent at once.
+n // (b · d), on data rank n % (b · d) // b. The *tiles* of a transfer cover the smallest number of samples with which a
+micro-batch ends on both stages; every further block of as many samples uses the same tiles. A tile is cut at the end of each
+micro-batch of either stage; each of the resulting *pieces* is one send.
 Invariant. Every element of a boundary tensor crosses once.
 
 Source: Alpa, section 6.
@@ -21,7 +22,8 @@ from moe_overlap.plan.plan import AllGather, Plan, StagePlan, Tile, Transfer
 Range = tuple[int, int]
 """Half-open."""
 MOST_PIECES = 2_000_000
-"""Most pieces of a step at a boundary. Every rank makes all of them, in 400 MB; a plan of a few lines may ask for any number."""
+"""Most pieces of a step at a boundary. Every rank holds the list of all pieces (400 MB at most); a short plan may need any
+number."""
 
 
 Region = tuple[Range, Range]
@@ -33,9 +35,9 @@ class Piece:
     """One transfer from rank to rank, forward; gradients go the same way back.
 
     Attributes:
-        index: its number among the pieces of the boundary, which is the order everywhere.
+        index: its number among the pieces of the boundary; both ends send and receive in this order.
         source_micro_batch, target_micro_batch: the micro-batch it belongs to on either side.
-        source_region, target_region: its samples and tokens among those of the micro-batch that the rank of either side has.
+        source_region, target_region: its samples and tokens, as offsets into the micro-batch's shard of the rank on either side.
     """
 
     index: int
@@ -53,9 +55,9 @@ class Piece:
         return (last - first) * (end - begin)
 
 
-def boundary_batch(before: StagePlan, behind: StagePlan) -> int:
-    """Samples after which both sides of a boundary stand at a micro-batch's end; the tiles of a transfer cover as many."""
-    return lcm(samples_of(before), samples_of(behind))
+def boundary_batch(source: StagePlan, target: StagePlan) -> int:
+    """Samples after which a micro-batch ends on both sides of a boundary; the tiles of a transfer cover exactly these."""
+    return lcm(samples_of(source), samples_of(target))
 
 
 def samples_of(stage: StagePlan) -> int:
@@ -65,12 +67,12 @@ def samples_of(stage: StagePlan) -> int:
 
 def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
     """The pieces of a whole step, in the order of their samples."""
-    before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
-    round_samples = boundary_batch(before, behind)
+    source, target = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
+    round_samples = boundary_batch(source, target)
     cut = [
-        (first, number, tile, _regions(plan, tile, (first, last), before, behind))
+        (first, number, tile, _regions(plan, tile, (first, last), source, target))
         for number, tile in enumerate(transfer.tiles)
-        for first, last in _cut(tile, before, behind)
+        for first, last in _cut(tile, source, target)
     ]
     pieces: list[Piece] = []
     for start in range(0, plan.global_batch_size, round_samples):
@@ -82,8 +84,8 @@ def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
                 index=len(pieces),
                 source=tile.source,
                 target=tile.target,
-                source_micro_batch=place // samples_of(before),
-                target_micro_batch=place // samples_of(behind),
+                source_micro_batch=place // samples_of(source),
+                target_micro_batch=place // samples_of(target),
                 source_region=source_region,
                 target_region=target_region,
             )
@@ -91,17 +93,17 @@ def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def _regions(plan: Plan, tile: Tile, samples: Range, before: StagePlan, behind: StagePlan) -> tuple[Region, Region]:
-    """A piece among what its source has of a micro-batch, and among what its target has."""
+def _regions(plan: Plan, tile: Tile, samples: Range, source: StagePlan, target: StagePlan) -> tuple[Region, Region]:
+    """Samples and tokens of a piece as offsets into its source's shard of a micro-batch, and into its target's."""
     count, length = samples[1] - samples[0], tile.sequence[1] - tile.sequence[0]
 
-    def among(stage: StagePlan, rank: int) -> Region:
+    def region_of(stage: StagePlan, rank: int) -> Region:
         sample = samples[0] % stage.micro_batch_size
-        # None: the rank's share of what an all-gather completes, which stands in a tensor of its own.
+        # None: the rank receives only a share of its tokens, in a separate tensor that an all-gather completes.
         token = place_among(tokens_of(stage, rank, plan.sequence_length), tile.sequence) or 0
         return (sample, sample + count), (token, token + length)
 
-    return among(before, tile.source), among(behind, tile.target)
+    return region_of(source, tile.source), region_of(target, tile.target)
 
 
 def tokens_of(stage: StagePlan, rank: int, sequence_length: int) -> tuple[Range, ...]:
@@ -111,12 +113,12 @@ def tokens_of(stage: StagePlan, rank: int, sequence_length: int) -> tuple[Range,
     return share_of(of_context, place % stage.tensor, stage.tensor)
 
 
-def place_among(ranges: Sequence[Range], wanted: Range) -> int | None:
-    """Returns the offset of a range in the concatenation of other ranges; None where none of them holds it."""
+def place_among(ranges: Sequence[Range], part: Range) -> int | None:
+    """Offset of `part` in the concatenation of `ranges`; None if none of them contains it."""
     passed = 0
     for first, last in ranges:
-        if first <= wanted[0] and wanted[1] <= last:
-            return passed + wanted[0] - first
+        if first <= part[0] and part[1] <= last:
+            return passed + part[0] - first
         passed += last - first
     return None
 
@@ -131,7 +133,7 @@ def tokens_of_context_rank(size: int, rank: int, sequence_length: int) -> tuple[
 
 
 def share_of(ranges: Sequence[Range], number: int, shares: int) -> tuple[Range, ...]:
-    """One of equal shares of what stands in ranges, one after the other."""
+    """Share `number` of the concatenated ranges, which are split into `shares` equal shares."""
     length = sum(last - first for first, last in ranges)
     assert length % shares == 0, (ranges, shares)
     begin, end = number * length // shares, (number + 1) * length // shares
@@ -145,7 +147,7 @@ def share_of(ranges: Sequence[Range], number: int, shares: int) -> tuple[Range, 
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Ranges of which one begins where the one before ends, as one."""
+    """The ranges, with adjacent ones merged."""
     result: list[Range] = []
     for first, last in ranges:
         if result and result[-1][1] == first:
@@ -156,19 +158,19 @@ def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
 
 
 def check_owners(plan: Plan, transfer: Transfer, subject: str) -> None:
-    """ConfigError for the first tile with samples or tokens that its source or its target does not have."""
-    before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
+    """ConfigError for the first tile with samples or tokens that its source or its target does not hold."""
+    source, target = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
     for index, tile in enumerate(transfer.tiles):
-        for field, stage in (("source", before), ("target", behind)):
+        for field, stage in (("source", source), ("target", target)):
             rank = getattr(tile, field)
-            kept = tokens_of(stage, rank, plan.sequence_length)
-            # Replicas that complete a tensor receive shares of what each of them needs.
-            if transfer.all_gather is None and place_among(kept, tile.sequence) is None:
-                shown = " and ".join(f"[{first}, {last})" for first, last in kept)
+            tokens = tokens_of(stage, rank, plan.sequence_length)
+            # With an all-gather each replica receives only a share of its tokens.
+            if transfer.all_gather is None and place_among(tokens, tile.sequence) is None:
+                shown = " and ".join(f"[{first}, {last})" for first, last in tokens)
                 rule = f"tokens [{tile.sequence[0]}, {tile.sequence[1]}) are not among its own, {shown}"
                 raise ConfigError(f"{subject}.tiles[{index}].{field}", rank, rule, "name a rank that has the tokens")
-        for first, _ in _cut(tile, before, behind):
-            for field, stage in (("source", before), ("target", behind)):
+        for first, _ in _cut(tile, source, target):
+            for field, stage in (("source", source), ("target", target)):
                 rank = getattr(tile, field)
                 # Tensor and context ranks are numbered fastest: they hold the same samples.
                 has = stage.devices.ranks.index(rank) // (stage.tensor * stage.context)
@@ -181,38 +183,40 @@ def check_owners(plan: Plan, transfer: Transfer, subject: str) -> None:
 
 
 def passes_ahead(plan: Plan, stage: int) -> int:
-    """Forward passes of a stage before its first backward pass beside the one that this follows: 1F1B, whatever the shapes.
+    """Warm-up forward passes of a stage under 1F1B with stages of any shape; the forward pass paired with the first backward pass
+    is not counted.
 
-    A stage has so many samples in flight that the stage behind never waits for those of a backward pass: all of that stage's, the
-    rest of a micro-batch that ends elsewhere, and one micro-batch more. Equal stages: one pass for every stage behind.
+    A stage keeps enough samples in flight that the next stage never waits for a forward pass: the next stage's samples in flight,
+    the remainder by which micro-batches of the two stages end apart, and one more micro-batch. With equal stages this is one pass
+    per later stage.
     """
     samples = samples_of(plan.stages[-1])
-    for before, behind in zip(plan.stages[-2:None:-1], plan.stages[:stage:-1], strict=False):
-        size, size_behind = samples_of(before), samples_of(behind)
-        # Micro-batches of the two stages end out of step by at most size_behind - gcd samples; whole micro-batches of
-        # this stage cover that, and one more is under way.
-        samples = -(-(samples + size_behind - gcd(size, size_behind)) // size) * size + size
+    for source, target in zip(plan.stages[-2:None:-1], plan.stages[:stage:-1], strict=False):
+        size, next_size = samples_of(source), samples_of(target)
+        # Micro-batches of the two stages end out of step by at most next_size - gcd samples; whole micro-batches of
+        # this stage cover that, and one more is in flight.
+        samples = -(-(samples + next_size - gcd(size, next_size)) // size) * size + size
     return samples // samples_of(plan.stages[stage]) - 1
 
 
-def _cut(tile: Tile, before: StagePlan, behind: StagePlan) -> list[tuple[int, int]]:
-    """Ranges of samples between the ends of either side's rows: what a rank has of a micro-batch."""
+def _cut(tile: Tile, source: StagePlan, target: StagePlan) -> list[tuple[int, int]]:
+    """The tile's range of samples, cut at every end of a rank's micro-batch on either side."""
     first, last = tile.batch
-    sizes = before.micro_batch_size, behind.micro_batch_size
+    sizes = source.micro_batch_size, target.micro_batch_size
     edges = {n for size in sizes for n in range((first // size + 1) * size, last, size)}
     ends = [*sorted(edges), last]
     return list(zip([first, *ends[:-1]], ends, strict=True))
 
 
-def _cuts(tile: Tile, before: StagePlan, behind: StagePlan) -> int:
-    """The number of ranges that `_cut` makes."""
+def _cuts(tile: Tile, source: StagePlan, target: StagePlan) -> int:
+    """Number of ranges that `_cut` returns."""
     first, last = tile.batch
-    sizes = before.micro_batch_size, behind.micro_batch_size
+    sizes = source.micro_batch_size, target.micro_batch_size
 
     def edges(size: int) -> int:
         return (last - 1) // size - first // size
 
-    # Where both sides have an end it counts once.
+    # An end on both sides counts once.
     return 1 + edges(sizes[0]) + edges(sizes[1]) - edges(lcm(*sizes))
 
 
@@ -235,20 +239,20 @@ def validate_transfers(plan: Plan, source: str = "plan.json") -> None:
         _check_tiles(plan, transfer, subject)
         if transfer.all_gather is not None:
             _check_all_gather(transfer.all_gather, plan.stages[transfer.to_stage], f"{subject}.all_gather")
-    for before, behind in neighbours:
+    for from_stage, to_stage in neighbours:
         for field in SHAPE_FIELDS:
-            ours, theirs = (getattr(plan.stages[index], field) for index in (before, behind))
-            if ours != theirs and (before, behind) not in seen:
-                rule = f"stages {before} and {behind} differ in {field} ({ours}, {theirs}), and no transfer joins them"
+            ours, theirs = (getattr(plan.stages[index], field) for index in (from_stage, to_stage))
+            if ours != theirs and (from_stage, to_stage) not in seen:
+                rule = f"stages {from_stage} and {to_stage} differ in {field} ({ours}, {theirs}), and no transfer joins them"
                 raise ConfigError(f"{source} transfers", "", rule, "add one that says which rank sends what")
 
 
 def _check_tiles(plan: Plan, transfer: Transfer, subject: str) -> None:
-    before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
-    extents = {"batch": boundary_batch(before, behind), "sequence": plan.sequence_length}
+    source, target = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
+    extents = {"batch": boundary_batch(source, target), "sequence": plan.sequence_length}
     for index, tile in enumerate(transfer.tiles):
         place = f"{subject}.tiles[{index}]"
-        for field, stage, number in (("source", before, transfer.from_stage), ("target", behind, transfer.to_stage)):
+        for field, stage, number in (("source", source, transfer.from_stage), ("target", target, transfer.to_stage)):
             rank = getattr(tile, field)
             if rank not in stage.devices.ranks:
                 raise ConfigError(f"{place}.{field}", rank, f"no rank of stages[{number}]", "name one of its ranks")
@@ -262,14 +266,12 @@ def _check_tiles(plan: Plan, transfer: Transfer, subject: str) -> None:
         raise ConfigError(f"{subject}.tiles[{pair[1]}]", "", rule, "cut the tiles apart")
     # Disjoint tiles inside a rectangle cover it exactly if their areas add up to its own.
     covered = sum((t.batch[1] - t.batch[0]) * (t.sequence[1] - t.sequence[0]) for t in transfer.tiles)
-    whole = extents["batch"] * extents["sequence"]
-    if covered != whole:
-        rule = (
-            f"the tiles cover {covered} of {whole} (batch {extents['batch']} · sequence {extents['sequence']}) places"
-        )
+    elements = extents["batch"] * extents["sequence"]
+    if covered != elements:
+        rule = f"the tiles cover {covered} of {elements} (batch {extents['batch']} · sequence {extents['sequence']}) places"
         raise ConfigError(f"{subject}.tiles", "", rule, "let every element cross once")
     rounds = -(-plan.global_batch_size // extents["batch"])
-    pieces = rounds * sum(_cuts(tile, before, behind) for tile in transfer.tiles)
+    pieces = rounds * sum(_cuts(tile, source, target) for tile in transfer.tiles)
     if pieces > MOST_PIECES:
         rule = f"ends of micro-batches cut a step into {pieces} pieces, more than {MOST_PIECES}"
         raise ConfigError(f"{subject}.tiles", "", rule, "raise micro_batch_size, or lower global_batch_size")

@@ -31,21 +31,21 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
     """Check every invariant of a plan.
 
     Args:
-        model: the model the plan is for; None checks what needs no model.
-        source: what the plan was read from, for errors.
+        model: the model of the plan; None skips the invariants that need a model.
+        source: the file of the plan, for errors.
     Raises:
         ConfigError: for the first invariant that does not hold.
     """
     _check_run(plan, source)
     _check_static_capacity(plan, model, source)
-    # Before anything makes a table of the layers.
+    # Before any check builds a table of the layers.
     layers = max((last for stage in plan.stages for _, last in stage.chunks), default=0)
     if layers > MOST_LAYERS:
         rule = f"hold {layers} layers, more than {MOST_LAYERS}"
         raise ConfigError(f"{source} stages", "", rule, "correct the chunks")
     for index, stage in enumerate(plan.stages):
         subject = f"{source} stages[{index}]"
-        # First, because the checks behind it divide by these sizes.
+        # First, because later checks divide by these sizes.
         _check_sizes(plan, stage, subject)
         _check_memory(stage, subject)
         if model is not None:
@@ -69,7 +69,7 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
 
 
 def _check_predicted(predicted: Predicted, stages: int, subject: str) -> None:
-    """Predicted figures are shown as they stand in the file; its form has made sure that they are finite."""
+    """Check predicted figures, which reports print unchanged. The schema has already required them to be finite."""
     if len(predicted.stages) != stages:
         rule = f"the plan has {stages} stages"
         raise ConfigError(f"{subject}.stages", len(predicted.stages), rule, "predict again")
@@ -77,7 +77,7 @@ def _check_predicted(predicted: Predicted, stages: int, subject: str) -> None:
         value = getattr(predicted, name)
         require(value > 0, f"{subject}.{name}", value, "must be greater than 0", "predict again")
     for index, stage in enumerate(predicted.stages):
-        # What nothing hides is a difference, of which a simulation leaves some below 0.
+        # Exposed communication is not checked: it is a difference of simulated times and may be slightly negative.
         sizes = {
             name: getattr(stage, name) for name in ("stable_seconds", "first_seconds", "last_seconds", "peak_bytes")
         }
@@ -111,7 +111,7 @@ def _check_run(plan: Plan, source: str) -> None:
 
 
 def _check_static_capacity(plan: Plan, model: ModelDescription | None, source: str) -> None:
-    """A static capacity is that of the whole micro-batch, and layers take it whole or in chunks of capacity."""
+    """Check a static capacity. It is defined for a full micro-batch, so it excludes partitions and fused kernels."""
     factor = plan.static_capacity_factor
     if factor is None:
         return
@@ -158,7 +158,7 @@ def _check_sizes(plan: Plan, stage: StagePlan, subject: str) -> None:
         product = stage.expert * stage.expert_tensor
         rule = f"expert · expert_tensor = {product} does not divide the {ranks} ranks of the stage"
         raise ConfigError(f"{subject}.expert", stage.expert, rule, f"use divisors of {ranks}")
-    # Causal attention costs more at the end of a sequence: each context rank takes one early and one late piece, two in all.
+    # Causal attention costs more at the end of a sequence: each context rank takes one early and one late piece.
     pieces = lcm(stage.tensor * stage.context, 2 * stage.context if stage.context > 1 else 1)
     if plan.sequence_length % pieces != 0:
         rule = f"the sequence of {plan.sequence_length} does not divide into tensor and context pieces ({pieces})"
@@ -178,7 +178,7 @@ def _check_memory(stage: StagePlan, subject: str) -> None:
 
 
 def _check_recompute(recompute: Recompute, chunks: tuple[tuple[int, int], ...], subject: str) -> None:
-    # A stage of only embedding or loss has no layers to bound the number by: it may repeat that of the other stages.
+    # A stage with only the embedding or the loss has no layers; it may have the number of the other stages.
     longest = max((last - first for first, last in chunks), default=0) or recompute.layers
     layers = recompute.layers
     if recompute.granularity == "none":
@@ -235,9 +235,9 @@ def _check_model(plan: Plan, stage: StagePlan, model: ModelDescription, subject:
 
 
 def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> None:
-    """Chunks hold the layers of the model once, in model order: chunk 0 of every stage, then chunk 1, …
+    """Check that chunks hold every layer of the model once, in model order: chunk 0 of every stage, then chunk 1, …
 
-    The embedding and the loss may stand in a chunk without layers.
+    Only the chunks with the embedding or the loss may have no layers.
     """
     counts = {len(stage.chunks) for stage in plan.stages}
     interleaved = plan.pipeline_schedule == "interleaved-1f1b"
@@ -272,7 +272,7 @@ def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> No
 
 
 def _check_ranks(plan: Plan, source: str) -> None:
-    """Ranks cover the run once."""
+    """Check that the stages list every rank of the run exactly once."""
     owner: dict[int, int] = {}
     for index, stage in enumerate(plan.stages):
         for place, rank in enumerate(stage.devices.ranks):

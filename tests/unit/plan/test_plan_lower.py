@@ -322,7 +322,9 @@ def test_full_recomputation() -> None:
 
 def test_recompute_groups() -> None:
     def shown(recompute: Recompute) -> list[tuple[tuple[int, ...], bool, tuple[str, ...]]]:
-        return [(group.layers, group.whole, group.modules) for group in recompute_groups(recompute, range(4, 8))]
+        return [
+            (group.layers, group.recomputes_all, group.modules) for group in recompute_groups(recompute, range(4, 8))
+        ]
 
     assert shown(Recompute()) == [((n,), False, ()) for n in (7, 6, 5, 4)]
     assert shown(Recompute(layers=1, granularity="full")) == [((n,), n == 4, ()) for n in (7, 6, 5, 4)]
