@@ -1,8 +1,8 @@
 """The machinery of a run, built from a plan: `build_context`, then `make_runner`.
 
-The runtime imports nothing of the training package; what only that package can build (model, DDP, optimizer) is handed in as
-`Builders`. Code that overlaps is imported only where the plan asks for it: a run without overlap holds none of it in memory, and
-a fault in it cannot reach such a run.
+The runtime imports nothing of the training package, which hands in its builders of model, DDP and optimizer as `Builders`. Code
+that overlaps is imported only where the plan asks for it: a run without overlap holds none of it in memory, and a fault in it
+cannot reach such a run.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Training settings that no plan says.
+    """Training settings that a plan does not hold.
 
     Attributes:
         seed: seed of the gates' draws; `Builders.seed` seeds everything else.
         gate: value of --moe-gate; None keeps megatron-core's router.
         dispatcher: value of --moe-token-dispatcher-type.
-        clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
+        clip_grad: bound of the gradient norm; 0: no clipping.
         counts_zero_gradients: whether every step counts its zero gradients, for the log.
-        timeout: of every collective of the run's groups.
+        timeout: time after which a collective of the run's groups fails.
         captures_graphs: whether segments of static shapes run as captured CUDA graphs.
-        block_limits: most thread blocks of NCCL kernels that run beside others; None: NCCL's own choice.
+        block_limits: largest number of thread blocks of an NCCL kernel that runs concurrently with others; None: NCCL's default.
     """
 
     seed: int
@@ -87,7 +87,8 @@ class Builders:
 
     Attributes:
         seed: seeds every generator of this process, by its place in the groups.
-        model: one module per model chunk of this rank's stage; the function it is given is applied to every layer's spec.
+        model: builds one module per model chunk of this rank's stage, and applies the `AdaptLayer` function to every layer's
+            spec.
         wrap: wraps the chunks in DDP.
         optimizer: megatron-core's chained distributed optimizers of the wrapped chunks.
     """
@@ -103,9 +104,9 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
 
     1. Groups: every rank creates all groups of the plan in one order, as NCCL and gloo demand.
     2. Model: seeded by the rank's place in its groups, because stages, tensor ranks and expert ranks draw different weights.
-    3. Weight gradients: products are split before DDP wraps them, because DDP decides on its hooks when it is built.
-    4. DDP: buckets begin where the plan reduces parameter groups apart, and add up where stages have unlike numbers of replicas.
-       Captured graphs meet the stream that it is built on.
+    3. Weight gradients: linear layers are split before DDP wraps them, because DDP registers its hooks when it is built.
+    4. DDP: a gradient bucket begins at every parameter group that the plan reduces separately. Gradients are summed, not
+       averaged, where stages have different numbers of replicas. DDP is built on the stream that captures graphs later.
     5. Optimizer: shards the buffers of DDP, hence last.
     """
     groups = build_groups(plan, settings.timeout, settings.block_limits)  # 1
@@ -152,7 +153,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
 
 @contextlib.contextmanager
 def _current(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Make a stream current inside, behind what the present one was given and before what it will be given."""
+    """Make a stream current inside: it starts after the work queued on the present stream, which waits for it at the end."""
     if stream is None:
         yield
         return
@@ -166,8 +167,8 @@ def _current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def make_runner(context: RunContext) -> StepRunner:
     """The runner of a plan: megatron-core's schedules without overlap, the executor of instruction lists with it.
 
-    One stage that overlaps puts every stage on the executor: the two name and order their transfers differently, so a stage of
-    one kind would wait for ever for messages of the other.
+    If one stage overlaps, every stage uses the executor: the two runners name and order their transfers differently, so stages
+    on different runners would wait for each other for ever.
     """
     if not context.plan.follows_lists:
         if context.graph_stream is not None:
@@ -187,7 +188,7 @@ def gate_and_dispatcher(
     Args:
         gate: value of --moe-gate.
         dispatcher: value of --moe-token-dispatcher-type.
-        clock: tells gates that draw which micro-batch they see.
+        clock: seed and micro-batch number for the gates that draw.
     """
     make_gate: MakeGate | None = None
     make_dispatcher: MakeDispatcher | None = None
@@ -203,7 +204,7 @@ def gate_and_dispatcher(
 
 
 def count_expert_loads(context: RunContext) -> Callable[[int, int], list[ExpertLoad]]:
-    """Have the routers count what they decide.
+    """Make the routers count the rows of every expert.
 
     Returns:
         A collective that sums the counts of all ranks since its last call: (first step, last step) -> loads by layer.
@@ -217,7 +218,7 @@ def count_expert_loads(context: RunContext) -> Callable[[int, int], list[ExpertL
 
 
 def _sum_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Have DDP add up the gradients of replicas where it takes their mean."""
+    """Make DDP sum the gradients of replicas instead of averaging them."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             for bucket in group.buckets:
@@ -234,7 +235,7 @@ def _split_deferred_products(modules: Sequence[torch.nn.Module], overlap: StageO
 
 
 def _bucket_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> list[torch.nn.Parameter]:
-    """Parameters that must begin a gradient bucket, so that each parameter group of the plan is reduced by itself."""
+    """Parameters that must begin a gradient bucket, so that each parameter group of the plan is reduced separately."""
     if overlap.gradient_chunk_bytes == 0:
         return []
     from moe_overlap.runtime.state.buckets import bucket_marks
@@ -243,7 +244,7 @@ def _bucket_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> 
 
 
 def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> BucketReduction | None:
-    """The reduction that the list places among the passes; None where every stage reduces its gradients behind them."""
+    """The reductions that the list places between passes; None where every stage reduces its gradients after its last pass."""
     if not any(stage.overlap.gradient_chunk_bytes for stage in plan.stages):
         return None
     from moe_overlap.runtime.state.buckets import GradientBuckets
@@ -252,7 +253,7 @@ def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> 
 
 
 def _weight_gathers(overlap: StageOverlap, chunks: Sequence[DistributedDataParallel]) -> WeightGathers | None:
-    """The gathers that the list places in front of the passes; None where the update gathers, or DDP's hooks do."""
+    """The weight gathers that the list places before passes; None where the update or DDP's hooks gather."""
     if not overlap.overlap_param_gather:
         return None
     from moe_overlap.runtime.state import weight_gathers

@@ -1,7 +1,7 @@
-"""`RunContext`, which every part of the runtime is given: one frozen object per rank, built once (build.py), complete when built.
+"""`RunContext`: one frozen object per rank that every part of the runtime receives; built once (build.py), complete when built.
 
-The runners (megatron_core/runner.py, executor/execute.py) and the update (state/update.py) take it as their only clump of
-arguments. It holds no state of a step: what belongs to one step is an argument of `run` or lives inside it.
+The runners (megatron_core/runner.py, executor/execute.py) and the update (state/update.py) take it in place of many arguments.
+It holds no state of a step: what belongs to one step is an argument of `run` or lives inside it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class BucketReduction(Protocol):
     """Reduces gradients over their replicas bucket by bucket, where the instruction list says so (state/buckets.py)."""
 
     def start(self, parameter_group: str, bucket: int, buckets: int) -> Callable[[], None]:
-        """Start one bucket of a parameter group whose backward passes are over; the answer waits for its sum."""
+        """Start the reduction of one bucket, after the backward passes of its group; the returned function waits for the sum."""
 
     def finish(self) -> None:
-        """End the step's reductions: every bucket has been waited for."""
+        """End the step's reductions, after the list has waited for every bucket."""
 
 
 class WeightGathers(Protocol):
-    """Gathers updated weights part by part, where the instruction list says so (state/weight_gathers.py)."""
+    """Gathers updated weights one parameter group at a time, where the instruction list says so (state/weight_gathers.py)."""
 
     def start(self, parameter_group: str) -> Callable[[], None]:
-        """Start the gather of a parameter group; the answer waits until this rank has all of its weights."""
+        """Start the gather of a parameter group; the returned function waits until this rank has all of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class RunContext:
         chunks: this rank's model chunks (virtual stages), wrapped in DDP.
         models: the GPTModel inside each of them.
         optimizer: steps the parameters of the chunks layer by layer.
-        recorder: takes the spans of layers, transfers, runner and optimizer.
+        recorder: records the spans of layers, transfers, runner and optimizer.
         clock: seed and micro-batch of the gates' draws; gates that draw hold the same object.
-        weight_gradients: takes the weight gradients that the list computes later; stays empty where none are deferred.
-        bucket_reduction: reduces gradients among the passes; None where DDP reduces them behind the passes.
-        weight_gathers: gathers weights under the first passes of a step; None where the update gathers them, or DDP's hooks.
-        graph_stream: where segments of static shapes are captured as CUDA graphs, and DDP was built; None: none are.
+        weight_gradients: queue of the weight gradients that the list computes later; stays empty where none are deferred.
+        bucket_reduction: reduces gradients between passes; None where DDP reduces them after the last pass.
+        weight_gathers: gathers weights during the first passes of a step; None where the update or DDP's hooks gather them.
+        graph_stream: stream on which DDP was built and segments of static shapes are captured as CUDA graphs; None: no captures.
     """
 
     plan: Plan

@@ -3,9 +3,9 @@
 Every part of the runtime is handed its groups. Rank order inside a stage, fastest first: tensor, context, data (dense layers);
 expert-tensor, expert, expert-data (experts). Tensor ranks, which communicate most, are thus neighbours on one host.
 
-To create groups is a collective over all ranks, members or not: every rank creates every group of the plan, in one order. A rank
-that skipped a group it is not in would let the others wait for it. NCCL makes all groups of a kind by one split of the world, so
-that their number does not grow with that of the ranks.
+Creating a group is a collective over all ranks, members or not: every rank creates every group of the plan, in one order, or the
+others would wait for it. Over NCCL one split of the world makes all groups of a kind, so that the number of splits does not grow
+with the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from moe_overlap.plan.plan import Plan, StagePlan
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """A stage's place in the pipeline: what megatron-core asks of a pipeline group, where stages of unlike shape have none."""
+    """A stage's place in the pipeline, as megatron-core reads it from a pipeline group; stages of different shape have no
+    group."""
 
     stage: int
     stages: int
@@ -45,8 +46,8 @@ class SharedRows:
     """Rows of a tied embedding that a rank shares with ranks of both ends of a pipeline.
 
     Attributes:
-        group: all ranks that hold these rows; its first is one of the first stage.
-        block: the rows, among as many equal blocks as `blocks` of those that the rank holds.
+        group: all ranks that hold these rows; the first belongs to the first stage.
+        block: number of these rows' block, if the rank's rows are cut into `blocks` equal ones.
     """
 
     group: dist.ProcessGroup
@@ -66,8 +67,8 @@ class StageGroups:
             direction: NCCL matches the operations of a communicator by their order alone, and on a shared one two stages that
             both wait to send would block each other for good (plan/lowering/rendezvous.py). Empty where megatron-core's own
             schedules run, which transfer over `collection.pp`.
-        ends: of stages of unlike shape, the blocks of rows of a tied embedding that this rank holds on the first stage or on that
-            of the loss; none on other stages.
+        ends: with stages of different shape, the blocks of rows of a tied embedding that this rank holds on the first stage or
+            on that of the loss; empty on other stages.
     """
 
     stage: int
@@ -135,14 +136,14 @@ def build_groups(
     """Create this rank's groups. Collective: every rank of the run creates all groups in the same order.
 
     1. Groups inside each stage, kind by kind.
-    2. Groups across stages. The pipeline group joins ranks of equal place in their stages, the group of the tied embedding the
-       first and the last of them.
+    2. Groups across stages. The pipeline group joins ranks of equal place in their stages; the group of the tied embedding joins
+       the first and the last of them.
     3. Groups that span the tensor ranks of all stages, for norms and checks of a whole model replica.
-    Stages of unlike shape have none of 2 and 3: `pp` is a place, and norms are taken over the world.
+    Stages of different shape have none of 2 and 3: `pp` is a place, and norms are taken over the world.
 
     Args:
-        timeout: of every operation of the groups; torch's own default (not that of the process group) unless given.
-        limits: most thread blocks of NCCL kernels that run beside others; NCCL's own unless given.
+        timeout: timeout of every operation of the groups; None: torch's own default, not that of the process group.
+        limits: largest number of thread blocks of NCCL kernels that run concurrently with others; None: NCCL's default.
     """
     rank = dist.get_rank()
     stage_index = next(index for index, stage in enumerate(plan.stages) if rank in stage.devices.ranks)
@@ -210,8 +211,9 @@ Pair = tuple[int, int]
 def transfer_pairs(plan: Plan) -> list[tuple[str, list[Pair]]]:
     """Channels of stage boundaries, each with disjoint pairs of ranks that need a communicator, in the order of their creation.
 
-    Equal stages send rank to rank: a channel stands there once. Between unlike ones a rank meets several: the pairs that tiles
-    join are dealt to rounds, since a split of the world makes the communicators of disjoint pairs alone.
+    Between equal stages every rank has one peer, and a channel has one entry. Between stages of different shape a rank has
+    several peers: the pairs that share tiles are dealt to rounds, since one split of the world makes the communicators of
+    disjoint pairs only.
     """
     stages = len(plan.stages)
     wraps = any(len(stage.chunks) > 1 for stage in plan.stages)
@@ -230,10 +232,10 @@ def transfer_pairs(plan: Plan) -> list[tuple[str, list[Pair]]]:
 
 
 def _disjoint(sets: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Places of the sets in rounds in which no rank stands twice: each in the first round that has none of its ranks."""
+    """Indices of the sets, in rounds of disjoint sets: each in the first round that has none of its ranks."""
     rounds: list[tuple[list[int], set[int]]] = []
     for place, ranks in enumerate(sets):
-        free = next((each for each in rounds if not each[1] & set(ranks)), None)
+        free = next((entry for entry in rounds if not entry[1] & set(ranks)), None)
         if free is None:
             free = ([], set())
             rounds.append(free)
@@ -250,8 +252,8 @@ def _transfer_groups(
     for channel, pairs in transfer_pairs(plan):
         group = _own_group(pairs, channel, _options("pp", timeout, limits), timeout)
         if group is not None:
-            own = next(pair for pair in pairs if me in pair)
-            groups[channel, own[1 - own.index(me)]] = group
+            (peer,) = (rank for pair in pairs if me in pair for rank in pair if rank != me)
+            groups[channel, peer] = group
     return groups
 
 
@@ -271,35 +273,35 @@ def _create(
 def _own_group(
     rank_sets: Sequence[tuple[int, ...]], name: str, options: Any, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup | None:
-    """This rank's group among those of disjoint rank sets, all of which are created; None where none of them holds it.
+    """Create the groups of disjoint rank sets; returns the one with this rank, None where there is none.
 
-    Over NCCL `new_group` splits the world anew for each set, also for those of one rank: hundreds of ranks would make thousands
-    of splits before the first step, each of them a collective. One split has a colour for every set. Not yet run on hardware.
+    Over NCCL `new_group` splits the world once per set, even for a set of one rank: hundreds of ranks would make thousands of
+    splits before the first step, each of them a collective. Here one split has a colour for every set. Not yet run on hardware.
     """
     if dist.get_backend() == "nccl" and dist.group.WORLD.bound_device_id is not None:
         sets = [list(ranks) for ranks in rank_sets]
         return dist.split_group(split_ranks=sets, timeout=timeout, pg_options=options, group_desc=name)
-    this_rank, own = dist.get_rank(), None
+    this_rank, member_group = dist.get_rank(), None
     for ranks in rank_sets:
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{name} {ranks}", pg_options=options)
-        own = group if this_rank in ranks else own
-    return own
+        member_group = group if this_rank in ranks else member_group
+    return member_group
 
 
 _URGENT = frozenset({"ep", "tp_ep", "expt_tp", "pp"})
-"""Kinds of groups for whose sends and all-to-alls other ranks' computation waits."""
+"""Kinds of groups whose sends and all-to-alls block computation on other ranks."""
 _REDUCED = frozenset({"dp_cp", "expt_dp", "ends"})
-"""Kinds of groups that reduce gradients and gather weights, dense layers', experts' and those of a tied embedding."""
+"""Kinds of groups that reduce gradients and gather weights: of dense layers, of experts and of a tied embedding."""
 
 
 def _options(kind: str, timeout: datetime.timedelta | None, limits: BlockLimits | None = None) -> Any:
     """Options of a group over NCCL; None elsewhere. Not yet run on hardware.
 
-    Kernels that are waited for run on a stream of high priority. Those that run beside others use so few thread blocks that all
-    of them find a place on the device at a time (plan/lowering/residency.py).
+    Kernels that block computation run on a stream of high priority. Kernels that run concurrently with others use so few thread
+    blocks that all of them are resident on the device at a time (plan/lowering/residency.py).
 
     Args:
-        limits: most thread blocks of such a kernel; None: NCCL's own choice, where nothing runs beside.
+        limits: largest number of thread blocks of such a kernel; None: NCCL's default, where nothing runs concurrently.
     """
     if dist.get_backend() != "nccl":
         return None

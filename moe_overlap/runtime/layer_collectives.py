@@ -1,17 +1,18 @@
-"""Spans of the collectives inside operators, of tensor, context and expert-tensor ranks: the instruction list does not name them.
+"""Spans of the collectives inside operators, of tensor, context and expert-tensor ranks: the instruction list does not name
+them.
 
-megatron-core's layers start them where they compute, through functions of torch.distributed that its modules have taken under
-names of their own. All of these functions end in the methods of `ProcessGroup`; so those are wrapped, for the groups of this rank
-and while a step runs. Nothing is wrapped where no such group has a second rank.
+megatron-core's modules import functions of torch.distributed under names of their own, so the functions cannot be wrapped. All
+of them call methods of `ProcessGroup`: these are wrapped while a step runs, for the groups of this rank that have a second rank.
 
 1. A collective that its caller waits for at once splits the span of the operator in which it stands (`asyncOp` of its options).
 2. One that is waited for later runs beside the operator; the operator is split by the wait.
-3. What starts while a communication is recorded belongs to that: the gradients of norms, which tensor ranks share, are summed as
-   a part of the step's end, and the irregular dispatcher completes the rows of expert-tensor ranks as a part of its all-to-all.
+3. A collective that starts while a communication is recorded belongs to that: the gradients of norms, which tensor ranks share,
+   are summed as a part of the step's end, and the irregular dispatcher completes the rows of expert-tensor ranks as a part of
+   its all-to-all.
 
-Not yet run on hardware: on CUDA the end of 2. stands behind the wait on the stream of the computation, so that the exposed time
-is exact and the span includes what was computed until the wait. Ring attention of Transformer Engine, which sends from rank to
-rank, is not recorded apart.
+Not yet run on hardware: on CUDA a span of 2. ends after the wait on the compute stream, so that the exposed time is exact and
+the span includes the computation until the wait. Ring attention of Transformer Engine, which sends from rank to rank, has no
+span.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ METHODS = (
     *("_allgather_base", "_reduce_scatter_base", "alltoall_base"),
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
 )
-"""Collectives of a process group; the last three are torch's names from 2.13 on of those before."""
+"""Collectives of a process group; the last three are the names of the three before them from torch 2.13 on."""
 
 
 def channels_inside(groups: ProcessGroupCollection) -> dict[ProcessGroup, str]:
-    """The groups of this rank whose collectives stand inside operators, with their channels; those of one rank are left out.
+    """Groups of this rank whose collectives run inside operators, with their channels; groups of one rank are left out.
 
     The group of all ranks that share a sample (`tp_cp`) counts with the tensor ranks where there are any.
     """
@@ -58,7 +59,7 @@ class LayerCollectives:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Record them inside the block."""
-        # The dictionary's own entries: those that attribute access gives are no methods, and could not be put back.
+        # Entries of the class's dictionary: attribute access returns other objects, which could not be put back.
         methods = {name: vars(ProcessGroup)[name] for name in METHODS if name in vars(ProcessGroup)}
         methods = methods if self._channels else {}
         try:
@@ -76,14 +77,14 @@ class LayerCollectives:
             channel = channels.get(group)
             opened = None
             if channel is not None:
-                # Options that do not say whether the caller waits at once: then the wait itself splits the operator.
+                # Options without `asyncOp` do not say whether the caller waits at once: the wait then splits the operator.
                 asynchronous = getattr(arguments[-1], "asyncOp", True) if arguments else True
                 opened = recorder.start_inside(channel, blocks=not asynchronous)
             work = method(group, *arguments, **options)
             if opened is None:
                 return work
             if work is None:
-                # NCCL queues what its caller does not wait for later on the caller's own stream, and has no work to hand out.
+                # NCCL queues a synchronous collective on the caller's own stream and returns no work object.
                 recorder.wait_inside(opened, lambda: None)
                 return None
             return _RecordedWork(work, recorder, opened)
@@ -92,7 +93,7 @@ class LayerCollectives:
 
 
 class _RecordedWork:
-    """A collective under way; waiting for it ends its span."""
+    """A collective in flight; waiting for it ends its span."""
 
     __slots__ = ("_opened", "_recorder", "_work")
 

@@ -34,7 +34,7 @@ class _Open:
 
     @property
     def place(self) -> tuple[str, str, int, int, tuple[int, ...]]:
-        """Everything but the time: work that begins at the same place goes on."""
+        """Everything but the time: work at the same place continues the span."""
         return self.name, self.channel, self.chunk, self.micro_batch, self.partition
 
     def beginning(self, channel: str, start: Any) -> _Open:
@@ -49,7 +49,7 @@ class HostClock:
     """Whether a mark is reached later than it is made."""
 
     def start_step(self) -> None:
-        """Marks of the step before are not needed any more."""
+        """Nothing to prepare: marks are numbers."""
 
     def mark(self) -> float:
         """Read the clock."""
@@ -78,7 +78,7 @@ class CudaClock:
         self._used = 0
 
     def start_step(self) -> None:
-        """The events of the step before have been read."""
+        """Use the events of the previous step again: they have been read."""
         self._used = 0
 
     def mark(self) -> Any:
@@ -95,7 +95,7 @@ class CudaClock:
         return start.elapsed_time(end) / 1e3
 
     def finish(self) -> None:
-        """Wait until every mark has been reached; behind the norm and the loss, which the host has read, that is soon."""
+        """Wait until every mark has been reached: soon, since the host has already read the norm and the loss."""
         self._library.synchronize()
 
 
@@ -154,24 +154,24 @@ class SpanRecorder:
 
     def _switch(self, name: str, channel: str) -> None:
         current = self._current
-        wanted = (name, channel, self.chunk, self.micro_batch, self._partition)
+        place = (name, channel, self.chunk, self.micro_batch, self._partition)
         # A layer that is entered twice in a row (a hook inside a recomputed module) continues its span.
-        if current is not None and current.place == wanted:
+        if current is not None and current.place == place:
             return
         now = self.clock.mark()
         if current is not None:
             self._raw.append((current, now))
-        self._current = _Open(*wanted, now)
+        self._current = _Open(*place, now)
 
     def end(self) -> None:
-        """End the current span; nothing follows it yet."""
+        """End the current span without beginning another."""
         if self._current is not None:
             self._raw.append((self._current, self.clock.mark()))
             self._current = None
 
     @contextlib.contextmanager
     def span(self, name: str, channel: str) -> Iterator[None]:
-        """Record one stretch of blocking work that nothing follows."""
+        """Record a block of synchronous work as one span."""
         self._switch(name, channel)
         try:
             yield
@@ -188,15 +188,15 @@ class SpanRecorder:
         self.begin(instruction.name)
 
     def started(self, instruction: Instruction) -> Any:
-        """A communication of a list starts now; hand the answer to `ending`."""
+        """A communication of a list starts now; pass the result to `ending`."""
         self.place_at(instruction)
         return self.background(instruction.name, instruction.channel_group)
 
     def ending(self, opened: Any, wait: Callable[[], None]) -> Callable[[], None]:
         """Wait for the communication of `started`, and end its span.
 
-        Where the device queues, the mark goes behind the communication on its stream at once, and is reached when it ends. On a
-        CPU gloo tells nobody when a transfer has ended before it is waited for: there a span ends with the wait.
+        On a GPU the end is marked at once on the communication's stream, which reaches the mark when the communication ends. On
+        a CPU gloo does not report the end of a transfer before the wait: there the span ends with the wait.
         """
         if self.clock.queues:
             self.finish_background(opened)
@@ -209,25 +209,25 @@ class SpanRecorder:
         return finish
 
     def background(self, name: str, channel: str) -> Any:
-        """Start a span that runs beside the current one; its handle ends it in `finish_background`."""
+        """Start a span that runs beside the current one; pass the result to `finish_background`."""
         opened = _Open(name, channel, self.chunk, self.micro_batch, self._partition, self.clock.mark())
         self._background.append(opened)
         return opened
 
     def finish_background(self, opened: Any) -> None:
-        """End a span of `background`: its work has been waited for. A span of an earlier step is left out."""
+        """End a span of `background`: its work has been waited for. A span of an earlier step is dropped."""
         if any(opened is other for other in self._background):
             self._background = [other for other in self._background if other is not opened]
             self._raw.append((opened, self.clock.mark()))
 
     def start_inside(self, channel: str, blocks: bool) -> Any:
-        """Start a collective inside the operator that computes now; hand the answer to `wait_inside`.
+        """Start a collective inside the operator that computes now; pass the result to `wait_inside`.
 
         Args:
-            blocks: whether its caller waits at once, so that the operator's span ends here and goes on behind the wait.
+            blocks: whether the caller waits at once, so that the operator's span ends here and continues after the wait.
         Returns:
-            None where the channel is not covered, and where no operator computes: what is recorded then is a communication of
-            which this one is a part.
+            None where the channel is not covered, and where no operator computes: the collective is then part of the
+                communication that is being recorded.
         """
         current = self._current
         if current is None or current.channel != COMPUTE or channel not in self.covered:
@@ -242,7 +242,7 @@ class SpanRecorder:
         return opened
 
     def wait_inside(self, opened: Any, wait: Callable[..., Any], *timeout: Any) -> Any:
-        """Wait for a collective of `start_inside` and end its span; the operator that waits computes on behind it."""
+        """Wait for a collective of `start_inside` and end its span; the span of the waiting operator continues after it."""
         waiting, blocks = self._current, self._current is opened
         if not blocks:
             if not any(opened is other for other in self._background):
@@ -263,7 +263,7 @@ class SpanRecorder:
         """Pass tensors through unchanged; when their gradients arrive, `name` begins, for the micro-batch that is current now.
 
         Returns:
-            The tensor, or a tuple of them where several were given.
+            The tensor, or a tuple of several.
         """
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return tensors[0] if len(tensors) == 1 else tensors
@@ -339,7 +339,7 @@ def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
     first, last = float("inf"), 0.0
     # Megatron-LM's timers count the collectives of tensor and context ranks as computation.
     spans = operator_spans(list(spans)) if level else []
-    # Sends are waited for by the norm only: their spans reach into the update, and their phase does not.
+    # Only the norm waits for sends: their spans reach into the update, and their phase does not.
     update = min((span.start for span in spans if span.operator.is_update), default=float("inf"))
     for span in spans:
         if span.operator.kind in TIMER_OF:
@@ -358,6 +358,6 @@ def _phase_of(span: Span) -> str:
     if span.channel != COMPUTE:
         return PHASE_OF_CHANNEL.get(span.channel, span.channel)
     operator = span.operator
-    # What is recomputed runs in the backward pass, but Megatron-LM's timer of forward computation counts it, too.
+    # Recomputation runs in the backward pass, but Megatron-LM's timer of forward computation counts it, too.
     is_backward = operator.in_backward_pass and operator.phase is not RECOMPUTE
     return "backward-compute" if is_backward else "forward-compute"

@@ -1,4 +1,5 @@
-"""The seam between a training loop and whatever executes a step: `StepRunner`, what it returns, and how communication fails.
+"""The interface between a training loop and the executor of a step: `StepRunner`, its result, and the error of a failed
+communication.
 
 It imports no other part of the runtime, so that every part may import it.
 """
@@ -16,8 +17,8 @@ from torch import Tensor
 from moe_overlap.plan.instructions import Instruction, Span
 
 Batch = dict[str, Tensor]
-"""One micro-batch of this rank: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask` where documents are
-kept apart."""
+"""One micro-batch of this rank: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S]; `attention_mask` where attention must
+not cross documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class StepResult:
 
 
 def computes_later(device: torch.device) -> bool:
-    """Whether a device queues what the host gives it, so that reading a result makes the host wait."""
+    """Whether a device executes asynchronously, so that reading a result makes the host wait."""
     return device.type == "cuda"
 
 
@@ -77,8 +78,8 @@ class StepRunner(Protocol):
         """Execute one training step over the list's micro-batches.
 
         Args:
-            batches: this rank's micro-batches; as many are taken as the list has.
-            step: number of the step in the run; gates that draw take it into their draws.
+            batches: this rank's micro-batches; one is taken for each of the list.
+            step: number of the step in the run; part of the seed of gates that draw.
         Raises:
             CommunicationFailed: a peer is gone. Every rank that needs it raises within the groups' timeout.
         """

@@ -57,10 +57,10 @@ def test_a_list_whose_update_is_not_whole_is_refused() -> None:
     for found in run(2, check_refusals, f"{EP2} {EXPERTS['deferred']}"):
         assert found == {
             "without gradients": "the norm is taken of reduced gradients",
-            "without optimizer.norm": "the optimizer steps only behind the norm of all gradients",
+            "without optimizer.norm": "the optimizer steps only after the norm of all gradients",
             "without optimizer": "parts without a step: ['embedding']",
             "without parameters": "the list has ended before the replicas have the updated weights",
-            "a step before the norm": "the optimizer steps only behind the norm of all gradients",
+            "a step before the norm": "the optimizer steps only after the norm of all gradients",
             "a copy": found["a copy"],
         }
         assert "no binding for" in found["a copy"]

@@ -81,7 +81,7 @@ class TimerOperators:
             counting = dispatcher.start_counts(handle)
             return self._recorder.ending(span, lambda: _drop(counting.wait()))
         routed, arrived = sum(handle.counts.sent), sum(handle.counts.received)
-        packed = self._sizes.hidden + Columns.of(self._sizes.dtype, handle.probs_dtype).behind
+        packed = self._sizes.hidden + Columns.of(self._sizes.dtype, handle.probs_dtype).appended
         back = operator.phase == BACKWARD
         start: Callable[[Tensor, Handle], Pending[Tensor]]
         if operator.kind == DISPATCH:

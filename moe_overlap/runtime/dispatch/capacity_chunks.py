@@ -1,11 +1,11 @@
 """The Tutel-style baseline: all-to-alls and experts pipelined over chunks of each expert's rows (Lancet, Fig. 5a).
 
 The rows of every (source rank, expert) pair are cut into `degree` capacity chunks; chunk c of all pairs makes one small dispatch.
-Both sides know the counts of the whole, hence those of every chunk: chunks need no all-to-all of counts.
+Both sides know the counts of all rows, hence those of every chunk: chunks need no all-to-all of counts.
 
-The instruction list has the order (plan/lowering/interleave.py): all dispatches, then each chunk's combine behind its experts.
-The backward pass is the mirror image. Gates, attention and everything else outside the layer stay whole, which is the limit of
-this baseline.
+The instruction list sets the order (plan/lowering/interleave.py): all dispatches, then each chunk's combine after its experts.
+The backward pass is the mirror image. The limit of this baseline: gates, attention and all other operators outside the layer are
+not cut.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class CapacityChunk:
     """One capacity chunk of a pass.
 
     Attributes:
-        handle: the chunk's own handle, with tags of its own.
-        rows_N: places of the chunk's rows among the permuted rows of the whole.
+        handle: the chunk's handle, with tags of its own.
+        rows_N: indices of the chunk's rows among the permuted rows of the pass.
     """
 
     handle: Handle
     rows_N: Tensor
 
     def of(self, rows: Tensor) -> Tensor:
-        """Select the chunk's rows [N, ...] of the whole."""
+        """Select the chunk's rows from the rows [N, ...] of the pass."""
         return rows.index_select(0, self.rows_N)
 
 
@@ -44,28 +44,28 @@ def capacity_chunks(stages: IrregularDispatcher, handle: Handle, degree: int) ->
         rows_N = _rows_of_chunk(handle.counts, index, degree, handle.row_sources_N.device)
         sources = handle.row_sources_N.index_select(0, rows_N)
         places = handle.row_places_N.index_select(0, rows_N)
-        own = replace(
+        chunk_handle = replace(
             handle, row_sources_N=sources, row_places_N=places, tag=stages.take_tags(), arriving=Known(counts)
         )
-        chunks.append(CapacityChunk(own, rows_N))
+        chunks.append(CapacityChunk(chunk_handle, rows_N))
     return chunks
 
 
 def join_chunks(chunks: Sequence[CapacityChunk], parts: Sequence[Tensor], rows: int | None = None) -> Tensor:
-    """Join the rows of all chunks, each where it stands in the whole.
+    """Join the rows of all chunks, each at its index among the rows of the pass.
 
     Args:
-        rows: number of rows of the whole; rows past the routed ones, which the default leaves out, are zero.
+        rows: number of rows of the result; by default the routed rows only, further rows are zero.
     """
     routed = sum(part.shape[0] for part in parts)
-    whole = parts[0].new_zeros((routed if rows is None else rows, *parts[0].shape[1:]))
+    joined = parts[0].new_zeros((routed if rows is None else rows, *parts[0].shape[1:]))
     for chunk, part in zip(chunks, parts, strict=True):
-        whole.index_copy_(0, chunk.rows_N, part)
-    return whole
+        joined.index_copy_(0, chunk.rows_N, part)
+    return joined
 
 
 def _rows_of_chunk(counts: Counts, index: int, degree: int, device: torch.device) -> Tensor:
-    """Places of a chunk's rows among the permuted rows: a stretch of every expert's rows."""
+    """Indices of a chunk's rows among the permuted rows: a stretch of every expert's rows."""
     # The same cut as `Counts.chunk`: the rows sent are those the receiver expects.
     places, start = [], 0
     for rows in counts.to_expert:

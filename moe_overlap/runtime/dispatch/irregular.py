@@ -8,16 +8,16 @@
     6. combine      the way back, counts swapped                                                   all-to-all
     7. unpermute    sum per token                                                                   compute
 
-Compute stages run under autograd, one autograd segment each; all-to-alls stand outside autograd and have a backward of their own,
-again with counts swapped. The dispatcher keeps nothing between stages: what belongs to one pass stands in its `Handle`, so
-partitions and micro-batches can be under way together.
+Compute stages run under autograd, one autograd segment each; all-to-alls run outside autograd and have a backward of their own,
+again with counts swapped. The dispatcher keeps no state between stages: the state of a pass is in its `Handle`, so several
+partitions and micro-batches can be in flight.
 
-With a static capacity every rank sends every expert as many rows as the gate lets it take at most. Stage 2 is left out: all
-counts are known beforehand, on the host. Places that no token took carry some token's row; its results and gradients go nowhere.
+With a static capacity every rank sends every expert as many rows as the gate's capacity. Stage 2 is left out: the host knows all
+counts. Unused slots carry the row of an arbitrary token; their results and gradients are discarded.
 
 Counts (stage 2): every rank tells every rank of the expert group (expert-tensor ranks included) how many of its rows go to each
-expert that rank holds. The numbers come to the host once per layer, because shapes and splits are decided there; the backward
-pass reuses them.
+expert of that rank. The counts are copied to the host once per layer, because the host sets shapes and splits; the backward pass
+uses them again.
 
 T tokens, E experts of the layer, H elements per token, N rows, X columns of a packed row.
 """
@@ -70,8 +70,8 @@ class Counts:
     @property
     def sent(self) -> list[int]:
         """[P] rows to each expert rank."""
-        each = self.experts_per_rank
-        return [sum(self.to_expert[start : start + each]) for start in range(0, len(self.to_expert), each)]
+        per_rank = self.experts_per_rank
+        return [sum(self.to_expert[start : start + per_rank]) for start in range(0, len(self.to_expert), per_rank)]
 
     @property
     def received(self) -> list[int]:
@@ -80,7 +80,7 @@ class Counts:
 
     @property
     def gathered(self) -> list[int]:
-        """[Q] rows each expert-tensor rank receives; all of them work on the sum."""
+        """[Q] rows each expert-tensor rank receives; every rank computes on all of them."""
         return [sum(map(sum, sources)) for sources in self.from_source]
 
     @property
@@ -95,7 +95,7 @@ class Counts:
         return [rows for sources in self.from_source for experts in sources for rows in experts]
 
     def chunk(self, index: int, degree: int) -> Counts:
-        """The counts of one of `degree` chunks of every (source, expert) piece. The chunks add up to the whole."""
+        """The counts of one of `degree` chunks of every (source, expert) piece; the chunks add up to these counts."""
 
         def part(rows: int) -> int:
             # Differences of rounded prefixes: sender and receiver cut a pair's rows alike without asking each other.
@@ -110,7 +110,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Counts that nobody has to send: there is nothing to wait for."""
+    """Counts that are known without communication; the wait returns them."""
 
     counts: Counts
 
@@ -147,16 +147,16 @@ class CountAllToAll:
         if not self.all_to_all.on_current_stream:
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
-            # The gate writes the counts on the current stream. The side stream lets their copy reach the host while the
-            # current one goes on.
+            # The gate writes the counts on the current stream. A side stream copies them to the host while the current one
+            # goes on.
             self._stream.wait_stream(stream)
             stream = self._stream
-        # The allocator is told, since the tensor was allocated on the other stream and is no buffer of a list.
+        # `record_stream`: the tensor was allocated on the other stream and is no buffer of a list.
         to_expert_E.record_stream(stream)
         with torch.cuda.stream(stream):
             received = self._start_wire(to_expert_E, tag, name).wait()
             device = torch.cat([to_expert_E, received.flatten()])
-            # Into pinned memory: a copy into pageable memory would block the host in spite of non_blocking.
+            # Pinned memory: a copy into pageable memory would block the host in spite of non_blocking.
             host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
             host.copy_(device, non_blocking=True)
             copied = torch.cuda.Event()
@@ -176,9 +176,9 @@ class CountAllToAll:
         self.host_copies += 1
         values = iter(numbers.tolist())
         to_expert = tuple(itertools.islice(values, experts))
-        each = experts // self.expert_ranks
+        per_rank = experts // self.expert_ranks
         arrived = {
-            (tensor, expert): tuple(itertools.islice(values, each))
+            (tensor, expert): tuple(itertools.islice(values, per_rank))
             for expert in range(self.expert_ranks)
             for tensor in range(self.tensor_ranks)
         }
@@ -189,7 +189,7 @@ class CountAllToAll:
 
 
 class _CountsOnHost:
-    """Counts under way in host memory; read once, then kept."""
+    """Counts in flight in host memory; read once, then stored."""
 
     def __init__(self, owner: CountAllToAll, to_expert_E: Tensor, wire: Pending[Tensor]) -> None:
         self._owner, self._sent, self._wire = owner, to_expert_E, wire
@@ -203,7 +203,7 @@ class _CountsOnHost:
 
 
 class _CountsFromStream:
-    """The copy is under way on the side stream; the host waits for its event alone. Not yet run on hardware."""
+    """Counts that the side stream copies to the host; the wait is for the copy's event only. Not yet run on hardware."""
 
     def __init__(self, owner: CountAllToAll, host: Tensor, copied: Any, experts: int) -> None:
         self._owner, self._host, self._copied, self._experts = owner, host, copied, experts
@@ -229,13 +229,14 @@ class Handle:
         name: the layer's operator (`L3.moe`), for errors and spans.
         map_TE: which tokens go to which experts.
         to_expert_E: rows per expert, on the device of the tokens.
-        row_sources_N: index token · E + expert of every permuted row; rows past the routed ones, and places of a static capacity
-            that no token took, repeat index 0.
+        row_sources_N: index token · E + expert of every permuted row; 0 for rows past the routed ones and for unused slots of a
+            static capacity.
+        row_places_N: token of every permuted row; 0 for the same rows.
         row_places_N: token of every permuted row; as above, 0 where there is none.
         probs_dtype: type of the probabilities.
         tag: first of this handle's tags.
-        arriving: the counts under way; None until `start_counts`.
-        row_tokens_N: with a static capacity the token of every permuted row, T for places that no token took.
+        arriving: the counts in flight; None until `start_counts`.
+        row_tokens_N: with a static capacity the token of every permuted row, T for unused slots.
     """
 
     name: str
@@ -265,7 +266,7 @@ class Wires:
 
     Args:
         groups: megatron-core's collection; `ep`, `expt_tp` and `tp_ep` are read.
-        on_current_stream: as of `AllToAll`.
+        on_current_stream: see `AllToAll`.
     """
 
     def __init__(self, groups: Any, on_current_stream: bool = False) -> None:
@@ -285,11 +286,10 @@ class IrregularDispatcher:
 
     Args:
         wires: the wires of this rank's experts.
-        takes_bounds: whether a pass that is opened with a bound of its rows makes as many, so that no stage before the counts
-            needs the host; those past the routed ones are never sent. Otherwise exactly the routed rows are made, counted on the
-            host (free on a CPU).
+        takes_bounds: whether a pass with a bound of its rows allocates as many, so that no stage before the counts waits for the
+            device; rows past the routed ones are never sent. Otherwise the host counts the routed rows (free on a CPU).
         in_order: whether the rows of a token are summed in a fixed order on a GPU as well (ordered_sums.py).
-        static_capacity: whether passes are opened with a capacity, to which they are padded.
+        static_capacity: whether every pass has a capacity, to which its rows are padded.
     """
 
     def __init__(
@@ -315,19 +315,19 @@ class IrregularDispatcher:
         Args:
             map_TE: [T, E] bool; what the gate dropped is not set.
             name: the layer's operator.
-            most_rows: most rows that the gate routes; None where no bound is known.
-            capacity: with a static capacity, most tokens that the gate lets each expert take, and the rows it is sent; the same
-                on all ranks.
+            most_rows: upper bound of the rows that the gate routes; None: no bound.
+            capacity: with a static capacity, the largest number of tokens that the gate lets each expert take, and the rows sent
+                to it; the same on all ranks.
         """
         tokens, experts = map_TE.shape
         assert experts % self.wires.rows.size == 0, f"{name}: {experts} experts on {self.wires.rows.size} ranks"
-        assert (capacity is not None) == self.static_capacity, f"{name}: a static capacity is that of every pass"
+        assert (capacity is not None) == self.static_capacity, f"{name}: a static capacity belongs to every pass"
         chosen_TE = map_TE.bool()
         to_expert_E = chosen_TE.sum(dim=0)
         if capacity is not None:
             return self._open_static(chosen_TE.t().contiguous(), map_TE, to_expert_E, probs_dtype, name, capacity)
         rows = int(to_expert_E.sum()) if most_rows is None or not self.takes_bounds else most_rows
-        # Expert by expert, tokens in order. The bound on their number saves asking the device for it: one operator, no wait.
+        # Expert by expert, tokens in order. `size` saves asking the device for the number of rows: one operator, no wait.
         experts_N, places_N = torch.nonzero_static(chosen_TE.t(), size=rows, fill_value=0).unbind(1)
         flat_N = torch.add(experts_N, places_N, alpha=experts)
         return Handle(name, map_TE, to_expert_E, flat_N, places_N, probs_dtype, self.take_tags())
@@ -338,7 +338,7 @@ class IrregularDispatcher:
         experts, tokens = chosen_ET.shape
         rows = experts * capacity
         firsts_E1 = torch.arange(0, rows, capacity, device=chosen_ET.device).unsqueeze(1)
-        # As in `open`: the n-th token of an expert goes to its n-th place, and pairs that were not chosen behind the last row.
+        # As in `open`: the n-th token of an expert goes to its n-th slot, pairs that were not chosen go past the last row.
         places = torch.where(chosen_ET, firsts_E1 + chosen_ET.cumsum(1) - 1, rows).view(-1)
         pairs = torch.arange(chosen_ET.numel(), device=chosen_ET.device)
         sources = pairs.new_full((rows + 1,), -1).scatter_(0, places, pairs)[:rows]
@@ -353,7 +353,7 @@ class IrregularDispatcher:
         return Handle(name, map_TE, to_expert_E, flat, places_N, probs_dtype, self.take_tags(), Known(counts), tokens_N)
 
     def opened_again(self, handle: Handle) -> Handle:
-        """The handle of a pass whose decisions stand in the tensors of another one's: with tags and counts of its own."""
+        """A new handle for the decisions in another handle's tensors, with its own tags and counts."""
         arriving = handle.arriving if self.static_capacity else None
         return replace(handle, tag=self.take_tags(), arriving=arriving)
 
@@ -367,7 +367,7 @@ class IrregularDispatcher:
         if self.in_order:
             tokens_N = handle.row_tokens_N
             if tokens_N is None:
-                # Rows past the routed ones repeat a token that has rows of its own: they belong to none.
+                # Rows past the routed ones repeat a token that has rows of its own: they must count for no token.
                 numbers_N = torch.arange(places_N.shape[0], device=places_N.device)
                 tokens_N = places_N.masked_fill(numbers_N >= handle.to_expert_E.sum(), handle.tokens)
             rows = SelectInOrder.apply(hidden_TH, places_N, tokens_N)
@@ -391,14 +391,14 @@ class IrregularDispatcher:
         return PermutePacked.apply(hidden_TH, probs_TE, handle.row_places_N, handle.row_sources_N), handle
 
     def start_counts(self, handle: Handle) -> Pending[Counts]:
-        """Stage 2: the all-to-all of counts. Its wait returns them; a later stage that needs them waits itself."""
+        """Stage 2: the all-to-all of counts. Its wait returns them; later stages that need the counts wait for them."""
         handle.arriving = self.wires.counts.start(
             handle.to_expert_E, tag=handle.tag + _COUNT, name=f"{handle.name}.count"
         )
         return handle.arriving
 
     def start_dispatch(self, rows_NX: Tensor, handle: Handle) -> Pending[Tensor]:
-        """Stage 3: packed rows to the ranks of their experts; those past the routed ones stay."""
+        """Stage 3: packed rows to the ranks of their experts; rows past the routed ones are not sent."""
         sent, received = handle.counts.sent, handle.counts.received
         routed = sum(sent)
         assert routed <= rows_NX.shape[0], f"{handle.name}: {routed} rows routed, {rows_NX.shape[0]} allowed for"
@@ -418,13 +418,13 @@ class IrregularDispatcher:
         return rows, torch.tensor(counts.per_expert, dtype=torch.int64), probs
 
     def arrive(self, received_NX: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
-        """Rows and probabilities of received packed rows; with expert-tensor ranks, everybody's."""
+        """Rows and probabilities of received packed rows; with expert-tensor ranks, those of all of them."""
         if self.wires.tensor.size == 1:
             return Unpack.apply(received_NX, handle.probs_dtype)
         return GatherUnpack.apply(received_NX, handle.probs_dtype, self._tensor_ranks(handle))
 
     def by_expert(self, rows_MH: Tensor, probs_M: Tensor, handle: Handle) -> tuple[Tensor, Tensor, Tensor]:
-        """Put the shares of all sources, which stand in order of arrival, in order of expert; returns what `sort` does."""
+        """Reorder the rows of all sources from order of arrival to order of expert; returns the same as `sort`."""
         counts = handle.counts
         order = _expert_major(counts)
         per_expert = torch.tensor(counts.per_expert, dtype=torch.int64)
@@ -432,7 +432,7 @@ class IrregularDispatcher:
         return rows, per_expert, probs
 
     def unsort(self, output_MH: Tensor, handle: Handle) -> Tensor:
-        """Stage 5: the experts' output [M, H] in the order in which its rows came; with expert-tensor ranks, this rank's rows."""
+        """Stage 5: the experts' output [M, H] in order of arrival; with expert-tensor ranks, this rank's rows."""
         return self.leave(self.by_arrival(output_MH, handle), handle)
 
     def by_arrival(self, output_MH: Tensor, handle: Handle) -> Tensor:
@@ -448,7 +448,7 @@ class IrregularDispatcher:
         return SumOwnRows.apply(output_MH, self._tensor_ranks(handle))
 
     def start_combine(self, rows_NH: Tensor, handle: Handle) -> Pending[Tensor]:
-        """Stage 6: results to the ranks their tokens came from."""
+        """Stage 6: results to the ranks of their tokens."""
         sent, received = handle.counts.sent, handle.counts.received
         tag, name = handle.tag + _COMBINE, f"{handle.name}.combine"
         return self.wires.rows.start(rows_NH, received, sent, tag=tag, name=name)
@@ -463,26 +463,26 @@ class IrregularDispatcher:
         if self.in_order:
             return SumInOrder.apply(returned_NH, tokens_N, handle.tokens)
         if handle.row_tokens_N is not None:
-            # One token more, which takes what came back from places that no token took, and is cut off.
+            # One extra token collects the results of unused slots and is cut off.
             sums_TH = returned_NH.new_zeros((handle.tokens + 1, returned_NH.shape[1]))
             return sums_TH.index_add_(0, tokens_N, returned_NH)[:-1]
         return returned_NH.new_zeros((handle.tokens, returned_NH.shape[1])).index_add_(0, tokens_N, returned_NH)
 
     def start_combine_backward(self, gradient_NH: Tensor, handle: Handle) -> Pending[Tensor]:
-        """Gradient of the rows that came back -> gradient of the rows `start_combine` was given."""
+        """Gradient of the rows that came back -> gradient of the rows passed to `start_combine`."""
         sent, received = handle.counts.sent, handle.counts.received
         tag, name = handle.tag + _COMBINE_BACKWARD, f"{handle.name}.combine.backward"
         return self.wires.rows.start(gradient_NH, sent, received, tag=tag, name=name)
 
     def start_dispatch_backward(self, gradient_NX: Tensor, handle: Handle) -> Pending[Tensor]:
-        """Packed gradient of the rows that arrived -> packed gradient of the rows `start_dispatch` was given."""
+        """Packed gradient of the rows that arrived -> packed gradient of the rows passed to `start_dispatch`."""
         sent, received = handle.counts.sent, handle.counts.received
         tag, name = handle.tag + _DISPATCH_BACKWARD, f"{handle.name}.dispatch.backward"
-        # Backward no counts are sent: they are those of the forward pass, swapped.
+        # The backward pass sends no counts: they are those of the forward pass, swapped.
         pending = self.wires.rows.start(gradient_NX, received, sent, tag=tag, name=name)
         padded = _WithZeroRows(pending, handle.row_sources_N.shape[0])
         if gradient_NX.is_cuda and self.wires.rows.on_current_stream:
-            # On the stream of the all-to-all: elsewhere the allocator would not know who still reads what has arrived.
+            # On the stream of the all-to-all: on another one the allocator would not know of the received rows' last reader.
             return Done(padded.wait())
         return padded
 
@@ -504,6 +504,6 @@ class _WithZeroRows:
 
 def _expert_major(counts: Counts) -> list[int]:
     """Pieces in order of arrival (expert-tensor rank, expert rank, expert), listed expert by expert."""
-    each = counts.experts_per_rank
+    per_rank = counts.experts_per_rank
     pieces = len(counts.by_source)
-    return [piece for expert in range(each) for piece in range(expert, pieces, each)]
+    return [piece for expert in range(per_rank) for piece in range(expert, pieces, per_rank)]

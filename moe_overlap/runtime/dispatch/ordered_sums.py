@@ -3,11 +3,11 @@
     select    row n = token tokens_N[n]                       backward: the sum of a token's rows
     sum       token t = the sum of its rows, first row first   backward: row n = token tokens_N[n]
 
-`index_add`, and `index_select` backward, add in the order in which the threads of a GPU arrive, so that a run repeated gives
-other bits. Here a stable sort puts the rows of a token together, in their own order, which is that of their experts, and one
-thread adds each element of a segment. On a CPU `index_add` has the same order: the bits are equal (a test). Not run on hardware.
+`index_add`, and `index_select` backward, add in the order in which the threads of a GPU arrive, so that a repeated run gives
+other bits. Here a stable sort puts the rows of a token together in order of their experts, and one thread adds each element of a
+segment. On a CPU `index_add` has the same order: the bits are equal (a test). Not run on hardware.
 
-N rows, T tokens, X elements of a row. tokens_N holds T where a row is of no token.
+N rows, T tokens, X elements of a row. tokens_N holds T for a row without token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def sum_by_token(rows_NX: Tensor, tokens_N: Tensor, tokens: int) -> Tensor:
     """[T, X] the sum of each token's rows, first row first; zero where a token has none. No autograd."""
     order_N = tokens_N.argsort(stable=True)
     tokens_T = torch.arange(tokens + 1, device=tokens_N.device)
-    # Where each token's rows begin, and the end of the last one's: rows of no token are sorted behind.
+    # Where each token's rows begin, and the end of the last one's: rows without token are sorted last.
     begins = torch.searchsorted(tokens_N.index_select(0, order_N), tokens_T)
-    # Unsafe: to check the lengths the host would have to read them.
+    # `unsafe`: to check the lengths the host would have to read them.
     sorted_NX = rows_NX.index_select(0, order_N)
     return torch.segment_reduce(sorted_NX, "sum", lengths=begins.diff(), axis=0, unsafe=True, initial=0)
 
@@ -33,8 +33,8 @@ class SelectInOrder(torch.autograd.Function):
     """SelectInOrder.apply(hidden_TX, places_N, tokens_N) -> rows [N, X].
 
     Args:
-        places_N: the token of every row; any where a row is of none.
-        tokens_N: the same, T where a row is of none: its gradient goes nowhere.
+        places_N: the token of every row; any token for a row without token.
+        tokens_N: the same, T for a row without token: its gradient is discarded.
     """
 
     @staticmethod

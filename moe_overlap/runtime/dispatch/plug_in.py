@@ -1,7 +1,7 @@
-"""The irregular dispatcher in the place of megatron-core's: usable as `MoELayer.token_dispatcher`, without overlap.
+"""The irregular dispatcher as `MoELayer.token_dispatcher` of megatron-core, without overlap.
 
-MoELayer hands no state from one call to the next, so the dispatcher keeps the handle of the pass under way; the backward pass has
-its own reference to it. Only one pass can be under way: for several use the stages of `IrregularDispatcher`.
+MoELayer passes no state from one call to the next, so the dispatcher stores the handle of the current pass; the backward pass
+has its own reference to it. Only one pass can be in flight: for several, use the stages of `IrregularDispatcher`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class IrregularTokenDispatcher:
         self._hidden_shape: torch.Size | None = None
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Refuse: this dispatcher would not run them."""
+        """Refuse shared experts, which this dispatcher does not run."""
         raise ConfigError("--moe-shared-expert-overlap", "", _REFUSED["moe_shared_expert_overlap"], "remove the flag")
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Start the all-to-all of counts, permute meanwhile, then wait for the counts: the splits of the dispatch need them.
+        """Start the all-to-all of counts, permute, then wait for the counts, which the splits of the dispatch need.
 
-        With a static capacity there are none to send.
+        With a static capacity there are no counts to send.
         """
         spans = self.layer is not None and self.layer.sends_tokens
         name = "moe" if self.layer is None else self.layer.operator
@@ -117,11 +117,11 @@ class IrregularTokenDispatcher:
         return self.stages.unpermute(hidden_states, handle).view(shape)
 
     def _most_rows(self, tokens: int) -> int | None:
-        """Most rows that any gate leaves some tokens with; None on a CPU, where counting the routed rows costs no wait."""
+        """Upper bound of the rows that any gate sends for so many tokens; None on a CPU, where counting costs no wait."""
         if not torch.cuda.is_available():
             return None
         topk, factor = self.config.moe_router_topk, self.config.moe_expert_capacity_factor
-        # With a capacity the experts may choose (expert_choice): only its sum over the experts bounds the rows then.
+        # With a capacity the experts may choose (expert_choice): then only the sum over the experts bounds the rows.
         return tokens * topk if factor is None else self._capacity(tokens) * self.config.num_moe_experts
 
     def _capacity(self, tokens: int) -> int:
@@ -131,7 +131,7 @@ class IrregularTokenDispatcher:
         )
 
     def _current(self) -> Handle:
-        assert self._handle is not None, "no pass is under way: dispatch_preprocess comes first"
+        assert self._handle is not None, "no pass is in flight: dispatch_preprocess comes first"
         return self._handle
 
 
@@ -145,7 +145,7 @@ def refuse_padding(config: Any) -> None:
 
 
 class _AllToAllAtOnce(torch.autograd.Function):
-    """An all-to-all that is waited for at once: _AllToAllAtOnce.apply(rows, start, start_backward)."""
+    """An all-to-all with an immediate wait: _AllToAllAtOnce.apply(rows, start, start_backward)."""
 
     @staticmethod
     def forward(

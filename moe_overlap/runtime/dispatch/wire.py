@@ -1,28 +1,27 @@
-"""The wire of the dispatchers: an asynchronous all-to-all of rows with unequal shares, and what travels over it.
+"""The wire of the dispatchers: an asynchronous all-to-all of rows with unequal shares, and the packed rows that it carries.
 
-What holds of `AllToAll`: rank i sends `send_counts[j]` rows to rank j, which expects exactly that many; the rows arrive in order
-of the sending rank. Nothing is padded, nothing is sent for zero rows, a rank's own rows never leave it.
+Contract of `AllToAll`: rank i sends `send_counts[j]` rows to rank j, which expects exactly that many; the rows arrive in order
+of the sending rank. Nothing is padded, no message carries zero rows, a rank's own rows never leave it.
 
 - CPU (gloo): point-to-point requests, every receive posted before any send, because gloo's own all-to-all posts sends first and
-  is half duplex. Tags tell all-to-alls apart, so several may be under way and they may be waited for in any order; on one group
-  they share a link in order of their start.
-- CUDA (NCCL): one `all_to_all_single` on a stream of its own, so that it runs beside compute, or on the stream that its caller
-  has made current, who then orders the streams (executor/streams.py). NCCL ignores tags and matches collectives by their order:
-  all ranks of a group must start their all-to-alls in the same order, which the instruction list guarantees. Not yet run on
-  hardware.
+is half duplex. Tags identify all-to-alls, so several may be in flight and may be waited for in any order; on one group they
+share a link in order of their start.
+- CUDA (NCCL): one `all_to_all_single` on a stream of its own, so that it overlaps with compute, or on the current stream of a
+caller who orders the streams himself (executor/streams.py). NCCL ignores tags and matches collectives by their order: all ranks
+of a group must start their all-to-alls in the same order, which the instruction list guarantees. Not yet run on hardware.
 
-Packed rows carry token and probability at once, so that one all-to-all moves both. A packed row is a row of H elements
-followed by its probability: its bits read as elements of the rows' type (an fp32 probability behind bf16 rows takes
-two), or its value where the rows' type is the wider one, and by columns that hold nothing up to 16 bytes. Both ways are
-exact. A packed tensor is only ever moved and cut: its last columns are bits, and adding two of them means nothing. The
-gradient of a packed tensor is packed the same way, so the all-to-all of the backward pass carries both gradients.
+Packed rows carry token and probability, so that one all-to-all moves both. A packed row is a row of H elements followed by its
+probability and by unused columns up to 16 bytes. The probability is stored as bits, read as elements of the rows' type (an fp32
+probability after bf16 rows takes two), or as its value where the rows' type is the wider one. Both are exact. A packed tensor
+may only be moved and cut: its last columns are bits, and a sum of two of them is meaningless. The gradient of a packed tensor is
+packed the same way, so the all-to-all of the backward pass carries both gradients.
 
-Expert-tensor parallelism: every rank of the group holds a slice of the same experts and works on everybody's rows.
-Before the experts the rows are gathered; behind them the partial outputs are summed and each rank keeps its own rows.
-Both go over the same wire as the dispatch, so uneven shares need no padding; sums run in order of rank, in fp32 at
-least, so that every layout of the ranks gives the same bits.
+Expert-tensor parallelism: every rank of the group holds a slice of the same experts and computes on the rows of all. Before the
+experts the rows are gathered; after them the partial outputs are summed and each rank keeps its own rows. Both use the wire of
+the dispatch, so unequal shares need no padding; sums run in order of rank, in fp32 at least, so that every layout of the ranks
+gives the same bits.
 
-N rows, H elements per row, X columns behind a row (`Columns`).
+N rows, H elements per row, X columns after a row (`Columns`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _TAGS = 1 << 30
 
 
 class Pending(Protocol[T_co]):
-    """An operation under way."""
+    """An operation in flight."""
 
     def wait(self) -> T_co:
         """Wait for the result; waiting again returns the same."""
@@ -58,7 +57,7 @@ class AllToAllError(CommunicationFailed):
 
     Attributes:
         name: the operation, as the instruction list calls it (`L3.moe.dispatch`).
-        peers: global ranks whose rows had not gone over when it failed, the one that showed the failure first.
+        peers: global ranks whose rows had not arrived when it failed; the one that reported the failure comes first.
     """
 
     def __init__(self, name: str, rank: int, peers: Sequence[int], cause: object) -> None:
@@ -73,8 +72,8 @@ class AllToAll:
 
     Args:
         group: the ranks; gloo for tensors in host memory, NCCL for tensors on a GPU.
-        on_current_stream: the caller makes the stream current on which an all-to-all is to run, orders it with the others, and
-            tells the allocator who uses what; otherwise the wire has a stream of its own, which the waiting stream waits for.
+        on_current_stream: whether all-to-alls run on the stream that the caller has made current; the caller then orders streams
+            and tells the allocator of uses. Otherwise the wire has a stream of its own, which the waiting stream waits for.
     Attributes:
         rank, size: this rank's place in the group, and its size.
         sent_bytes: bytes that have left this rank so far.
@@ -102,11 +101,11 @@ class AllToAll:
         Args:
             rows: [sum of send_counts, ...] rows for rank 0, then rank 1, …; must not change before the wait.
             send_counts, receive_counts: [size] rows to and from each rank of the group.
-            tag: tells this all-to-all from the others under way.
+            tag: distinguishes this all-to-all from others in flight.
             name: the operation, for errors.
         Returns:
-            A handle that waits for the [sum of receive_counts, ...] rows that arrive, in order of the sending rank. A group of
-            one hands back `rows` itself.
+            A handle that waits for the [sum of receive_counts, ...] rows that arrive, in order of the sending rank. For a group
+                of one these are `rows` itself.
         Raises:
             AllToAllError: a peer is known to be gone; also raised by the wait, within the timeout.
         """
@@ -146,7 +145,7 @@ class AllToAll:
                 if send_counts[peer]:
                     works.append((peer, dist.isend(outgoing[peer], group=self.group, group_dst=peer, tag=tag)))
         except RuntimeError as error:
-            # None of them is done. One that ended because of another may be the first to show.
+            # None of them has ended; a rank that failed because of another may be the first to report.
             unfinished = dict.fromkeys([peer, *peers])
             raise self._failed(name, list(unfinished), error) from error
         return _OnHost(self, rows, received, works, name)
@@ -154,7 +153,7 @@ class AllToAll:
     def _start_on_stream(
         self, rows: Tensor, received: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> Pending[Tensor]:
-        """Start an all-to-all that runs beside the current stream, or on it. Not yet run on hardware."""
+        """Start an all-to-all beside the current stream, or on it. Not yet run on hardware."""
         if self.on_current_stream:
             work = dist.all_to_all_single(
                 received, rows, list(receive_counts), list(send_counts), group=self.group, async_op=True
@@ -192,7 +191,7 @@ class AllToAll:
 
 
 class Done:
-    """A result that is there already: a group of one sends nothing."""
+    """A finished result: a group of one sends nothing."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
@@ -202,7 +201,7 @@ class Done:
 
 
 class _OnHost:
-    """Point-to-point requests under way, and the tensors they read and write: gloo keeps neither alive."""
+    """Point-to-point requests in flight, and the tensors that they read and write: gloo keeps neither alive."""
 
     def __init__(
         self, all_to_all: AllToAll, rows: Tensor, received: Tensor, works: list[tuple[int, Any]], name: str
@@ -215,9 +214,9 @@ class _OnHost:
         deadline = time.monotonic() + self._all_to_all._patience_seconds()
         while self._works:
             peer, work = self._works[0]
-            left = max(1e-3, deadline - time.monotonic())
+            remaining = max(1e-3, deadline - time.monotonic())
             try:
-                work.wait(datetime.timedelta(seconds=left))
+                work.wait(datetime.timedelta(seconds=remaining))
             except RuntimeError as error:
                 unfinished = dict.fromkeys(peer for peer, _ in self._works)
                 raise self._all_to_all._failed(self._name, list(unfinished), error) from error
@@ -228,7 +227,7 @@ class _OnHost:
 
 
 class _OnStream:
-    """An all-to-all on its own stream; the stream that is current at the wait waits for it, the host goes on."""
+    """An all-to-all on its own stream; at the wait the current stream waits for it, the host goes on."""
 
     def __init__(self, received: Tensor, done: Any) -> None:
         self._received, self._done = received, done
@@ -239,29 +238,33 @@ class _OnStream:
 
 
 ALIGNED_BYTES = 16
-"""NCCL copies so many bytes at a time where what is sent and received begins at a multiple of them, and else one by one."""
+"""NCCL copies so many bytes at a time if both buffers begin at a multiple of them, else one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of packed rows: H of the row, those of its probability, and some that hold nothing.
+    """The columns of a packed row after its H elements: those of its probability, and unused ones.
 
-    Rows of a width that is a multiple of ALIGNED_BYTES stay so, wherever the rows for a peer begin. What holds nothing is
-    never written: it costs no launch, and nobody reads it.
+    Rows whose width is a multiple of ALIGNED_BYTES stay aligned, wherever the rows for a peer begin. Unused columns are never
+    written or read: they cost no launch.
+
+    Attributes:
+        bits: columns of the probability.
+        appended: all columns after the row.
     """
 
     bits: int
-    behind: int
+    appended: int
 
     @staticmethod
     def of(rows_dtype: torch.dtype, probs_dtype: torch.dtype) -> Columns:
-        """Those of rows and probabilities of these types."""
+        """The columns for rows and probabilities of these types."""
         bits = max(1, probs_dtype.itemsize // rows_dtype.itemsize)
         return Columns(bits, max(bits, ALIGNED_BYTES // rows_dtype.itemsize))
 
     def split(self, packed_NX: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the rows [N, H] and of the bits of their probabilities."""
-        sizes = [packed_NX.shape[1] - self.behind, self.bits, self.behind - self.bits]
+        sizes = [packed_NX.shape[1] - self.appended, self.bits, self.appended - self.bits]
         rows, bits, _ = packed_NX.split(sizes, dim=1)
         return rows, bits
 
@@ -269,7 +272,7 @@ class Columns:
 def join(rows_NH: Tensor, probs_N: Tensor) -> Tensor:
     """Packed rows [N, H + X], outside autograd."""
     columns = Columns.of(rows_NH.dtype, probs_N.dtype)
-    packed = rows_NH.new_empty((rows_NH.shape[0], rows_NH.shape[1] + columns.behind))
+    packed = rows_NH.new_empty((rows_NH.shape[0], rows_NH.shape[1] + columns.appended))
     rows, bits = columns.split(packed)
     rows.copy_(rows_NH)
     bits.copy_(_bits(probs_N, rows_NH.dtype, columns.bits))
@@ -283,7 +286,7 @@ def cut(packed_NX: Tensor, probs_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _bits(probs_N: Tensor, rows_dtype: torch.dtype, columns: int) -> Tensor:
-    """Probabilities as columns [N, `columns`] of the rows' type: their bits, or where they are narrower than it their values."""
+    """Probabilities as columns [N, `columns`] of the rows' type: their bits, or their values if the rows' type is wider."""
     if probs_N.dtype.itemsize < rows_dtype.itemsize:
         return probs_N.to(rows_dtype).unsqueeze(1)
     probs_N = probs_N.contiguous()
@@ -326,7 +329,7 @@ class Unpack(torch.autograd.Function):
 class PermutePacked(torch.autograd.Function):
     """PermutePacked.apply(hidden_TH, probs_TE, places_N, sources_N) -> packed rows [N, H + X].
 
-    `join` of the tokens and probabilities of every row, without the rows between. The backward pass sums the rows of a token.
+    `join` for the tokens and probabilities of every row, without materialising the rows. Backward sums the rows of a token.
 
     Args:
         places_N: the token of every row.
@@ -338,7 +341,7 @@ class PermutePacked(torch.autograd.Function):
         ctx.save_for_backward(places_N, sources_N)
         ctx.shapes, ctx.probs_dtype = (hidden_TH.shape, probs_TE.shape), probs_TE.dtype
         ctx.columns = columns = Columns.of(hidden_TH.dtype, probs_TE.dtype)
-        packed = hidden_TH.new_empty((places_N.shape[0], hidden_TH.shape[1] + columns.behind))
+        packed = hidden_TH.new_empty((places_N.shape[0], hidden_TH.shape[1] + columns.appended))
         rows_NH, bits_NX = columns.split(packed)
         torch.index_select(hidden_TH, 0, places_N, out=rows_NH)
         bits_NX.copy_(_bits(probs_TE.reshape(-1).index_select(0, sources_N), hidden_TH.dtype, columns.bits))
@@ -372,7 +375,7 @@ class SortUnpack(torch.autograd.Function):
         rows_NH, probs_N = gradients
         columns = Columns.of(rows_NH.dtype, probs_N.dtype)
         bits_NX = _bits(probs_N, rows_NH.dtype, columns.bits)
-        nothing = rows_NH.new_empty((rows_NH.shape[0], columns.behind - columns.bits))
+        nothing = rows_NH.new_empty((rows_NH.shape[0], columns.appended - columns.bits))
         return torch.cat([*(reordered(x, *ctx.back) for x in (rows_NH, bits_NX)), nothing], dim=1), None, None, None
 
 
@@ -409,7 +412,7 @@ class TensorRanks:
 
     Attributes:
         all_to_all: the wire among them.
-        rows: rows each of them brings.
+        rows: number of rows of each rank.
         tag: first of two tags, for gather and sum.
         name: the layer's operator.
     """

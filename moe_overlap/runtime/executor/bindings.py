@@ -1,11 +1,12 @@
 """Operators bound to modules: what each compute and all-to-all instruction of a list does on this rank.
 
-Contract. Two dictionaries name the bound function of every operator kind, forward and backward. A binding decides nothing: which
-operator runs when, on which partition of the batch, and what waits for what stands in the list.
-1. A forward operator runs as an autograd segment (segments.py), kept under its place (state.py) until its backward operator runs
-   that segment backward.
-2. An operator that is recomputed keeps no graph the first time; the recomputation that stands in the list makes the segment.
-3. All-to-alls stand outside autograd: `start_all_to_all` starts one, and its answer waits and stores what has arrived.
+Contract. Two dictionaries name the bound function of every operator kind, forward and backward. A binding decides nothing: the
+list says which operator runs when, on which partition of the batch, and what it waits for.
+1. A forward operator runs as an autograd segment (segments.py), stored under its place (state.py) until its backward operator
+   runs that segment backward.
+2. An operator that is recomputed keeps no graph the first time; its recomputation, an instruction of the list, makes the
+   segment.
+3. All-to-alls run outside autograd: `start_all_to_all` starts one; the function it returns waits and stores the received rows.
 
 Legend: S sequence, B batch (of the partition), H hidden, T = S · B tokens, E experts.
 """
@@ -150,8 +151,9 @@ class ChunkOperators:
         self._copy_out(instruction, state)
         if not with_graph:
             del state.segments[place]
-            # The recomputation opens a handle of its own; merge is the last to need that of a pass without graph, and the
-            # capacity chunks that were cut from it.
+            # The recomputation opens a handle of its own. In a pass without graph, merge is the last reader of the handle and of
+            # its
+            # capacity chunks.
             if operator.kind is MERGE:
                 del state.handles[(layer_of(operator), *place[2:])]
                 state.chunks.pop((layer_of(operator), micro_batch_of(instruction)), None)
@@ -169,7 +171,7 @@ class ChunkOperators:
         return self._graphs.segment(i, run, inputs, {} if aside is None else aside)
 
     def _copy_out(self, i: Instruction, state: StepState) -> None:
-        """Copy what a transfer sends out of a graph's memory, which is free for the next micro-batch before it has gone."""
+        """Copy a sent buffer out of a graph's memory: the next micro-batch may overwrite it before the transfer has ended."""
         for name in self._graphs.sent(i) if self._graphs is not None else ():
             state.buffers.replace(name, torch.clone)
 
@@ -270,7 +272,7 @@ class ChunkOperators:
                 )
                 rows.append(packed)
             if layer.mlp.use_shared_expert:
-                # The router saves it anyway; a shared expert that is recomputed alone finds it here.
+                # The router saves it anyway; a shared expert that is recomputed without its gate reads it from here.
                 opened[R.NORMED] = normed_SBH.detach().chunk(len(keys), dim=BATCH)
             # An output, too: the shared expert's gradient returns through it, and the norm runs backward once for both.
             return (*rows, normed_SBH)
@@ -286,14 +288,14 @@ class ChunkOperators:
         state.segments[place_of(i, operator)] = segment
         state.buffers.write_each(i, written_stem(i, R.ROWS), rows)
         if layer.mlp.use_shared_expert:
-            # Of their own: a view would keep the whole micro-batch alive while a deferred weight gradient of a partition waits.
+            # Copies: a view would keep the whole micro-batch in memory while a partition's deferred weight gradient waits.
             parts = (part.contiguous() for part in normed_SBH.chunk(len(keys), dim=BATCH))
             state.normed.update(zip(keys, parts, strict=True))
 
     def _route(
         self, moe: Any, normed_SBH: Tensor, i: Instruction, state: StepState, layer: int
     ) -> tuple[Tensor, Tensor]:
-        """Probabilities [T, E] and map [T, E] of this part of the batch; what earlier parts took is taken."""
+        """Probabilities [T, E] and map [T, E] of this part of the batch; earlier parts have used some of the capacity."""
         if not isinstance(moe.router, Gate):
             assert not i.partition, "only our gates hand capacity from partition to partition"
             return moe.router(normed_SBH)
@@ -309,7 +311,7 @@ class ChunkOperators:
         return moe.router.route(normed_SBH, routing, partition_of(i))
 
     def _most_rows(self, moe: Any, tokens: int, routing: RoutingState | None) -> int:
-        """Most rows that some tokens of a micro-batch leave a gate with."""
+        """The largest number of rows that a gate sends for so many tokens of a micro-batch."""
         if routing is None:
             most: int = tokens * moe.router.topk
             return most
@@ -317,7 +319,7 @@ class ChunkOperators:
         return gate.most_rows(tokens, routing)
 
     def _static_capacity(self, moe: Any, routing: RoutingState | None) -> int | None:
-        """Rows that every expert is sent of a micro-batch; None where the routed rows are counted."""
+        """Rows of a micro-batch for every expert under a static capacity; None where the routed rows are counted."""
         if not self._dispatcher.static_capacity:
             return None
         assert routing is not None, "only our gates keep within a static capacity"
@@ -329,7 +331,7 @@ class ChunkOperators:
         drows = state.buffers.read_each(i, read_stem(i, R.D_ROWS))
         keys = travelling(i, n, i.reads, R.D_ROWS)
         if (n, m) in state.chunks:
-            # Capacity chunks cut what one permutation has ordered: its gradient is that of the rows joined.
+            # Capacity chunks are slices of one permutation, whose backward pass takes their gradients joined.
             keys = [(n, m, 0)]
             drows = [join_chunks(state.chunks.pop((n, m)), drows, state.handles[keys[0]].row_sources_N.shape[0])]
         dnormed = [state.normed.pop(key) for key in keys if key in state.normed]
@@ -458,16 +460,16 @@ class ChunkOperators:
 
 
 def rotary_angles(model: Any, sequence_length: int) -> Tensor | None:
-    """The rotary positions that a GPTModel hands to its layers; YaRN's scale of them stands in the configuration."""
+    """The rotary angles that a GPTModel passes to its layers; YaRN's scale of them is in the configuration."""
     if not hasattr(model, "rotary_pos_emb"):
         return None
-    found = model.rotary_pos_emb(sequence_length)
-    angles: Tensor = found[0] if isinstance(found, tuple) else found
+    angles_or_pair = model.rotary_pos_emb(sequence_length)
+    angles: Tensor = angles_or_pair[0] if isinstance(angles_or_pair, tuple) else angles_or_pair
     return angles
 
 
 def _rotated_projections(model: Any, angles: Tensor | None) -> frozenset[int]:
-    """Layers whose attention rotates queries and keys by a table of its own, from now on."""
+    """Make attention rotate queries and keys by one table where it can; returns the numbers of those layers."""
     if angles is None:
         return frozenset()
     table = rotary_table(angles, model.config)
@@ -476,7 +478,7 @@ def _rotated_projections(model: Any, angles: Tensor | None) -> frozenset[int]:
 
 
 def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:
-    """Input of a shared expert that is recomputed alone: the gate's segment, which is still there, holds it."""
+    """Input of a shared expert that is recomputed without its gate: the gate's segment still holds it."""
     layer, micro_batch, partition = key
     gate = state.segments.get((GATE, *key)) or state.segments[GATE, layer, micro_batch, 0]
     parts: tuple[Tensor, ...] = gate.aside[R.NORMED]
@@ -489,7 +491,7 @@ _SENT_AND_STORED = {
     (COMBINE, FORWARD): (R.COMPUTED, R.RETURNED),
     (COMBINE, BACKWARD): (R.D_RETURNED, R.D_COMPUTED),
 }
-"""The buffers that an all-to-all sends and stores, by operator kind and phase."""
+"""Buffers that an all-to-all sends and writes, by operator kind and phase."""
 
 
 def _discard(value: object) -> None:
@@ -502,7 +504,7 @@ def set_aux_loss_scale(scale: float, device: torch.device) -> None:
 
 
 def _cut(tokens: Tensor, samples: int, parts: int) -> list[Tensor]:
-    """Tokens [T, X] or [S, B, X] of each of so many parts of the samples: [T of the part, X]."""
+    """Cut tokens [T, X] or [S, B, X] into `parts` along the samples; each is [T of the part, X]."""
     width = tokens.shape[-1]
     if parts == 1:
         return [tokens.reshape(-1, width)]

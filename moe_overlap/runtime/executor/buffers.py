@@ -1,8 +1,9 @@
-"""The buffers of one step, by the names of the instruction list, and the batch parts an instruction sees of them.
+"""The buffers of one step, by the names of the instruction list, and the part of each that an instruction reads or writes.
 
-A micro-batch may be cut along its samples. An instruction of partition p that names a whole buffer, or all parts of one that is
-cut otherwise than the instruction, sees the p-th part of the whole; a whole instruction that names the parts sees them joined.
-Tensors that are read and added to are [sequence, batch, hidden]; rows that travel are not, and are taken apart by name.
+A micro-batch may be cut into partitions along its samples. An instruction of partition p that names a buffer of the whole
+micro-batch gets the p-th part of it, as does one that names all parts of a buffer with another number of partitions. An
+instruction of the whole micro-batch that names the parts gets them joined. This holds for tensors [sequence, batch, hidden];
+routed rows are not ordered by sample, so each part of them is read and written by its own name.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ class Buffers:
         if not names:
             return None
         tensors = [self._tensors[name] for name in names]
-        whole = torch.cat(tensors, dim=BATCH) if len(tensors) > 1 else tensors[0]
-        # The number of a piece that crosses a boundary is no part of the batch: its region says what of the tensor it is.
+        joined = torch.cat(tensors, dim=BATCH) if len(tensors) > 1 else tensors[0]
+        # A transfer's partition numbers a piece of the boundary tensor, not a part of the batch: its region says which piece.
         is_cut = bool(instruction.partition) and instruction.kind != "point-to-point"
         if not is_cut or (len(names) == 1 and is_part(names[0])):
-            return whole
-        return whole.chunk(self.partitions(instruction), dim=BATCH)[instruction.partition[0]]
+            return joined
+        return joined.chunk(self.partitions(instruction), dim=BATCH)[instruction.partition[0]]
 
     def read_each(self, instruction: Instruction, stem: str) -> list[Tensor]:
-        """Every buffer that the instruction reads under the names that begin with `stem`, as it stands, in their order."""
+        """Every buffer that the instruction reads under the names that begin with `stem`, uncut, in the order of the names."""
         return [self._tensors[name] for name in instruction.reads if stem_of(name) == stem]
 
     def filled_by_pieces(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor of a name whose pieces arrive one by one, made for the first of them."""
+        """The tensor that the pieces of a buffer fill as they arrive; `make` allocates it at the first piece."""
         if name not in self._tensors:
             self._tensors[name] = make()
         return self._tensors[name]
 
     def write(self, instruction: Instruction, stem: str, tensor: Tensor | None) -> None:
-        """Store the result under the name the instruction gives it; a name without a tensor stays unset."""
+        """Store a result under the instruction's name that begins with `stem`; without a tensor the name stays unset."""
         if tensor is not None:
             self.write_each(instruction, stem, [tensor])
 
@@ -62,7 +63,7 @@ class Buffers:
         self._tensors.update(zip(names, tensors, strict=True))
 
     def add(self, instruction: Instruction, stem: str, gradient: Tensor | None) -> None:
-        """Add to a gradient, part by part where it stands in parts, or store it when it is the first."""
+        """Add to a gradient, part by part if it is stored in parts; the first one is stored."""
         names = [name for name in instruction.writes if stem_of(name) == stem]
         if gradient is None:
             return
@@ -70,11 +71,11 @@ class Buffers:
             self._tensors[name] = self._tensors[name] + part if name in self._tensors else part
 
     def replace(self, name: str, by: Callable[[Tensor], Tensor]) -> None:
-        """Put what a function makes of a tensor in its place."""
+        """Replace a buffer's tensor by a function of it."""
         self._tensors[name] = by(self._tensors[name])
 
     def named(self, names: Iterable[str]) -> list[Tensor]:
-        """The tensors that stand under these names now."""
+        """The tensors stored under these names."""
         return [self._tensors[name] for name in names if name in self._tensors]
 
     def drop(self, name: str) -> None:

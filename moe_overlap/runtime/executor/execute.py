@@ -1,10 +1,10 @@
 """Runs an instruction list, and decides nothing.
 
-For each instruction in turn: wait for what its `after` names, then run it. Compute runs at once; a communication is started and
-waited for by whoever names it or a later one of its channel, so any number may be under way on a channel. What meets what is
-decided by the list alone: transfers by their order on the communicator of their boundary and direction, which
-plan/lowering/rendezvous.py has checked, all-to-alls by their order in the expert group. The update is part of the list: its
-instructions run to their end where they stand (state/update.py), behind what is under way on their channel.
+For each instruction in turn: wait for its `after`, then run it. Compute runs synchronously. Communication starts asynchronously;
+an instruction that lists it, or a later one on its channel, in `after` waits for it. A channel may have any number in flight.
+The list alone decides which operations of two ranks meet: transfers by their order on the communicator of their boundary and
+direction, which plan/lowering/rendezvous.py has checked, all-to-alls by their order in the expert group. The update is part of
+the list: its instructions run synchronously (state/update.py), after the communication in flight on their channel.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from moe_overlap.runtime.step import Batch, StepResult, computes_later, naming
 class StageTransfers:
     """Point-to-point transfers of one rank's boundary tensors [sequence, batch, hidden].
 
-    The list says who sends what to whom; nothing is recomputed from ranks. A transfer meets the one of its peer that has the
-    same place among the transfers of their communicator, which belongs to one direction of one boundary: no tag tells them
-    apart, as NCCL has none. Between stages of unlike shape a transfer is a piece of the tensor, its `region`; the pieces of a
-    tensor fill one storage, and who reads it waits for the last of them.
+    The list says who sends what to whom; nothing is recomputed from ranks. The n-th transfer of a communicator meets its peer's
+    n-th: NCCL has no tags, so each direction of each boundary has a communicator of its own. Between stages of different shape a
+    transfer moves one piece of the tensor, its `region`; the pieces of a tensor fill one storage, and its reader waits for the
+    last of them.
 
     Args:
         config: the chunks' TransformerConfig; gives width, precision and whether the sequence is split over tensor ranks.
@@ -62,10 +62,10 @@ class StageTransfers:
         self._dtype = config.pipeline_dtype
 
     def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
-        """Start one transfer; the answer waits for it and, for a receive, stores what arrived.
+        """Start one transfer; returns a function that waits for it and, for a receive, stores the tensor.
 
-        The answer is called where the stream of the transfer's channel is current: that one then waits for NCCL's, the host does
-        not. Until then it holds the tensor, as the allocator knows nothing of NCCL's stream.
+        Call that function with the channel's stream current: this stream waits for NCCL's, the host does not block. Until then
+        the function holds the tensor, as the allocator knows nothing of NCCL's stream.
         """
         (peer,) = i.peers
         communicator = self._communicators[i.channel, peer]
@@ -76,8 +76,8 @@ class StageTransfers:
             span = self._recorder.started(i)
             request = dist.isend(moved, dst=peer, group=communicator)
         else:
-            whole = buffers.filled_by_pieces(i.writes[0], self._empty) if i.region else self._empty()
-            piece = _piece(whole, i)
+            boundary = buffers.filled_by_pieces(i.writes[0], self._empty) if i.region else self._empty()
+            piece = _piece(boundary, i)
             moved = piece if piece.is_contiguous() else torch.empty_like(piece, memory_format=torch.contiguous_format)
             span = self._recorder.started(i)
             request = dist.irecv(moved, src=peer, group=communicator)
@@ -90,7 +90,7 @@ class StageTransfers:
                 if moved is not piece:
                     piece.copy_(moved)
                 if not i.region:
-                    buffers.write(i, stem_of(i.writes[0]), whole)
+                    buffers.write(i, stem_of(i.writes[0]), boundary)
 
         return finish
 
@@ -111,9 +111,9 @@ class PlanExecutor:
 
     Args:
         context: this rank's part of the run.
-        waits: wait for every all-to-all where it is started, so that nothing overlaps: the control of a benchmark.
-        streams: what instructions run on; those of the device unless given.
-        graphs: captures segments; CUDA's where the run asks for it unless given.
+        waits: whether to wait for every all-to-all where it starts, so that nothing overlaps; the baseline of a benchmark.
+        streams: the streams of the instructions; None: those of the device.
+        graphs: captures segments; None: CUDA's where the run asks for it.
     Attributes:
         context: this rank's part of the run.
         dispatcher: carries every all-to-all of tokens, of all chunks.
@@ -181,7 +181,7 @@ class PlanExecutor:
 
     @torch.no_grad()
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
-        """The forward instructions of the list alone."""
+        """One evaluation step: only the forward instructions of the list."""
         self._recorder.start_step()
         self._begin(trains=False)
         state = self._state(instructions, batches, step)
@@ -221,11 +221,11 @@ class PlanExecutor:
         return self._context_size / micro_batches
 
     def _facts_of(self, instructions: Sequence[Instruction]) -> _ListFacts:
-        """Read a list once: a device would be idle meanwhile in every step."""
-        known = self._lists.get(id(instructions))
-        if known is None:
-            known = self._lists[id(instructions)] = _ListFacts.of(instructions)
-        return known
+        """The facts of a list, read once: reading it in every step would leave the device idle."""
+        facts = self._lists.get(id(instructions))
+        if facts is None:
+            facts = self._lists[id(instructions)] = _ListFacts.of(instructions)
+        return facts
 
     def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
         started: dict[int, _Started] = {}
@@ -235,8 +235,9 @@ class PlanExecutor:
             for number in i.after:
                 self._wait(number, started)
             if is_update(i) or self._streams.queues and i.kind == "point-to-point":
-                # An update works on the host: what its channel carries must have arrived. A transfer on a device holds its tensor
-                # until it is waited for, and the next one of its channel begins no sooner than it ends.
+                # An update reads on the host what its channel carries. A transfer on a device holds its tensor until it is
+                # waited
+                # for; waiting here delays nothing, since the transfers of a channel run one after another.
                 self._wait_for_channel(i.channel, started)
             with self._streams.running(i):
                 self._streams.uses(i, state.buffers.named)
@@ -259,7 +260,7 @@ class PlanExecutor:
                     self._recorder.end()
             if self._waits and i.kind == "collective":
                 self._wait(i.id, started)
-            # What a communication under way reads, it holds itself.
+            # A communication in flight holds the tensors that it reads.
             for buffer in facts.ends[i.id]:
                 state.buffers.drop(buffer)
         # The forward part of a list, which an evaluation runs, ends with sends that nothing in it waits for.
@@ -270,8 +271,8 @@ class PlanExecutor:
         assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
 
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
-        """Start a communication; the answer waits for it. Its span begins where it starts and ends with the wait."""
-        with naming(_told(i)):
+        """Start a communication; returns a function that waits for it. Its span begins here and ends with the wait."""
+        with naming(_error_name(i)):
             if i.operator.is_bucket:
                 assert self._buckets is not None
                 (bucket,) = i.partition
@@ -289,13 +290,13 @@ class PlanExecutor:
                 wait = self._transfers.start(i, state.buffers)
 
         def finish() -> None:
-            with naming(_told(i)):
+            with naming(_error_name(i)):
                 wait()
 
         return finish
 
     def _wait(self, number: int, started: dict[int, _Started]) -> None:
-        """Wait for a communication and, as a channel runs in order, for what was started on its channel before."""
+        """Wait for a communication, and for all that started before it on its channel, which runs in order."""
         if number not in started:
             return
         channel = started[number].instruction.channel
@@ -312,7 +313,7 @@ class PlanExecutor:
             self._wait(number, started)
 
 
-def _told(i: Instruction) -> str:
+def _error_name(i: Instruction) -> str:
     """A communication as an error names it: a transfer with the rank at its other end, and with its piece where it is one."""
     if i.kind != "point-to-point":
         return i.name
@@ -329,14 +330,14 @@ class _ListFacts:
     """Facts that the instructions of a list imply.
 
     Attributes:
-        instructions: the list, which is kept: it is known by its identity.
-        ends: buffers by the instruction that uses them last. They go there and not at the step's end: peak memory is that of the
+        instructions: the list; kept because its identity is the key.
+        ends: buffers by the id of the instruction that uses them last and frees them, so that the peak memory is that of the
             list's order.
-        announcing: of the weight gradients of one name and micro-batch the last, which alone tells DDP that all is there.
+        announcing: the last weight gradient of each name and micro-batch, which tells DDP that the gradient is complete.
         early: weight gradients whose operands exceed the plan's bound.
-        partitions: in how many an operator is cut.
+        partitions: number of partitions of each operator.
         recomputed: names of operators that run again in backward passes.
-        forward: what an evaluation runs.
+        forward: the instructions of an evaluation.
     """
 
     instructions: Sequence[Instruction]
@@ -377,5 +378,5 @@ class _Started:
 
 
 def _is_backward(i: Instruction) -> bool:
-    """Whether an evaluation leaves it out: what runs in a backward pass, and the reductions of gradients among the passes."""
+    """Whether an evaluation skips an instruction: one of a backward pass, or a reduction of gradients between passes."""
     return i.in_backward_pass or i.operator.is_bucket

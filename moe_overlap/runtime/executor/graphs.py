@@ -1,25 +1,27 @@
 """CUDA graphs of autograd segments: an operator's forward and its backward pass, each captured once and then one launch.
 
-Which instructions are captured, and in which slot of memory, says the list (plan/lowering/captured.py). What holds here:
+The list says which instructions are captured, and in which slot of memory (plan/lowering/captured.py). Contract:
 
-1. Warm-up. The first steps run as they always do: libraries load their kernels and make their workspaces then, not in a capture.
-2. A graph is captured where the list first comes to its operator in its slot, and replayed at once: a capture runs nothing. The
-   host waits for nothing in it, so other ranks are not held up.
-3. Memory. A graph's inputs, outputs, gradients and what autograd saves are referenced here for good: nothing that is captured
-   later gets their memory. But they may lie where a graph that was captured earlier has put something for itself, and its
-   replay destroys them. So graphs share a pool only where they are replayed in the order of their captures, and nothing that one
-   has left is needed when the first of them comes again: those of one slot, whose order the list vouches for. Weight gradients
-   leave nothing in their pool and may come in any order: they have one.
-4. Inputs. What another graph of the slot has left is read where it lies. Anything else is copied to where the capture read it.
-5. Gradients of inputs come from `torch.autograd.grad`, which a capture can hold; those of parameters are added to DDP's sums as
-   a part of the graph, where DDP's hook would add them. The sums must not move: `begin` checks it.
-6. Weight gradients that were put off come into the queue anew at every replay, each a graph of its own. They read the slot's
-   memory: the list frees it behind them, and a gradient that comes too late is an error, as is a backward pass.
-7. Everything else that an operator leaves behind (a gate's handles) is what its capture left, with the same tensors.
+1. Warm-up. The first steps run without graphs: libraries load kernels and allocate workspaces then, not inside a capture.
+2. An operator is captured when the list first reaches it in its slot, and replayed at once, since a capture executes nothing. A
+   capture never waits for the device, so it holds up no other rank.
+3. Memory. A graph's inputs, outputs, gradients and tensors saved by autograd stay referenced here, so that no later capture gets
+   their memory. A graph captured earlier may still have used that memory for temporaries, and its replay overwrites it. Graphs
+   therefore share a pool only if they are replayed in the order of their captures, and if no result of one round is needed when
+   the first graph of the next round runs. The list guarantees both for the graphs of one slot. Weight gradients leave no results
+   in their pool: all of them share one and run in any order.
+4. Inputs. The output of another graph of the slot is read in place. Any other input is copied to the address that the capture
+   read.
+5. Gradients of inputs come from `torch.autograd.grad`, which a capture can hold; those of parameters are added to DDP's sums
+   inside the graph, where DDP's hook would add them. The sums must not move: `begin` checks it.
+6. Every replay puts its deferred weight gradients into the queue again, each as a graph of its own. They read the slot's memory,
+   which the list reuses only after them; a weight gradient or a backward pass that comes after its slot was overwritten is an
+   error.
+7. Other results of an operator (a gate's handles) are those of its capture, with the same tensors.
 
-Not captured: communication, which stays an instruction, embedding and head, evaluations. What a graph would freeze wrongly
-(draws, 8-bit scales, collectives inside operators, recomputation) is refused by flag (megatron/training/cli/rules/graphs.py). Not
-yet run on hardware: tests have a stand-in that records operators, runs them again in the same memory, and destroys what is free.
+Not captured: communication, embedding and head, evaluations. Work that a graph would freeze (random draws, 8-bit scales,
+collectives inside operators, recomputation) is refused by flag (megatron/training/cli/rules/graphs.py). Not yet run on hardware:
+the stand-in of the tests records operators, runs them again in the same memory, and overwrites free memory.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class GraphLibrary(Protocol):
         """Free what memory can be freed; between steps, before the first capture."""
 
     def new_pool(self) -> Any:
-        """A pool that captures take memory from, and that hands out what nobody refers to any more."""
+        """A memory pool for captures; it hands out memory again that nobody refers to."""
 
     def capture(self, run: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T]:
         """Capture what `run` launches. Returns the function that replays it on the current stream, and what `run` returned."""
@@ -66,9 +68,8 @@ class CudaGraphs:
     """torch's CUDA graphs. Not yet run on hardware.
 
     Args:
-        stream: of all captures, and the one that DDP was built on. Autograd runs an operator on the stream that was current when
-            it was made: backward operators on that of their forward operators, sums of gradients on that of DDP. A capture that
-            met another stream there would fail.
+        stream: the stream of all captures, on which DDP was built. Autograd runs a backward operator on the stream of its
+            forward operator and adds gradients on the stream of DDP; a capture that met another stream would fail.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -84,12 +85,12 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T]:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        # Not by torch.cuda.graph, which waits for the device: transfers are under way, whose peers may wait for this rank.
-        # A collection could free another graph, which is forbidden now.
+        # Not torch.cuda.graph, which synchronizes the device: the peers of transfers in flight may be waiting for this rank.
+        # A garbage collection could free another graph, which a capture forbids.
         gc.disable()
         try:
             with torch.cuda.stream(self._stream):
-                # Other threads (NCCL's watchdog) may ask the driver whatever they like meanwhile.
+                # Other threads (NCCL's watchdog) may call the driver meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     result = run()
@@ -102,7 +103,7 @@ class CudaGraphs:
 
 
 def refuse_uncapturable(context: RunContext) -> None:
-    """Refuse modules that do something on the host in every pass: a replay does not repeat it.
+    """Refuse modules that work on the host in every pass, which a replay does not repeat.
 
     Raises:
         ConfigError: a router is megatron-core's own, or Transformer Engine's split of weight gradients is on.
@@ -117,10 +118,10 @@ def refuse_uncapturable(context: RunContext) -> None:
 
 
 def leave_generators_alone(modules: Iterable[torch.nn.Module]) -> None:
-    """Keep attention without dropout from taking the state of a random generator, which no capture allows.
+    """Keep attention without dropout from reading the state of a random generator, which a capture forbids.
 
-    Up to release 2.18 Transformer Engine's attention does so in every pass, whatever its dropout, where it was given
-    megatron-core's tracker. Graphs are refused with dropout.
+    Up to release 2.18 Transformer Engine's attention reads it in every pass if it has megatron-core's tracker, even without
+    dropout. Graphs are refused with dropout.
     """
     for module in modules:
         if hasattr(module, "attention_dropout_ctx"):
@@ -131,7 +132,7 @@ class SegmentGraphs:
     """The graphs of one rank.
 
     Args:
-        queue: takes the weight gradients that captured backward passes put off.
+        queue: takes the weight gradients that captured backward passes defer.
         has_static_rows: whether every expert's input is padded to its capacity.
         warm_up_steps: at least 1.
     """
@@ -143,7 +144,7 @@ class SegmentGraphs:
         has_static_rows: bool,
         warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
-        assert warm_up_steps >= 1, "kernels are loaded, and buffers made, in a step without graphs"
+        assert warm_up_steps >= 1, "kernels are loaded, and buffers allocated, in a step without graphs"
         self.library, self.queue = library, queue
         self._has_static_rows, self._left = has_static_rows, warm_up_steps
         self._lists: dict[int, tuple[Sequence[Instruction], CapturedList]] = {}  # by identity: a run has few lists
@@ -173,7 +174,7 @@ class SegmentGraphs:
         self._listed = self._lists[id(instructions)][1]
 
     def sent(self, i: Instruction) -> tuple[str, ...]:
-        """Buffers of the slot that an instruction has written for another stage: they must be copied out."""
+        """Buffers in the slot's memory that an instruction has written for another stage: they must be copied out."""
         return self._listed.sent.get(i.id, ())
 
     def segment(
@@ -182,8 +183,8 @@ class SegmentGraphs:
         """Run a forward operator with gradients: as a graph where the list says so.
 
         Args:
-            run, inputs: as of `Segment`.
-            aside: what `run` leaves besides its outputs; of a graph, what its capture left.
+            run, inputs: function and inputs of a `Segment`.
+            aside: results of `run` besides its outputs; a graph keeps those of its capture.
         """
         slot = self._listed.slots.get(i.id)
         if slot is None:
@@ -196,7 +197,7 @@ class SegmentGraphs:
         return operators[key].forward(inputs)
 
     def capture_gradient(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Capture a weight gradient that was put off; returns its replay."""
+        """Capture a deferred weight gradient; returns its replay."""
         return self.library.capture(compute, self._gradient_pool)[0]
 
     def add_to_sums(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
@@ -204,7 +205,7 @@ class SegmentGraphs:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             total = _sum_of(parameter)
             self._sums[id(parameter)] = (parameter, parameter.data_ptr(), total.data_ptr())
-            # A product that adds its own gradient says so, and returns what stands for one.
+            # A linear layer that has added its own gradient says so, and returns a dummy.
             added: bool = parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
             if gradient is not None and (not added or getattr(parameter, "zero_out_wgrad", False)):
                 total.add_(gradient)
@@ -215,8 +216,8 @@ class CapturedSlot:
     """The graphs of one slot, by operator and partition.
 
     Attributes:
-        pool: of their memory.
-        owned: addresses of the storages that are the slot's.
+        pool: memory pool of its graphs.
+        owned: addresses of the slot's storages.
     """
 
     pool: Any
@@ -225,10 +226,10 @@ class CapturedSlot:
 
 
 class CapturedOperator:
-    """An operator in one slot: its forward graph, and from its first backward pass on the backward graph, too.
+    """An operator in one slot: its forward graph, and from its first backward pass on its backward graph.
 
     Attributes:
-        generation: replays of the forward graph so far; a pass belongs to one of them.
+        generation: number of replays of the forward graph so far; identifies the pass that may run backward.
     """
 
     def __init__(
@@ -260,36 +261,38 @@ class CapturedOperator:
         return ReplayedSegment(self, self.generation, self._outputs, self.aside)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Replay the backward graph on these gradients of the outputs, None where nothing depends on one."""
+        """Replay the backward graph on these gradients of the outputs, None for an output that nothing uses."""
         needed = [isinstance(x, Tensor) and x.requires_grad for x in self._outputs]
-        given = [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]
+        output_gradients = [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]
         if self._backward is None:
-            self._backward = self._capture_backward(given)
+            self._backward = self._capture_backward(output_gradients)
         captured = self._backward
-        _fill(captured.inputs, given, self.name)
+        _fill(captured.inputs, output_gradients, self.name)
         captured.replay()
         generation = self.generation
         for put in captured.puts:
             self._graphs.queue.put(put.name, self._late(put, generation), put.held, announce=put.announce)
         return captured.results
 
-    def _capture_backward(self, given: Sequence[Tensor | None]) -> CapturedBackward:
-        places = [None if g is None else StaticTensor(g, self._slot.owned) for g in given]
+    def _capture_backward(self, output_gradients: Sequence[Tensor | None]) -> CapturedBackward:
+        places = [None if g is None else StaticTensor(g, self._slot.owned) for g in output_gradients]
         pairs = [(x, p.inside) for x, p in zip(self._outputs, places, strict=True) if p is not None]
         outputs, filled = [x for x, _ in pairs], [gradient for _, gradient in pairs]
         leaves = [x for x in self._leaves if x is not None and x.requires_grad]
         parameters = list(_parameters_of(outputs))
 
         def run() -> list[Tensor | None]:
-            # The graph of autograd stays: what it saved would else go back to the pool, and a replay reads it.
-            found = torch.autograd.grad(outputs, [*leaves, *parameters], filled, retain_graph=True, allow_unused=True)
-            self._graphs.add_to_sums(parameters, found[len(leaves) :])
-            return list(found[: len(leaves)])
+            # retain_graph: a replay reads the saved tensors, which autograd would otherwise return to the pool.
+            gradients = torch.autograd.grad(
+                outputs, [*leaves, *parameters], filled, retain_graph=True, allow_unused=True
+            )
+            self._graphs.add_to_sums(parameters, gradients[len(leaves) :])
+            return list(gradients[: len(leaves)])
 
         with self._graphs.queue.set_aside() as puts:
-            replay, found = self._graphs.library.capture(run, self._slot.pool)
-        self._own(found)
-        rest = iter(found)
+            replay, input_gradients = self._graphs.library.capture(run, self._slot.pool)
+        self._own(input_gradients)
+        rest = iter(input_gradients)
         results = tuple(next(rest) if x is not None and x.requires_grad else None for x in self._leaves)
         return CapturedBackward(places, replay, results, [CapturedGradient(put) for put in puts])
 
@@ -309,7 +312,7 @@ class ReplayedSegment:
     """One pass through a captured operator, in the place of a `Segment`.
 
     Attributes:
-        aside: as of `Segment`.
+        aside: results of the operator besides its outputs.
     """
 
     def __init__(
@@ -319,7 +322,7 @@ class ReplayedSegment:
         self._outputs = outputs
 
     def take(self) -> tuple[Any, ...]:
-        """Give the outputs, which lie in the slot's memory, without anything of autograd."""
+        """The outputs, in the slot's memory, detached from autograd."""
         return tuple(x.detach() if isinstance(x, Tensor) else x for x in self._outputs)
 
     def backward(self, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -331,7 +334,7 @@ class ReplayedSegment:
 
 @dataclass(slots=True)
 class CapturedBackward:
-    """A backward graph: where its gradients are read, what it leaves, and the weight gradients that it puts off."""
+    """A backward graph: the memory of its incoming gradients, the gradients of its inputs, and its deferred weight gradients."""
 
     inputs: Sequence[StaticTensor | None]
     replay: Callable[[], None]
@@ -341,28 +344,28 @@ class CapturedBackward:
 
 @dataclass(slots=True)
 class CapturedGradient:
-    """A weight gradient that was put off; its computation is captured when it is first due."""
+    """A deferred weight gradient; its computation is captured when it is first due."""
 
     put: Put
     _replay: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def name(self) -> str:
-        """Its operator."""
+        """Name of its operator."""
         return self.put.name
 
     @property
     def held(self) -> tuple[Tensor, ...]:
-        """The tensors that it is computed from."""
+        """The operands of its computation."""
         return self.put.held
 
     @property
     def announce(self) -> Callable[[], None]:
-        """Tells DDP."""
+        """Tells DDP that the gradient is complete."""
         return self.put.announce
 
     def compute(self, graphs: SegmentGraphs) -> None:
-        """Add it to DDP's sum."""
+        """Add the gradient to DDP's sum."""
         if self._replay is None:
             self._replay = graphs.capture_gradient(self.put.compute)
         self._replay()
@@ -372,10 +375,10 @@ class StaticTensor:
     """The memory in which a graph reads one of its inputs.
 
     Args:
-        like: the first of them: what the slot owns is read where it lies, of anything else a copy is made.
+        like: the first input: a tensor in the slot's storages is read in place, any other is copied.
         owned: addresses of the slot's storages.
     Attributes:
-        inside: the same memory for the graph, whose autograd must not take the next input for an operator's change.
+        inside: an alias of the memory for the graph, so that autograd does not count the next input as an in-place change.
     """
 
     def __init__(self, like: Tensor, owned: set[int]) -> None:
@@ -385,7 +388,7 @@ class StaticTensor:
         owned.add(self.tensor.untyped_storage().data_ptr())
 
     def fill(self, x: Tensor, name: str) -> None:
-        """Bring the input of a replay here."""
+        """Copy the input of a replay here, or check that it lies here."""
         assert x.shape == self.tensor.shape and x.dtype == self.tensor.dtype, (
             f"{name}: captured for {list(self.tensor.shape)}, called with {list(x.shape)}"
         )

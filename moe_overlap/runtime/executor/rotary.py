@@ -1,15 +1,15 @@
-"""Rotary positions of queries and keys in few kernels, from a table that is made once.
+"""Rotary positions of queries and keys in few kernels, from a table that is computed once.
 
-megatron-core turns the angles into cosines and sines anew in every layer, for queries and keys each, and composes the rotation of
-ten operators (models/common/embeddings/rope_utils.py). A rotation mixes the two halves x[0] and x[1] of a head:
+megatron-core computes cosines and sines in every layer, for queries and for keys, and composes the rotation of ten operators
+(models/common/embeddings/rope_utils.py). A rotation mixes the two halves x[0] and x[1] of a head:
 
     y[i] = x[0] · table[i, 0] + x[1] · table[i, 1]      table: cosines where i = j, else sines, of x[1] negative
 
-That is one product by broadcasting and one sum, and backward the same with the table transposed. Forward, queries and keys are
-rotated together, as the joint projection leaves them; backward, each is written where the projection's gradient wants it.
+That is one broadcast product and one sum; the backward pass takes the transposed table. Forward, queries and keys are rotated
+together in the output of the joint projection; backward, each gradient is written into the gradient of that output.
 
-The bits are megatron-core's (a test). Not for interleaved pairs, a fused rotation of Transformer Engine, or projections that are
-normed, gated or shared by ranks: there megatron-core's rotation stays.
+The result equals megatron-core's bit for bit (a test). Interleaved pairs, Transformer Engine's fused rotation, and projections
+that are normed, gated or shared by ranks keep megatron-core's rotation.
 
 S sequence, B batch, G key/value groups of this rank, R query heads of a group, D head width, W rotated elements of a head
 (W <= D), h = W / 2.
@@ -27,7 +27,7 @@ from torch import Tensor
 
 
 def rotary_table(angles: Tensor, config: Any) -> Tensor:
-    """[S, 1, 1, 1, 2, 2, h] what halves are multiplied by, in the model's precision and scaled as YaRN says.
+    """Factors [S, 1, 1, 1, 2, 2, h] of the halves, in the model's precision and with YaRN's scale.
 
     Args:
         angles: [S, 1, 1, W].
@@ -39,10 +39,10 @@ def rotary_table(angles: Tensor, config: Any) -> Tensor:
 
 
 def rotate_projection(attention: Any, table: Tensor) -> bool:
-    """Have a self-attention hand out rotated queries and keys; whoever calls it must hand it no angles from now on.
+    """Make a self-attention return rotated queries and keys; its callers must then pass no angles.
 
     Returns:
-        Whether it will: not where the rotation is another one, or does not come right behind the joint projection.
+        Whether it does: not with another rotation, nor with one that does not directly follow the joint projection.
     """
     config = attention.config
     if type(attention) is not SelfAttention:
@@ -52,7 +52,7 @@ def rotate_projection(attention: Any, table: Tensor) -> bool:
     is_other = config.rotary_interleaved or config.apply_rope_fusion or config.fused_single_qkv_rope
     if not is_plain or is_other or config.attention_output_gate or config.test_mode:
         return False
-    # Ranks that share a group's queries pick their own only behind the split.
+    # Ranks that share a query group select their queries only after the split.
     if config.num_query_groups < attention.world_size:
         return False
     if config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]:
@@ -61,13 +61,13 @@ def rotate_projection(attention: Any, table: Tensor) -> bool:
 
     def rotated(hidden_SBH: Tensor, _other: None, *, split_qkv: bool, output_gate: bool) -> tuple[Tensor, ...]:
         assert split_qkv and not output_gate
-        # Of the class: another executor of this model may have replaced the instance's.
+        # The method of the class: another executor of this model may have replaced the instance's.
         mixed_SBGX, _ = SelfAttention.get_query_key_value_tensors(attention, hidden_SBH, split_qkv=False)
         assert mixed_SBGX.dtype == table.dtype, "the table has the precision of the projection"
-        found: tuple[Tensor, ...] = RotateProjection.apply(mixed_SBGX.unflatten(3, (-1, width)), table)
-        return found
+        heads: tuple[Tensor, ...] = RotateProjection.apply(mixed_SBGX.unflatten(3, (-1, width)), table)
+        return heads
 
-    # On the instance, as a product's replacement is: what megatron-core does around the projection stays as it is.
+    # Replaced on the instance: megatron-core's code around the projection stays as it is.
     if "get_query_key_value_tensors" not in vars(attention):
         attention.register_forward_pre_hook(_refuse_angles, with_kwargs=True)
     attention.get_query_key_value_tensors = rotated
@@ -76,7 +76,7 @@ def rotate_projection(attention: Any, table: Tensor) -> bool:
 
 def _refuse_angles(_module: Any, _inputs: Any, named: dict[str, Any]) -> None:
     assert named.get("rotary_pos_emb") is None, (
-        "queries and keys come rotated: a second rotation would be silently wrong"
+        "queries and keys are rotated already: a second rotation would be silently wrong"
     )
 
 

@@ -1,13 +1,13 @@
 """Autograd segments, and the state that lets an operator run twice with the same result.
 
-A segment is a stretch of computation whose backward runs when the instruction list says so. It cuts the autograd graph
-at its inputs and outputs: what lies between two communications is one segment, so no collective ever stands inside a
-backward pass that autograd schedules.
+A segment is a stretch of computation whose backward runs when the instruction list says so. It cuts the autograd graph at its
+inputs and outputs: the computation between two communications is one segment, so no collective ever runs inside a backward pass
+that autograd schedules.
 
-Recomputation. The first pass keeps no graph: what it was given waits in the buffers. The second stands in the list
-(`.recompute`), makes the segment that the backward pass needs, and draws what the first has drawn. Gates repeat their
-decision from the routing state of the micro-batch (routing/state.py); megatron-core's router counts and logs in passes
-with gradients only.
+Recomputation. The first pass keeps no graph; its inputs stay in the buffers. The second pass is an instruction of the list
+(`.recompute`): it makes the segment that the backward pass needs, and repeats the random draws of the first. Gates repeat their
+decision from the routing state of the micro-batch (routing/state.py); megatron-core's router counts and logs in passes with
+gradients only.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _anchor: Tensor, x: tuple[Tensor], gradients: list[Tensor | None], place: int) -> Tensor:
-        """The tensor, with a gradient that will be stored at its place. In a tuple, autograd does not see where it is from."""
+        """Return the tensor; its gradient will be stored at `place`. The tuple hides the tensor's history from autograd."""
         ctx.gradients, ctx.place = gradients, place
         ctx.set_materialize_grads(False)
         return x[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        """Store the gradient, as a leaf would: a part of a whole micro-batch must not keep the whole one."""
+        """Store the gradient, as a leaf would; a part is copied, since a view would keep the whole micro-batch's gradient."""
         (gradient,) = gradients
         ctx.gradients[ctx.place] = None if gradient is None else gradient.contiguous()
         return (None,) * 4
@@ -48,11 +48,11 @@ class _Entry(torch.autograd.Function):
 class Segment:
     """One call of a function under autograd, with its graph cut at both ends; without gradients, no graph at all.
 
-    Of what enters and leaves it, a segment keeps only what the function's own backward has saved. Routed rows would otherwise
-    stay until the backward pass four times over: permuted, received, computed and returned.
+    A segment keeps no input or output but what autograd has saved for the backward pass. Routed rows would otherwise stay in
+    memory four times until then: permuted, received, computed and returned.
 
     Args:
-        aside: what the function leaves besides its outputs: kept, and nothing else.
+        aside: results of the function besides its outputs, which the segment only stores.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Segment:
                 entered.append(None if x is None else x.detach())
         returned = function(*entered)
         outputs = returned if isinstance(returned, tuple) else (returned,)
-        # megatron-core adds the residual with gradients enabled; what it returns would keep its input alive.
+        # megatron-core adds the residual with gradients enabled: the result would keep its input alive.
         self._outputs: tuple[Any, ...] = outputs if with_graph else tuple(map(_detached, outputs))
         self._roots = [get_gradient_edge(x) if with_graph and _is_differentiable(x) else None for x in outputs]
 
     def take(self) -> tuple[Any, ...]:
-        """Give the outputs once: the segment no longer keeps them. Consumers cut them at their own inputs."""
+        """Return the outputs once: the segment no longer keeps them. Consumers cut them at their own inputs."""
         outputs, self._outputs = self._outputs, ()
         return outputs
 
@@ -85,9 +85,9 @@ class Segment:
         """Run the backward of this stretch once; parameters accumulate, the graph is freed.
 
         Args:
-            gradients: of each output, None where nothing depends on it.
+            gradients: one per output, None for an output that nothing uses.
         Returns:
-            Gradients of each input, None where the output does not depend on it.
+            One gradient per input, None for an input that no output depends on.
         """
         pairs = [
             (root, gradient)
@@ -97,9 +97,9 @@ class Segment:
         if pairs:
             # Not torch.autograd.grad: DDP's hooks stand on the accumulation of parameters, which only this call runs.
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
-        found = tuple(self._gradients)
+        input_gradients = tuple(self._gradients)
         self._gradients, self._roots = [], []
-        return found
+        return input_gradients
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -114,7 +114,7 @@ class LayerDraws:
     """The random draws of a chunk's layers, as megatron-core's block and its checkpoints make them.
 
     Args:
-        config: the chunk's TransformerConfig; a model that draws nothing costs nothing.
+        config: the chunk's TransformerConfig; a model without random draws costs nothing.
     """
 
     def __init__(self, config: Any) -> None:
@@ -129,7 +129,7 @@ class LayerDraws:
 
     @contextlib.contextmanager
     def first(self, place: Hashable, repeated: bool) -> Iterator[None]:
-        """Around an operator's forward pass; `repeated`: it will run again."""
+        """The context of an operator's forward pass; `repeated`: the operator is recomputed later."""
         if self._draws and repeated:
             self._states[place] = _get_all_rng_states()
         with self._own_part():
@@ -137,7 +137,7 @@ class LayerDraws:
 
     @contextlib.contextmanager
     def again(self, place: Hashable) -> Iterator[None]:
-        """Around the second pass: the same draws, and none of the later ones moved."""
+        """The context of the recomputation: it repeats the draws of the first pass and leaves later draws unchanged."""
         if not self._draws:
             yield
             return
@@ -155,9 +155,9 @@ class LayerDraws:
 
 
 def recompute_by_the_list(layer: Any) -> None:
-    """Have a layer run its MLP and its shared expert once per call: what runs twice stands in the list.
+    """Make a layer run its MLP and its shared expert once per call: the list holds their recomputation.
 
-    What a module recomputes inside an operator (`core_attn`) stays as it is.
+    A recomputation inside an operator (`core_attn`) stays as it is.
     """
     layer.recompute_mlp = False
     if layer.is_moe_layer:

@@ -1,8 +1,8 @@
-"""The state of a step between its instructions, and where an instruction finds its share of it.
+"""The state that the instructions of a step share, and the keys under which each of them finds its part.
 
-Terms. A place is an operator kind with its layer, micro-batch and partition: under it stands the autograd segment of a forward
-operator until its backward has run. A stem is the name of a buffer without micro-batch and partition (`rows.L3`): an instruction
-names the buffers it uses, and the bindings ask for them by role.
+Terms. A place is an operator kind with its layer, micro-batch and partition: the key of a forward operator's autograd segment
+until its backward has run. A stem is the name of a buffer without micro-batch and partition (`rows.L3`): an instruction names
+the buffers it uses, and the bindings ask for them by role.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ class StepState:
 
 
 def place_of(i: Instruction, operator: OperatorId) -> Place:
-    """Under which the autograd segment of an instruction stands."""
+    """The key of an instruction's autograd segment."""
     return (operator.kind, operator.layer, micro_batch_of(i), partition_of(i))
 
 
 def travelling(i: Instruction, layer: int, names: Sequence[str], role: BufferRole) -> list[tuple[int, int, int]]:
-    """Layer, micro-batch and partition of everything that leaves a gate: a whole one may let its rows travel in parts."""
+    """Layer, micro-batch and partition of all rows that leave a gate: one of the whole micro-batch may send them in parts."""
     count = 1 if i.partition else sum(parse_buffer(name).word == role for name in names)
     return [(layer, micro_batch_of(i), partition_of(i) + part) for part in range(count)]
 
 
 def handle_of(i: Instruction, operator: OperatorId, state: StepState, dispatcher: IrregularDispatcher) -> Handle:
-    """The dispatcher's handle of the rows that an instruction handles: of its partition of the batch, or of its capacity chunk.
+    """The dispatcher's handle of the rows of an instruction: those of its partition of the batch, or of its capacity chunk.
 
-    Chunks are cut where a dispatch sends its share of rows that the gate left whole.
+    Capacity chunks are cut at the first dispatch that sends a share of the rows of a whole micro-batch.
     """
     n, m = layer_of(operator), micro_batch_of(i)
     if i.partition and (n, m) not in state.chunks and operator.kind is DISPATCH and reads_whole(i, R.ROWS):
@@ -107,7 +107,7 @@ def writes(i: Instruction, role: BufferRole) -> bool:
 
 
 def reads_whole(i: Instruction, role: BufferRole) -> bool:
-    """Whether an instruction reads a buffer of this role that does not stand in partitions."""
+    """Whether an instruction reads a buffer of this role that is not cut into partitions."""
     return any(parse_buffer(name).word == role and not is_part(name) for name in i.reads)
 
 
@@ -122,6 +122,6 @@ def written_stem(i: Instruction, role: BufferRole) -> str:
 
 
 def _stem_of(names: Sequence[str], role: BufferRole, i: Instruction) -> str:
-    found = {stem_of(name) for name in names if parse_buffer(name).word == role}
-    assert len(found) == 1, f"{i.name}: one {role} buffer expected, the list names {sorted(found)}"
-    return found.pop()
+    stems = {stem_of(name) for name in names if parse_buffer(name).word == role}
+    assert len(stems) == 1, f"{i.name}: one {role} buffer expected, the list names {sorted(stems)}"
+    return stems.pop()

@@ -1,16 +1,16 @@
-"""Streams by channel: what each instruction of a list runs on where the device queues, and which stream waits for which.
+"""CUDA streams by channel: on which stream each instruction of a list runs, and which stream waits for which.
 
 Contract. Compute and update run on the stream that is current when the step begins; every channel of communication (rows, counts,
 gradients, each direction of a boundary) has a stream of its own.
-1. The stream of an instruction waits for the events of what its `after` names, and for nothing else: an all-to-all neither waits
-   for what computes behind the operator whose rows it sends, nor passes through the stream that computes.
-2. Behind an instruction that another stream waits for an event is recorded. Events are kept for the next step. Behind a transfer
-   between stages that is done when the executor ends it (`ending`): NCCL runs it on a stream of its own, and right behind the
-   transfer the wait for that one would hold up whatever shares the hardware queue (plan/lowering/residency.py).
-3. The allocator is told of the uses that plan/lowering/lifetimes.py names, before the host can drop their tensors.
-4. When the list ends, the stream that computes waits for all others.
+1. The stream of an instruction waits for the events of the instructions in its `after`, and for nothing else: an all-to-all does
+   not wait for compute that is queued after the operator whose rows it sends, and never passes through the compute stream.
+2. An event is recorded after every instruction that another stream waits for; the next step uses the events again. After a
+   transfer between stages the event is recorded when the executor ends the transfer (`ending`): NCCL runs it on a stream of its
+   own, and an earlier wait for that stream would hold up all work in the same hardware queue (plan/lowering/residency.py).
+3. The allocator learns the uses that plan/lowering/lifetimes.py names before the host can drop their tensors.
+4. When the list ends, the compute stream waits for all others.
 
-Where the host computes (`HostOrder`) the order of the list is all there is. Not yet run on hardware: tests run it on stand-ins.
+On a CPU (`HostOrder`) instructions run in the order of the list. Not yet run on hardware: tests run it on stand-ins.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from moe_overlap.plan.instructions import COMPUTE, DATA, EXPERT, PIPELINE, Instr
 from moe_overlap.plan.lowering.lifetimes import Uses, awaited_elsewhere, stream_of, uses_to_record
 
 PRIORITIES = {EXPERT: -1, PIPELINE: -1, DATA: 0}
-"""Priorities of streams by the kind of their channel, the lower the sooner; computation has 0. What other ranks wait for comes
-first; gradients are waited for at the end of the step only."""
+"""Stream priorities by the kind of channel; the lowest runs first, compute has 0. Channels that other ranks wait for come first;
+gradients are needed at the end of the step only."""
 
 
 class Streams(Protocol):
     """The streams of one rank.
 
     Attributes:
-        queues: whether they run later than the host issues.
+        queues: whether work runs later than the host issues it.
     """
 
     queues: bool
@@ -43,10 +43,10 @@ class Streams(Protocol):
         """A list is about to be executed."""
 
     def running(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
-        """Issue an instruction inside: on its stream, behind what it waits for."""
+        """The context that issues an instruction: on its stream, after the instructions that it waits for."""
 
     def ending(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
-        """Wait for a communication inside, in front of whatever waits for it."""
+        """The context of the wait for a communication, before the first instruction that depends on it."""
 
     def uses(self, instruction: Instruction, tensors_of: Callable[[Iterable[str]], Iterable[Tensor]]) -> None:
         """Tell the allocator of the buffers of an instruction that another stream has allocated."""
@@ -64,7 +64,7 @@ class HostOrder:
         """Nothing to prepare."""
 
     def running(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
-        """The host runs it where it stands."""
+        """The host runs it in the order of the list."""
         return contextlib.nullcontext()
 
     def ending(self, instruction: Instruction) -> contextlib.AbstractContextManager[None]:
@@ -75,7 +75,7 @@ class HostOrder:
         """Host memory is free when the last reference goes."""
 
     def finish(self) -> None:
-        """Nothing runs beside the host."""
+        """No work runs outside the host."""
 
 
 class ChannelStreams:
@@ -94,14 +94,14 @@ class ChannelStreams:
         self._events: dict[int, tuple[str, Any]] = {}
         self._awaited: frozenset[int] = frozenset()
         self._recorded: Uses = {}
-        # By identity; the list is kept with what it tells.
+        # By identity; an entry keeps its list alive, so that no other list gets its identity.
         self._lists: dict[int, tuple[Sequence[Instruction], frozenset[int], Uses]] = {}
 
     def begin(self, instructions: Sequence[Instruction]) -> None:
-        """Learn who is waited for, and let every stream begin behind what the step before has left on the computing one."""
+        """Find the instructions that need an event, and let every stream wait for the earlier work of the compute stream."""
         if id(instructions) not in self._lists:
-            told = awaited_elsewhere(instructions), uses_to_record(instructions)
-            self._lists[id(instructions)] = instructions, *told
+            awaited, uses = awaited_elsewhere(instructions), uses_to_record(instructions)
+            self._lists[id(instructions)] = instructions, awaited, uses
         _, self._awaited, self._recorded = self._lists[id(instructions)]
         self._idle_events += [event for _, event in self._events.values()]
         self._events.clear()
@@ -123,7 +123,7 @@ class ChannelStreams:
             if number in self._events and self._events[number][0] != channel:
                 stream.wait_event(self._events[number][1])
         if channel == COMPUTE and instruction.channel in self._streams and instruction.channel != COMPUTE:
-            # An update works on what its channel has carried, in order.
+            # An update reads the results of its channel.
             stream.wait_stream(self._streams[instruction.channel])
         with self._library.stream(stream):
             yield
@@ -132,7 +132,7 @@ class ChannelStreams:
 
     @contextlib.contextmanager
     def ending(self, instruction: Instruction) -> Iterator[None]:
-        """Let the stream of a transfer wait for NCCL's; of other communication it has done so since the start."""
+        """Let the stream of a transfer wait for NCCL's; that of other communication has done so since the start."""
         if not _ends_late(instruction):
             yield
             return
@@ -148,18 +148,18 @@ class ChannelStreams:
             self._events[instruction.id] = (channel, event)
 
     def uses(self, instruction: Instruction, tensors_of: Callable[[Iterable[str]], Iterable[Tensor]]) -> None:
-        """Tell the allocator: it must not hand the memory out again before this stream has come so far."""
+        """Tell the allocator not to reuse the memory before this stream has reached this instruction."""
         names = self._recorded.get(instruction.id, ())
         for tensor in tensors_of(names) if names else ():
             tensor.record_stream(self._streams[stream_of(instruction)])
 
     def finish(self) -> None:
-        """Make computation that is not in the list, such as the next step's data or a checkpoint, wait for all streams."""
+        """Make computation outside the list, such as the next step's data or a checkpoint, wait for all streams."""
         for channel, stream in self._streams.items():
             if channel != COMPUTE:
                 self._streams[COMPUTE].wait_stream(stream)
 
 
 def _ends_late(instruction: Instruction) -> bool:
-    """Whether an instruction is waited for where it is needed: the other side of a transfer follows another list."""
+    """Whether the stream waits only where the result is needed: for a transfer, since its peer follows another list."""
     return instruction.kind == "point-to-point"

@@ -2,7 +2,7 @@
 
 `adapt_layer` turns a stock layer spec into ours. The routed path is megatron-core's; the shared expert runs after the dispatch
 has been issued (megatron-core runs it before the gate): there it can hide the all-to-all, and the backward order is the mirror.
-The names of the spans are those of the instruction list, so that a trace can be held against it.
+Spans have the names of the instruction list, so that a trace can be compared with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MakeDispatcher = Callable[..., MoETokenDispatcher]
 class RecordedLayer(TransformerLayer):
     """A transformer layer that names its operators `L<n>.attention` and `L<n>.mlp` or `L<n>.moe.…`, n from 0.
 
-    Inside a multi-token-prediction layer, whose number counts on behind the decoder's, `mtp<n>.…`.
+    Inside a multi-token-prediction layer, whose number follows the decoder's, `mtp<n>.…`.
     """
 
     def __init__(self, *args: Any, recorder: SpanRecorder, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class RecordedLayer(TransformerLayer):
         self.operator = f"L{self.layer_number - 1}" if beyond < 0 else f"mtp{beyond}"
         if isinstance(self.mlp, RecordedMoELayer):
             self.mlp.operator = self.operator + ".moe"
-        # What is recomputed begins, and ends its backward, inside: only there does the recorder meet it the second time.
+        # A recomputed module is entered twice: marks inside it let the recorder see the second pass and the end of its backward.
         self.marks_inside = self.mlp.moe_layer_recompute if self.is_moe_layer else self.recompute_mlp
         if self.recompute_mlp:
             self.mlp.register_forward_pre_hook(self._begin_mlp)
@@ -74,11 +74,11 @@ class RecordedLayer(TransformerLayer):
 
 
 class RecordedMoELayer(MoELayer):
-    """megatron-core's MoE layer cut at its communication, with spans and the shared expert behind the dispatch.
+    """megatron-core's MoE layer cut at its communication, with spans, and with the shared expert after the dispatch.
 
     Args:
-        recorder: takes the spans.
-        make_dispatcher: replaces megatron-core's token dispatcher; called as its dispatchers are.
+        recorder: records the spans.
+        make_dispatcher: replaces megatron-core's token dispatcher; called with the same arguments.
     """
 
     token_dispatcher: Any
@@ -108,11 +108,11 @@ class RecordedMoELayer(MoELayer):
 
     @property
     def sends_tokens(self) -> bool:
-        """Whether tokens leave this rank: whether several ranks, expert-tensor ranks included, share the experts."""
+        """Whether tokens leave this rank: several ranks, expert-tensor ranks included, share the experts."""
         return bool(self.token_dispatcher.tp_ep_group.size() > 1)
 
     def shared_experts_compute(self, hidden_states: Tensor) -> None:
-        """Keep the input; the shared expert itself runs in `dispatch`."""
+        """Store the input; the shared expert runs in `dispatch`."""
         self._shared_input = hidden_states if self.use_shared_expert else None
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -186,20 +186,20 @@ def adapt_layer(
     """Make the function that `build_model` applies to every layer spec of a run.
 
     Args:
-        recorder: takes the spans of the layers.
+        recorder: records the spans of the layers.
         groups: this rank's process groups.
         make_gate: replaces megatron-core's router; called with its `config` and `pg_collection`.
-        make_dispatcher: replaces its token dispatcher; called as its dispatchers are.
+        make_dispatcher: replaces its token dispatcher; called with the same arguments.
 
     Returns:
-        A function from a stock spec to one that builds `RecordedLayer`, over the spec's own kind of layer, and in MoE layers
-        `RecordedMoELayer`.
+        A function from a stock spec to one that builds `RecordedLayer`, derived from the spec's own layer class, and in MoE
+            layers `RecordedMoELayer`.
     """
 
     def adapt(spec: ModuleSpec) -> ModuleSpec:
         submodules = spec.submodules
         if isinstance(submodules.mlp, ModuleSpec) and submodules.mlp.module is MoELayer:
-            # megatron-core hands the groups to its own MoELayer class only, recognised by identity; ours gets them here.
+            # megatron-core passes the groups to its own MoELayer class only, recognised by identity; ours gets them here.
             params = {**(submodules.mlp.params or {}), "recorder": recorder, "pg_collection": groups}
             params["make_dispatcher"] = make_dispatcher
             inner = submodules.mlp.submodules

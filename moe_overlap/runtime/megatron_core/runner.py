@@ -1,7 +1,7 @@
 """The step runner over megatron-core's pipeline schedules (1F1B and interleaved), for uniform plans without overlap.
 
-megatron-core's schedule executes the passes; the instruction list states what must come out, and a test compares the recorded
-order with it. The number of micro-batches and the update are read from the list.
+megatron-core's schedule executes the passes; the instruction list states their order, and a test compares the recorded order
+with it. The number of micro-batches and the update come from the list.
 
 Three sections: transfers between stages with spans; the runner; spans of the operators outside the layers.
 """
@@ -46,17 +46,17 @@ class RecordedTransfers(P2PCommunicator):
     def _communicate(self, **transfer: Any) -> Any:
         names = [
             name
-            for name, wanted in (
+            for name, is_sent in (
                 (f"send.{self._out}", transfer["tensor_send_next"] is not None),
                 (f"send.{self._into}.backward", transfer["tensor_send_prev"] is not None),
                 (f"receive.{self._into}", transfer["recv_prev"]),
                 (f"receive.{self._out}.backward", transfer["recv_next"]),
             )
-            if wanted
+            if is_sent
         ]
         if not names:
             return super()._communicate(**transfer)
-        # A blocking transfer holds the rank up, so the compute span ends; one in the background runs beside it.
+        # A blocking transfer holds up the rank, so the compute span ends; one in the background runs beside it.
         blocking = transfer.get("wait_on_reqs", True)
         if blocking:
             self._recorder.end()
@@ -147,11 +147,11 @@ class MegatronStepRunner:
         config = copy.copy(chunks[0].config)
         config.finalize_model_grads_func = self._finalize
         config.grad_scale_func = self._scaled
-        # Without overlapped reduction DDP reduces in `finish_grad_sync` only: nothing is held back between micro-batches.
+        # Without overlapped reduction DDP reduces in `finish_grad_sync` only: no micro-batch needs `no_sync`.
         config.no_sync_func = None
         if chunks[0].ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in chunks]
-            # Only the last micro-batch may start a reduction: earlier ones would send gradients that still grow.
+            # Only the last micro-batch may start a reduction: earlier ones would send incomplete gradients.
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             if len(chunks) > 1:
                 config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
@@ -160,7 +160,7 @@ class MegatronStepRunner:
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward and backward of every micro-batch, gradient reduction, optimizer step."""
         self._recorder.start_step()
-        # Read once: an overflow moves the scale at the step's end, and all micro-batches must share one.
+        # Read once: an overflow changes the scale at the step's end, and all micro-batches must share one.
         self._loss_scale = self._optimizer.loss_scale
         self._optimizer.zero_grad()
         for chunk in self.context.chunks:
@@ -195,7 +195,8 @@ class MegatronStepRunner:
         feeds = [enumerate(arrived) for _ in self._scheduled]
         several = len(self._scheduled) > 1
         for chunk in self.context.chunks:
-            # The schedule asks what it is given, which passes nothing on: weights in 8 bits would stay those of the first step.
+            # The schedule calls this on the wrapper, which does not pass it on: 8-bit weights would stay those of the first
+            # step.
             chunk.set_is_first_microbatch()
         with self._collectives.recorded():
             reports: list[Tensor] = self._schedule(
@@ -225,21 +226,21 @@ class MegatronStepRunner:
         return output, partial(self._loss, batch, predicted)
 
     def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Tensor, ...]:
-        """Loss of one micro-batch and its report, with the number of its tokens between them for a loss that is a sum.
+        """Loss of one micro-batch and its report; with a per-token loss, the number of its tokens between them.
 
         Args:
             predicted: the reports of the prediction layers, where there are any.
         """
         per_token = self.context.chunks[0].config.calculate_per_token_loss
-        loss, own = micro_batch_loss(losses_BS, batch, per_token)
-        report = own if predicted is None else torch.cat([own, predicted])
-        return (loss, own[1].to(torch.int), report) if per_token else (loss, report)
+        loss, sums = micro_batch_loss(losses_BS, batch, per_token)
+        report = sums if predicted is None else torch.cat([sums, predicted])
+        return (loss, sums[1].to(torch.int), report) if per_token else (loss, report)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss * self._loss_scale
 
     def _finalize(self, chunks: Sequence[ScheduledChunk], token_count: Tensor | None = None, **_: Any) -> None:
-        """Reduce the gradients; the schedule's own arguments beside the token count name what the context holds."""
+        """Reduce the gradients; the schedule's other arguments repeat what the context holds."""
         assert self._ending is not None
         completing, state = self._ending
         state.token_count = token_count
@@ -247,7 +248,7 @@ class MegatronStepRunner:
 
 
 def _record_ends(model: GPTModel, recorder: SpanRecorder) -> None:
-    """Record spans of the operators before and behind the layers: embedding, final norm, head and loss, prediction layers."""
+    """Record spans of the operators outside the layers: embedding, final norm, head and loss, prediction layers."""
 
     def begins(name: str) -> Any:
         return lambda *_: recorder.begin(name)

@@ -1,7 +1,7 @@
 """The balancing losses of a step, for its log.
 
 megatron-core's routers and our gates add the losses of every micro-batch to one tracker of the process, layer by layer.
-megatron-core's own reduction does not do: gloo has no mean over ranks, and a stage without experts would miss a collective.
+megatron-core's own reduction cannot be used: gloo has no mean over ranks, and a stage without experts would miss a collective.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def mean_balance_losses(
     Collective, where the model has such losses.
 
     Args:
-        config: the chunks' TransformerConfig, which names the losses alike on every rank.
-        micro_batches: of a data-parallel rank.
+        config: the chunks' TransformerConfig, which names the losses in the same order on every rank.
+        micro_batches: number of micro-batches of a data-parallel rank.
     Returns:
-        Loss by name and number of the MoE layer, prediction layers behind the decoder's.
+        Loss by name and number of the MoE layer; prediction layers follow the decoder's.
     """
     shares = _shares(config, groups)
     if not shares:
@@ -43,12 +43,12 @@ def mean_balance_losses(
     sums = torch.zeros(len(shares), width, dtype=torch.double, device=device)
     for row, name in zip(sums, shares, strict=True):
         if name in tracker:
-            # Of this stage's replicas and micro-batches: other stages may have other numbers of them.
+            # This stage's replicas and micro-batches: other stages may have other numbers of them.
             row += tracker[name]["values"] / (micro_batches * shares[name])
     # Over all ranks: a layer stands on one stage, and the others add nothing to it.
     dist.all_reduce(sums, group=groups.world)
     layers = [number for number, is_moe in enumerate(model.moe_layers) if is_moe]
-    # A prediction layer is made like the decoder's last.
+    # A prediction layer is built like the decoder's last.
     layers += range(model.num_layers, width) if model.moe_layers[-1] else ()
     means = sums.tolist()
     return {name: {layer: row[layer] for layer in layers} for name, row in zip(shares, means, strict=True)}

@@ -1,8 +1,8 @@
 """`Gate`, the base of all gates: logits, losses, capacity, and a micro-batch that may come in partitions.
 
-A subclass says which experts a token wants (`choose`) and, where position does not decide, who stays within capacity (`keep`).
-The order of a call: logits, z-loss, choice, capacity, balancing losses, counts. What must be added up over partitions stands in a
-`RoutingState` (state.py) and its sums (balance.py), never in the gate: micro-batches may interleave.
+A subclass chooses the experts of a token (`choose`) and, where position does not decide, the tokens within capacity (`keep`).
+The order of a call: logits, z-loss, choice, capacity, balancing losses, counts. Sums over partitions are stored in a
+`RoutingState` (state.py) and its totals (balance.py), never in the gate: micro-batches may interleave.
 
 S positions on this rank, B samples, H hidden, T = S · B tokens in megatron-core's order (token s·B + b), E experts.
 """
@@ -71,19 +71,19 @@ class Meter(Protocol):
     """A counter of a gate's decisions."""
 
     def add(self, logits_TE: Tensor, map_TE: Tensor, wanted_TE: Tensor) -> None:
-        """Count one partition: its logits, where its tokens go, and where they would go without capacity."""
+        """Count one partition: its logits, the routes of its tokens, and their routes without capacity."""
 
 
 class Gate(TopKRouter):
     """A router of megatron-core, usable as `MoESubmodules.router`, that can also route a micro-batch partition by partition.
 
-    A subclass says which experts a token wants (`choose`) and, if position does not decide, who stays (`keep`).
+    A subclass chooses the experts of a token (`choose`) and, if position does not decide, the tokens that stay (`keep`).
 
     Args:
         config: a TransformerConfig whose router flags agree with the gate.
         pg_collection: the stage's groups; tp, cp, tp_cp and tp_dp_cp are read.
         clock: seed and micro-batch of the draws that `forward` makes; `route` takes them from its state.
-        linear: the layer that makes logits; a weight-gradient split hands over its own.
+        linear: the linear layer that computes logits; a weight-gradient split passes its own.
     Raises:
         ConfigError: a router flag disagrees with the gate.
     """
@@ -106,7 +106,7 @@ class Gate(TopKRouter):
         clock: DrawClock | None = None,
         linear: GatingLinear = gating_linear,
     ) -> None:
-        # First, so that the user reads the rule of the flag rather than an error out of megatron-core.
+        # First, so that the user reads the rule of the flag rather than an error from megatron-core.
         check_gate(self.name, config)
         super().__init__(config=config, pg_collection=pg_collection)
         self.clock = clock
@@ -132,7 +132,7 @@ class Gate(TopKRouter):
             seed, micro_batch: seed and micro-batch of the draws; `first_micro_batch` says how micro-batches are numbered.
             padding_SB: bool, true where a token is padding.
             recording: whether losses and counts are kept; default: in training.
-            logs: whether the losses' values are formed for megatron-core's log, their gradients aside.
+            logs: whether the values of the losses are computed for megatron-core's log; gradients do not need them.
         Raises:
             ConfigError: several partitions at a gate that needs the whole micro-batch.
         """
@@ -167,7 +167,7 @@ class Gate(TopKRouter):
 
         Args:
             hidden_SBH: its samples, whole sequences of this rank; B may be 0.
-            state: of the micro-batch; advanced, unless the partition has been routed before.
+            state: state of the micro-batch; advanced, unless the partition has been routed before.
             partition: its number.
         Returns:
             probs_TE: weight of each expert's answer, 0 where a token does not go; carries the gradients of the losses.
@@ -177,8 +177,8 @@ class Gate(TopKRouter):
         return self.route_logits(self.gating(hidden_SBH), state, partition)
 
     def route_logits(self, logits_SBE: Tensor, state: RoutingState, partition: int) -> tuple[Tensor, Tensor]:
-        """Route one partition from its logits: `route` behind the linear layer."""
-        # A recomputation enters with the capacity that the partition met the first time, whatever has been routed since.
+        """Route one partition from its logits: `route` after the linear layer."""
+        # A recomputation starts from the capacity that the partition met the first time, whatever has been routed since.
         entry, is_repeated = state.enter(partition, logits_SBE.shape[1])
         samples = range(entry.first_sample, entry.last_sample)
         padding_T = None if state.padding_SB is None else state.padding_SB[:, samples.start : samples.stop].reshape(-1)
@@ -189,7 +189,7 @@ class Gate(TopKRouter):
 
         probs_TE, wanted_TE = self.choose(logits_TE, state, samples)
         map_TE, used_E = self.keep(wanted_TE, logits_TE, entry.used_E, state, samples)
-        # Weights of the experts that dropped a token are not spread over its others, as in megatron-core.
+        # As in megatron-core, a dropped expert's weight is not spread over the token's other experts.
         if map_TE is not wanted_TE:  # where every token stays, there is nothing to take away
             probs_TE = probs_TE * map_TE
 
@@ -208,32 +208,32 @@ class Gate(TopKRouter):
                     counted_TE = map_TE if padding_T is None else map_TE & ~padding_T[:, None]
                     self.local_tokens_per_expert += counted_TE.sum(0)
             if state.is_complete and totals is not None:
-                # In the forward pass of the last partition: the first backward pass, whichever partition it is of,
-                # needs the counts of all.
+                # In the forward pass of the last partition: the first backward pass, of any partition, needs the counts
+                # of all.
                 close_balance(self, totals)
         return probs_TE, map_TE
 
     @abstractmethod
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
-        """Choose the experts of one partition's tokens, capacity aside; returns (weights_TE, 0 outside the map; map_TE)."""
+        """Choose the experts of one partition's tokens, ignoring capacity; returns (weights_TE, 0 outside the map; map_TE)."""
 
     def balance_scores(self, logits_TE: Tensor, wanted_TE: Tensor, padding_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The [T, E] map by which tokens count in the balancing losses, and their scores there; by megatron-core's rule."""
-        found: tuple[Tensor, Tensor] = compute_routing_scores_for_aux_loss(
+        """The [T, E] map and scores of the tokens that count in the balancing losses; by megatron-core's rule."""
+        map_and_scores: tuple[Tensor, Tensor] = compute_routing_scores_for_aux_loss(
             logits_TE, self.topk, self.score_function, self.config.moe_router_fusion, padding_T
         )
-        return found
+        return map_and_scores
 
     def capacity(self, state: RoutingState) -> int | None:
-        """Tokens that each expert takes of the whole micro-batch; None without a limit."""
+        """Tokens that each expert takes from the whole micro-batch; None without a limit."""
         factor = self.config.moe_expert_capacity_factor
         return None if factor is None else expert_capacity(state.tokens, self.topk, self.num_experts, factor)
 
     def most_rows(self, tokens: int, state: RoutingState) -> int:
-        """Most pairs of token and expert that some tokens of the micro-batch are routed to: known before they are routed."""
+        """Upper bound of the (token, expert) pairs of so many tokens of the micro-batch; needs no routing."""
         capacity = self.capacity(state)
-        wanted = tokens * self.topk
-        return wanted if capacity is None else min(wanted, capacity * self.num_experts)
+        routed = tokens * self.topk
+        return routed if capacity is None else min(routed, capacity * self.num_experts)
 
     def scaled(self, weights: Tensor) -> Tensor:
         """Multiply the weights of chosen experts by --moe-router-topk-scaling-factor."""
@@ -250,11 +250,11 @@ class Gate(TopKRouter):
         return position_major(kept_TE, len(samples)), used_E
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Route logits [S, B, E] as one partition: megatron-core's entry behind the linear layer."""
+        """Route logits [S, B, E] as one partition: megatron-core's entry point after the linear layer."""
         return self.route_logits(logits, self._begin_whole(logits, padding_mask), 0)
 
     def forward(self, hidden_SBH: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Route a whole micro-batch, as megatron-core's MoE layer asks for it.
+        """Route a whole micro-batch, as megatron-core's MoE layer calls it.
 
         Args:
             hidden_SBH: hidden states.

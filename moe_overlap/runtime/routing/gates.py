@@ -1,7 +1,8 @@
 """The gates of --moe-gate: top-k, switch, batch prioritized, random, hash and expert choice.
 
-A gate decides for a token alike whether the micro-batch is routed whole or in partitions of its samples. Batch prioritized and
-expert choice look at later tokens and cannot: `GATE_FACTS` (plan/gates.py) says so, and plans route their micro-batches whole.
+A gate decides the same for a token whether the micro-batch is routed whole or in partitions of its samples. Batch prioritized
+and expert choice look at later tokens and cannot: `GATE_FACTS` (plan/gates.py) says so, and plans route their micro-batches
+whole.
 
 T tokens of a partition in megatron-core's order, S positions, B samples, E experts, K experts per token.
 """
@@ -32,8 +33,8 @@ from moe_overlap.runtime.routing.state import (
 def sigmoid_scores(logits: Tensor) -> Tensor:
     """Sigmoids in the precision of the logits.
 
-    On a CPU, torch computes the last elements of a tensor by another routine than the others, one bit apart: a token at the end
-    of a partition would score otherwise than in the middle of the micro-batch. Rounding from float64 makes them equal.
+    On a CPU, torch computes the last elements of a tensor by another routine, one bit apart: a token's score would depend on
+    whether it comes last in its partition. Rounding from float64 makes both equal.
     """
     return torch.sigmoid(logits.double()).float().type_as(logits)
 
@@ -76,7 +77,7 @@ class TopKGate(Gate):
         )
 
     def _chooses_plainly(self) -> bool:
-        """Whether a token goes to its highest logits and nothing else counts: then few operators say what megatron-core's say."""
+        """Whether a token goes to its highest logits and no bias, group or scale matters: then few operators suffice."""
         config = self.config
         special = config.moe_router_pre_softmax or config.moe_router_group_topk or config.moe_router_topk_scaling_factor
         replaced = config.moe_router_fusion or self.router_replay is not None
@@ -93,7 +94,7 @@ class TopKGate(Gate):
         return self.config.moe_router_group_topk if logits_TE.shape[0] else None
 
     def _choose_by_sigmoid(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose as megatron-core does, on scores that do not depend on where a token stands in the tensor."""
+        """Choose as megatron-core does, on scores that do not depend on a token's position in the tensor."""
         scores_TE = sigmoid_scores(logits_TE)
         biased_TE = scores_TE.detach() if self.expert_bias is None else scores_TE.detach() + self.expert_bias
         reached = self._group_topk(logits_TE)
@@ -128,7 +129,7 @@ class BatchPrioritizedGate(TopKGate):
         is_softmax = self.score_function == "softmax"
         scores_TE = torch.softmax(logits_TE.float(), -1) if is_softmax else normalised(sigmoid_scores(logits_TE))
         priority_T = (scores_TE * wanted_TE).sum(-1)
-        # Reordered first, because the stable sort breaks equal priorities by place, and places count sample by sample.
+        # Reordered first: the stable sort breaks ties by position, and positions count sample by sample.
         count = len(samples)
         kept_TE, used_E = drop_by_priority(
             sample_major(wanted_TE, count), sample_major(priority_T, count), used_E, self.capacity(state)
@@ -137,14 +138,14 @@ class BatchPrioritizedGate(TopKGate):
 
 
 class DrawingGate(Gate):
-    """Experts come from the token's place; how much each counts is learned, so that the router has gradients."""
+    """Experts follow from the token's position; their weights are learned, so that the router has gradients."""
 
     @abstractmethod
     def draw(self, state: RoutingState, samples: range) -> Tensor:
         """Experts [S, B or 1, K] of one partition."""
 
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
-        """Draw, then weigh as megatron-core weighs chosen experts."""
+        """Draw, then weigh the chosen experts as megatron-core does."""
         chosen_TK = self.draw(state, samples).expand(-1, len(samples), -1).reshape(-1, self.topk)
         return spread(logits_TE, chosen_TK, self.scaled(self._weights(logits_TE, chosen_TK)))
 
@@ -174,7 +175,7 @@ class DrawingGate(Gate):
 
 
 class RandomGate(DrawingGate):
-    """k different experts, drawn anew for every token of every micro-batch (Zuo et al. 2022; a gate of Lancet's).
+    """k different experts, drawn for every token of every micro-batch (Zuo et al. 2022; a gate of Lancet's).
 
     A draw depends on seed, layer, position and the number of the sample since the start of the run, not on how samples are
     spread over data-parallel ranks, micro-batches and partitions.
@@ -189,12 +190,12 @@ class RandomGate(DrawingGate):
         # Micro-batches are dealt over the data-parallel ranks, so this is the sample's number in the run at any layout.
         first = (state.micro_batch * data_size + data_rank) * state.samples
         samples_B = torch.arange(samples.start, samples.stop, device=self.weight.device) + first
-        # 0 here and 1 in the hash gate keep their draws apart at one seed.
+        # 0 here and 1 in the hash gate: different draws at the same seed.
         key = fold(fold(0, state.seed), self.layer_number or 0)
         return draw_experts(key, self.positions(state.sequence), samples_B, self.topk, self.num_experts)
 
     def _begin_whole(self, x_SBX: Tensor, padding_SB: Tensor | None) -> RoutingState:
-        assert self.clock is not None, "the random gate draws by micro-batch: hand it a clock, or call route"
+        assert self.clock is not None, "the random gate draws by micro-batch: pass it a clock, or call route"
         return super()._begin_whole(x_SBX, padding_SB)
 
 
@@ -219,12 +220,12 @@ class ExpertChoiceGate(Gate):
     name = "expert_choice"
 
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
-        """Experts choose; equal scores go to the earlier token, sample by sample."""
+        """Experts choose; of equal scores the earlier token wins, sample by sample."""
         scores_TE = torch.softmax(logits_TE, -1, dtype=torch.float32)
         capacity = self.capacity(state)
         assert capacity is not None
         ordered_TE = sample_major(scores_TE.detach(), len(samples))
-        # A stable sort rather than topk, which leaves open which of equal scores it takes.
+        # A stable sort: topk does not define which of equal scores it takes.
         taken_CE = ordered_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
         map_TE = torch.zeros_like(ordered_TE, dtype=torch.bool).scatter(0, taken_CE, True)
         map_TE = position_major(map_TE, len(samples))
@@ -248,7 +249,7 @@ def gate_maker(name: str | None, clock: DrawClock) -> Callable[..., Gate] | None
 
     Args:
         name: value of --moe-gate, or None.
-        clock: tells gates that draw which micro-batch they see.
+        clock: seed and micro-batch number for the gates that draw.
     """
     return None if name is None else partial(GATES[name], clock=clock)
 

@@ -1,8 +1,8 @@
 """Counters of the routers' decisions: tokens per expert, drops, entropy of the scores.
 
-A meter stands behind the linear layer of a router and sees every partition of every training micro-batch once: passes without
-gradients (evaluation, the first pass of a recompute) and partitions that are routed again are left out. It adds up on the
-device and communicates nothing; `RouterMeters.collect` sums over the ranks when somebody asks.
+A meter runs after the linear layer of a router and counts every partition of every training micro-batch once: it skips passes
+without gradients (evaluation, the first pass of a recompute) and partitions that are routed again. It adds up on the device and
+communicates nothing; `RouterMeters.collect` sums over the ranks.
 
 With sequence parallelism (a rule of MoE layers under tensor parallelism) every rank routes tokens of its own, so the sum over
 all ranks counts each token once, at any TP, CP, DP and EP; pipeline stages hold different layers.
@@ -29,7 +29,7 @@ class RouterMeter:
     """Sums of one router on one rank since the last `take`.
 
     Args:
-        score_function: of the router, `softmax` or `sigmoid`.
+        score_function: the router's, `softmax` or `sigmoid`.
     """
 
     def __init__(self, num_experts: int, score_function: str, device: torch.device) -> None:
@@ -42,11 +42,11 @@ class RouterMeter:
         """Count one call.
 
         Args:
-            logits_TE: of the router.
-            map_TE: bool, what is computed, padding to capacity included.
-            wanted_TE: bool, what the tokens chose, whatever the capacity.
+            logits_TE: logits of the router.
+            map_TE: bool, the pairs that are computed, padding to capacity included.
+            wanted_TE: bool, the choice of the tokens before capacity.
         """
-        # As exact as the sums: entropies of millions of tokens are added up between two reports.
+        # float64, as exact as the sums: entropies of millions of tokens are added up between two reports.
         logits_TE = logits_TE.detach().double()
         scores_TE = logits_TE.softmax(-1) if self._score_function == "softmax" else logits_TE.sigmoid()
         scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
@@ -56,9 +56,9 @@ class RouterMeter:
         self._sums[-1] += logits_TE.shape[0]
 
     def take(self) -> Tensor:
-        """Return the sums [2E + 2] and begin anew."""
+        """Return the sums [2E + 2] and reset them."""
         sums = self._sums.clone()
-        self._sums.zero_()  # in place: captured graphs add to it where it lies
+        self._sums.zero_()  # in place: captured graphs add to this memory
         return sums
 
 
@@ -67,7 +67,7 @@ class RouterMeters:
 
     Args:
         models: the GPTModel of each of this rank's chunks.
-        layers, experts: numbers in the whole model; prediction layers count on behind the decoder's.
+        layers, experts: numbers in the whole model; prediction layers follow the decoder's.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module], layers: int, experts: int, device: torch.device) -> None:
@@ -81,7 +81,7 @@ class RouterMeters:
             if isinstance(router, Gate):
                 router.meter = meter
             else:
-                # `routing` is the first place behind the linear layer that sees logits and decisions together.
+                # `routing` is the first method after the linear layer that sees logits and decisions together.
                 router.routing = _metered(router, meter)
 
     def collect(self, first_step: int, last_step: int) -> list[ExpertLoad]:
@@ -90,8 +90,8 @@ class RouterMeters:
         Args:
             first_step, last_step: the range of these steps, both included.
         """
-        # Every rank contributes a row for every layer, zeros where it has none: stages hold different layers, and one reduction
-        # of one shape needs no agreement on who has what.
+        # Every rank contributes a row for every layer, zeros for layers of other stages: one reduction of one shape needs no
+        # agreement on the layers of each rank.
         sums = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, meter in self._meters.items():
             sums[layer] = meter.take()
@@ -122,7 +122,7 @@ def _metered(router: TopKRouter, meter: RouterMeter) -> Callable[..., tuple[Tens
 
 @torch.no_grad()
 def _wanted(router: Any, logits_TE: Tensor, map_TE: Tensor) -> Tensor:
-    """Repeat the router's choice before the capacity, which megatron-core does not hand out."""
+    """Repeat the router's choice before the capacity, which megatron-core does not return."""
     config = router.config
     if config.moe_expert_capacity_factor is None:
         return map_TE

@@ -1,15 +1,15 @@
-"""The state that one partition of a micro-batch hands to the next at one gate: used capacity, seed of the draws, loss sums.
+"""The state that one partition of a micro-batch passes to the next at one gate: used capacity, seed of the draws, loss sums.
 
-Contract: routing partitions p = 0, 1, … one after the other, each with the state that the ones before have left, keeps the
-tokens, fills the slots and draws the experts that routing the whole micro-batch at once does. Source: Lancet, sections 2.3 and 6
+Contract: routing partitions p = 0, 1, … one after the other, each with the state after the previous ones, keeps the same tokens,
+fills the same slots and draws the same experts as routing the whole micro-batch at once. Source: Lancet, sections 2.3 and 6
 (capacity passing). Three sections:
 
-- Capacity and the positional drop. There are two orders of tokens: megatron-core flattens [S, B] position by position (token
-  s·B + b); the drop counts sample by sample (token b·S + s). A partition of the samples is a prefix of what is left in the second
-  order only, and only then does handing on the used capacity give the drops of the whole micro-batch.
-- Draws by index. A generator's draws depend on the order of the calls, so a micro-batch that is cut, or recomputed, would draw
-  otherwise. Each (token, expert) gets a 64-bit number that is a function of its indices alone; a token's k experts are those with
-  the smallest numbers, a uniform subset. Mixing is SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's constants).
+- Capacity and the positional drop. There are two orders of tokens: megatron-core flattens [S, B] position by position (token s·B
++ b); the drop counts sample by sample (token b·S + s). Only in the second order is a partition of the samples a prefix of the
+remaining tokens, and only then does passing on the used capacity give the drops of the whole micro-batch.
+- Draws by index. A generator's draws depend on the order of the calls, so cutting or recomputing a micro-batch would change
+them. Here each (token, expert) gets a 64-bit number that is a function of its indices alone; a token's k experts are those with
+the smallest numbers, a uniform subset. Mixing is SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's constants).
 - `RoutingState`, which holds both for one micro-batch.
 
 T tokens, S positions of a sequence on this rank, B samples of the micro-batch, E experts, K experts per token.
@@ -26,7 +26,7 @@ from moe_overlap.runtime.routing.balance import BalanceTotals
 
 
 def expert_slots(map_TE: Tensor, used_E: Tensor) -> Tensor:
-    """Number every routed token at its expert, as if capacity had no end.
+    """Number every routed token at its expert, as if capacity were unlimited.
 
     Args:
         map_TE: bool, tokens in the order of the drop. A token chooses an expert once, so the order of its choices is free.
@@ -39,7 +39,7 @@ def expert_slots(map_TE: Tensor, used_E: Tensor) -> Tensor:
 
 
 def drop_beyond_capacity(map_TE: Tensor, used_E: Tensor, capacity: int | None) -> tuple[Tensor, Tensor]:
-    """Keep the first tokens of each expert, as many as its capacity has left.
+    """Keep the first tokens of each expert, up to its remaining capacity.
 
     Args:
         map_TE: bool, tokens in the order of the drop.
@@ -57,14 +57,14 @@ def drop_beyond_capacity(map_TE: Tensor, used_E: Tensor, capacity: int | None) -
 
 
 def drop_by_priority(map_TE: Tensor, priority_T: Tensor, used_E: Tensor, capacity: int | None) -> tuple[Tensor, Tensor]:
-    """Keep the tokens of highest priority, as many as each expert's capacity has left; equal ones stay in order.
+    """Keep the tokens of highest priority, up to each expert's remaining capacity; equal ones stay in order.
 
     Needs the whole micro-batch: a later token of high priority displaces an earlier one.
 
     Source: Riquelme et al. 2021 (batch prioritized routing), with a token's choices together as in Lancet; the original fills
     all first choices before all second ones.
     """
-    # Stable, so that equal priorities keep their order on every rank and device.
+    # Stable: equal priorities keep their order on every rank and device.
     order_T = torch.argsort(priority_T, descending=True, stable=True)
     sorted_kept_TE, used_E = drop_beyond_capacity(map_TE[order_T], used_E, capacity)
     kept_TE = torch.empty_like(map_TE)
@@ -105,7 +105,7 @@ _MICRO_BATCHES_PER_STEP = 1 << 16
 
 @dataclass(slots=True)
 class DrawClock:
-    """Tells gates which draws a forward pass of megatron-core makes; the runner sets the micro-batch before each pass."""
+    """Seed and micro-batch of the draws in a forward pass of megatron-core; the runner sets the micro-batch before each pass."""
 
     seed: int = 0
     micro_batch: int = 0
@@ -113,7 +113,7 @@ class DrawClock:
 
 
 def first_micro_batch(step: int) -> int:
-    """Number of a step's first micro-batch in the run; unique even where steps hold unlike numbers of micro-batches."""
+    """Number of a step's first micro-batch in the run; unique even if steps have different numbers of micro-batches."""
     return step * _MICRO_BATCHES_PER_STEP
 
 
@@ -147,13 +147,13 @@ def draw_experts(key: int, positions_S: Tensor, samples_B: Tensor, topk: int, ex
     """Draw k different experts for every token.
 
     Args:
-        key: derived from seed, layer and whatever else is common to the tokens.
+        key: derived from seed, layer and all else that the tokens share.
         positions_S: int64, positions in the whole sequence.
         samples_B: int64, numbers of the samples; a single zero gives every sample the same draws.
     Returns:
         [S, B or 1, K] int64.
     """
-    # Made on the device from a number: nothing is copied from the host, which would wait for the stream.
+    # Made on the device from a number: a copy from the host would wait for the stream.
     start = torch.full((), _signed(key), dtype=torch.int64, device=positions_S.device)
     key_SB = fold_tensor(fold_tensor(start, samples_B)[None, :], positions_S[:, None])
     numbers_SBE = fold_tensor(key_SB[:, :, None], torch.arange(experts, device=positions_S.device))
@@ -182,7 +182,7 @@ class RoutingState:
 
     Attributes:
         sequence, samples: S and B of the whole micro-batch on this rank.
-        partitions: how many parts the samples come in; sizes may differ, zero included.
+        partitions: number of parts of the samples; sizes may differ, zero included.
         used_E: int64, capacity used so far; without a capacity, tokens routed so far.
         totals: sums of the balancing losses and the z-loss; None when nothing is recorded (evaluation).
         counts_bias: whether kept tokens are counted for the expert bias.
@@ -205,7 +205,7 @@ class RoutingState:
 
     @property
     def tokens(self) -> int:
-        """T of the whole micro-batch, which the capacity is computed from."""
+        """T of the whole micro-batch; determines the capacity."""
         return self.sequence * self.samples
 
     @property
@@ -234,10 +234,10 @@ class RoutingState:
         assert first + samples <= self.samples and (not is_last or first + samples == self.samples), (
             f"partition {partition} of {self.partitions} ends at sample {first + samples} of {self.samples}"
         )
-        # The tensor is kept, not copied: `leave` puts another in its place and nothing writes into it.
+        # The tensor is not copied: `leave` replaces it and nothing writes into it.
         return PartitionEntry(first, first + samples, self.used_E), False
 
     def leave(self, entry: PartitionEntry, used_E: Tensor) -> None:
-        """Close a partition that was routed for the first time: the next one goes on from the capacity it has used."""
+        """Close a partition that was routed for the first time: the next one continues from the capacity it has used."""
         self.entries.append(entry)
         self.used_E = used_E

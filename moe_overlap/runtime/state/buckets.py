@@ -1,12 +1,12 @@
-"""Gradients of one parameter group reduced over its replicas, in buckets that an instruction list places.
+"""Reduces gradients of one parameter group over its replicas, in buckets that an instruction list places.
 
 Terms: a *parameter group* is the embedding, a layer, a prediction layer or the head; a *DDP bucket* is megatron-core's stretch of
-a gradient buffer; a *bucket* is what one instruction of the list reduces.
+a gradient buffer; a *bucket* is the part that one instruction of the list reduces.
 
-megatron-core's distributed optimizer cuts every DDP bucket into D equal shards, one per replica. A DDP bucket that holds one
-parameter group only (`bucket_marks`) can be reduced by itself: bucket p of n takes columns [p·w/n, (p+1)·w/n), both rounded down
-to CUT_ELEMENTS, of the DDP bucket seen as [D, w], and leaves in this rank's shard what a reduce-scatter of the whole DDP bucket
-would. Scaling is DDP's. A parameter without a copy has nothing to send; DDP scales its gradients at the end.
+megatron-core's distributed optimizer cuts every DDP bucket into D equal shards, one per replica. A DDP bucket of only one
+parameter group (`bucket_marks`) can be reduced separately: bucket p of n takes columns [p·w/n, (p+1)·w/n), both rounded down to
+CUT_ELEMENTS, of the DDP bucket seen as [D, w]. This rank's shard then equals the result of a reduce-scatter of the whole DDP
+bucket. Scaling is DDP's. A parameter without replicas has nothing to send; DDP scales its gradients at the end.
 
 - CPU (gloo): an all-to-all of columns and a sum in order of rank; gloo's own reduce-scatter sends twice the bytes.
 - CUDA (NCCL): a reduce-scatter. All ranks of a group start their buckets in the order of the list, as NCCL demands. Not yet run
@@ -30,7 +30,7 @@ from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.state.optimizer import named_parts
 
 CUT_ELEMENTS = 32
-"""Buckets begin at multiples of so many elements: NCCL copies 16 bytes at a time only from such places, as DDP aligns them."""
+"""Buckets begin at multiples of so many elements: NCCL copies 16 bytes at a time only at aligned addresses, like DDP's."""
 
 
 def bucket_marks(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -62,7 +62,7 @@ class _DdpBucket:
 
 
 class GradientBuckets:
-    """The reductions of one rank that stand among its passes (context.BucketReduction).
+    """The reductions of one rank that the list places between its passes (context.BucketReduction).
 
     Args:
         chunks: DDP-wrapped model chunks whose DDP buckets hold one parameter group each.
@@ -75,7 +75,7 @@ class GradientBuckets:
         self._unreplicated: list[_ParamAndGradBucketGroup] = []
         self._outstanding: dict[str, set[int]] = {}
         for chunk in chunks:
-            # DDP must not reduce on its own: it would send the same gradients a second time.
+            # DDP must not reduce itself: it would send the same gradients a second time.
             assert not chunk.ddp_config.overlap_grad_reduce and not chunk.ddp_config.average_in_collective
             for ddp_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 if ddp_group.intra_distributed_optimizer_instance_size == 1:
@@ -102,7 +102,7 @@ class GradientBuckets:
         return wait
 
     def finish(self) -> None:
-        """End the step's reductions: every bucket has been waited for; gradients without replicas are scaled."""
+        """End the step's reductions, after the list has waited for every bucket; scale gradients without replicas."""
         # A group that was never started counts as outstanding.
         missing = [group for group in self._ddp_buckets if self._outstanding.get(group, {0})]
         assert not missing, f"gradients that were not reduced: {missing}"
@@ -111,15 +111,15 @@ class GradientBuckets:
             ddp_group.finish_grad_sync()
 
     def _add(self, ddp_group: _ParamAndGradBucketGroup, group_of: dict[int, str]) -> None:
-        """Take the DDP buckets of one of DDP's groups; wires are shared by process group, so that tags stay unique on each."""
+        """Add the DDP buckets of one of DDP's groups; wires are shared by process group, so that tags stay unique on each."""
         process_group = ddp_group.intra_distributed_optimizer_instance_group
-        wire = next((known for known in self._wires if known.group is process_group), None)
+        wire = next((candidate for candidate in self._wires if candidate.group is process_group), None)
         if wire is None:
             wire = AllToAll(process_group)
             self._wires.append(wire)
         for bucket in ddp_group.buckets:
             (group,) = {group_of[id(parameter)] for parameter in bucket.params_list}
-            # The optimizer's shards are equal consecutive stretches, so row r is what rank r steps.
+            # The optimizer's shards are equal consecutive stretches: rank r steps row r.
             gradient_Dw = bucket.grad_data.view(wire.size, -1)
             ddp_bucket = _DdpBucket(gradient_Dw, bucket.gradient_scaling_factor, wire)
             self._ddp_buckets.setdefault(group, []).append(ddp_bucket)
@@ -129,12 +129,12 @@ def _start(ddp_bucket: _DdpBucket, bucket: int, buckets: int, name: str) -> Call
     wire, width = ddp_bucket.replicas, ddp_bucket.gradient_Dw.shape[1]
     columns = slice(_cut(width, bucket, buckets), _cut(width, bucket + 1, buckets))
     own_share = ddp_bucket.gradient_Dw[wire.rank, columns]
-    # A copy, because the columns are not contiguous; the scale costs nothing more.
+    # A copy, because the columns are not contiguous; scaling it costs nothing more.
     sent_Dw = ddp_bucket.gradient_Dw[:, columns] * ddp_bucket.scale
     if sent_Dw.is_cuda:
         work = dist.reduce_scatter_tensor(own_share, sent_Dw, group=wire.group, async_op=True)
         assert work is not None
-        # The channel's stream waits for NCCL's, the host does not: whoever needs the sum waits for that stream.
+        # The channel's stream waits for NCCL's, the host does not; a reader of the sum waits for the channel's stream.
         work.wait()
         return _nothing
     one_each = [1] * wire.size

@@ -2,7 +2,7 @@
 
 megatron-core's distributed optimizer holds the state (ZeRO-1); its inner torch optimizer steps parameter by parameter, so
 stepping the layers one after the other is bitwise the same as stepping them at once. The fused optimizers of Transformer Engine
-and apex count their steps by parameter group and not by parameter: see `_StepCounts`.
+and apex count their steps by parameter group instead of by parameter: see `_StepCounts`.
 
 A *part* here is what one optimizer instruction of the list updates: `embedding`, `L3`, `mtp0` or `head`, all parameters of it
 that this rank holds. torch's own parameter groups (weight decay or not, dense or expert) cut across the parts.
@@ -29,10 +29,10 @@ from moe_overlap.plan.operators import parse_group
 
 @dataclass(frozen=True, slots=True)
 class PreparedGradients:
-    """Facts known before any weight moves; equal on every rank.
+    """Facts that are known before any weight moves; equal on every rank.
 
     Attributes:
-        norm: global norm of the unscaled gradients; nan where the loss scale made one of them overflow.
+        norm: global norm of the unscaled gradients; nan if the loss scale made one of them overflow.
         zeros: number of zero gradients, where counted.
     """
 
@@ -46,9 +46,9 @@ class MegatronLayerwiseOptimizer:
     Args:
         optimizer: megatron-core's optimizer of the chunks (get_megatron_optimizer).
         chunks: the DDP-wrapped model chunks it was built for.
-        clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
-        count_zeros: count zero gradients, for the log.
-        gathers_later: leave the gather of updated weights to what begins the next pass: DDP's hooks, or an instruction list.
+        clip_grad: bound of the gradient norm; 0: no clipping.
+        count_zeros: whether to count zero gradients, for the log.
+        gathers_later: whether the gather of updated weights is left to DDP's hooks or to an instruction list.
     """
 
     def __init__(
@@ -62,27 +62,28 @@ class MegatronLayerwiseOptimizer:
         self.megatron = optimizer
         self._chunks = chunks
         self._gathers_later = gathers_later
-        # Dense and expert weights have a scaler each, and megatron-core 0.16.1 moves only that of the kind that overflowed,
-        # though it scales every loss by the first: only the first one counts here.
+        # Dense and expert weights each have a scaler. megatron-core 0.16.1 updates only the scaler of the kind that overflowed,
+        # but scales every loss by the first: only the first one counts here.
         self._scaler = optimizer.chained_optimizers[0].grad_scaler
         self._clip_grad = clip_grad
         self._count_zeros = count_zeros
         part_of = {id(parameter): part for part, parameter in named_parts(chunks)}
         self._shards = [_shards_by_part(inner, part_of) for inner in optimizer.chained_optimizers]
         self.parts = tuple(sorted({part for shards in self._shards for part in shards}, key=part_order))
-        # Of the whole stage: a check of this rank's shards alone would stop some ranks and leave the others in a collective.
+        # Parts of the whole stage: a check of this rank's shards alone would stop some ranks and leave the others in a
+        # collective.
         self._parts_of_stage = frozenset(part_of.values())
         self._stepped: set[str] = set()
         self._counts: list[_StepCounts] = []
 
     @property
     def loss_scale(self) -> float:
-        """The factor of every loss of the step before its backward pass; 1 where gradients are not scaled."""
+        """The factor of every loss of the step before its backward pass; 1 if gradients are not scaled."""
         return float(self._scaler.scale) if self._scaler is not None else 1.0
 
     @torch.no_grad()
     def prepare(self) -> PreparedGradients:
-        """Take over the reduced gradients, undo the loss scale, clip them by the global norm."""
+        """Take the reduced gradients, undo the loss scale, clip them by the global norm."""
         self._stepped.clear()
         self._counts = [_StepCounts(inner.optimizer.param_groups) for inner in self.megatron.chained_optimizers]
         if self._scaler is None:
@@ -94,7 +95,7 @@ class MegatronLayerwiseOptimizer:
             for inner in self.megatron.chained_optimizers:
                 parameters = inner.get_parameters()
                 if parameters:
-                    # Dense and expert weights have optimizers of their own and are clipped by the one norm of the model.
+                    # Dense and expert weights have separate optimizers, but share the norm of the model.
                     clip_grad_by_total_norm_fp32(
                         parameters,
                         max_norm=self._clip_grad,
@@ -104,12 +105,12 @@ class MegatronLayerwiseOptimizer:
         return PreparedGradients(norm, self._zero_gradients() if self._count_zeros else None)
 
     def _overflowed(self) -> bool:
-        """Undo the loss scale, and move it by whether any gradient of the model is not finite. Collective.
+        """Undo the loss scale, and update it if any gradient of the model is not finite. Collective.
 
-        One reduction whatever this rank holds: megatron-core makes one for every kind of weights, and stages without experts
-        have one kind less.
+        One reduction for all kinds of weights: megatron-core makes one per kind, and stages without experts have one kind
+        fewer.
         """
-        # Shared by all kinds of weights and reduced once: a gradient that overflows anywhere stops the step everywhere.
+        # Shared by all kinds of weights and reduced once: an overflow anywhere stops the step everywhere.
         not_finite = torch.zeros(1, device=next(self._chunks[0].parameters()).device)
         for inner in self.megatron.chained_optimizers:
             if not inner.is_stub_optimizer:
@@ -122,11 +123,11 @@ class MegatronLayerwiseOptimizer:
         return overflowed
 
     def _zero_gradients(self) -> int:
-        """Count the zeros among the gradients of the whole model, copies left out. Collective."""
+        """Count the zeros among the gradients of the whole model, each parameter once. Collective."""
         inner_optimizers = self.megatron.chained_optimizers
         gradients = [gradient for inner in inner_optimizers for gradient in inner.get_main_grads_for_grad_norm()]
         device = next(self._chunks[0].parameters()).device
-        # Summed where they lie: the host would wait for the device once for every shard.
+        # Summed on the device: the host would wait once for every shard.
         zeros = torch.zeros(1, dtype=torch.int64, device=device)
         for gradient in gradients:
             zeros += gradient.numel() - gradient.count_nonzero()
@@ -135,9 +136,9 @@ class MegatronLayerwiseOptimizer:
 
     @torch.no_grad()
     def parameter_norm(self) -> float:
-        """Compute the norm of all parameters of the model, copies left out. Collective.
+        """Compute the norm of all parameters of the model, each parameter once. Collective.
 
-        Copies are what tensor-parallel ranks hold alike, and the embedding that a last stage has for its head.
+        Left out are replicas of parameters on tensor-parallel ranks, and the embedding that a last stage has for its head.
         """
         squares = [
             shard.float().pow(2).sum()
@@ -152,32 +153,33 @@ class MegatronLayerwiseOptimizer:
 
     @torch.no_grad()
     def step(self, part: str) -> None:
-        """Update the parameters of one part. A part that only other ranks hold needs nothing from this one."""
+        """Update the parameters of one part. A part that only other ranks hold changes nothing here."""
         assert part not in self._stepped, f"{part} was stepped before"
         self._stepped.add(part)
         for inner, shards, counts in zip(self.megatron.chained_optimizers, self._shards, self._counts, strict=True):
             if part not in shards:
                 continue
-            # The inner optimizer is shown this part's shards only, in its own parameter groups: rates and decay stay theirs.
+            # The inner optimizer sees this part's shards only, in its own parameter groups: learning rates and decay stay
+            # theirs.
             groups = inner.optimizer.param_groups
-            whole = [group["params"] for group in groups]
+            saved_parameters = [group["params"] for group in groups]
             try:
                 for group, members in zip(groups, shards[part], strict=True):
                     group["params"] = members
                 counts.step(inner.optimizer)
             finally:
-                for group, members in zip(groups, whole, strict=True):
+                for group, members in zip(groups, saved_parameters, strict=True):
                     group["params"] = members
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy master weights to the model, and gather them unless that is left for later."""
+        """Copy master weights to the model, and gather them unless the gather comes later."""
         missing = self._parts_of_stage - self._stepped
         assert not missing, f"parts without a step: {sorted(missing)}"
         for inner, counts in zip(self.megatron.chained_optimizers, self._counts, strict=True):
             counts.publish()
             if inner.config.reuse_grad_buf_for_mxfp8_param_ag:
-                # mxfp8 weights are no views of the buffer that is gathered, which is that of the gradients.
+                # mxfp8 weights are no views of the gathered buffer, which is that of the gradients.
                 inner._copy_main_params_to_param_buffer()
             else:
                 inner._copy_main_params_to_model_params()
@@ -197,11 +199,11 @@ class MegatronLayerwiseOptimizer:
 
 
 class _StepCounts:
-    """The steps that an inner optimizer has made, where it counts them by parameter group.
+    """The step counts of an inner optimizer that counts by parameter group.
 
-    A fused Adam adds one to the count of every group that has parameters whenever it is called, and corrects its moments by the
-    count. A step of the model that calls it for each layer would count every layer. So each call begins at the counts of the
-    step before, and the groups take the next ones when all layers have been stepped.
+    A fused Adam adds one to the count of every group that has parameters at each call, and corrects its moments by the count. A
+    step of the model that calls it once per layer would count every layer. So each call starts from the counts of the previous
+    step, and the groups get the next counts after all layers have been stepped.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -210,7 +212,7 @@ class _StepCounts:
         self._after = [_copied(count) for count in self._before]
 
     def step(self, optimizer: Any) -> None:
-        """Have the optimizer step the parameters that its groups show now."""
+        """Make the optimizer step the current parameters of its groups."""
         self._show(self._before)
         optimizer.step()
         for place, group in enumerate(self._groups):
@@ -218,7 +220,7 @@ class _StepCounts:
                 self._after[place] = _copied(group.get("step"))
 
     def publish(self) -> None:
-        """Count the step of the whole model."""
+        """Count one step for the whole model."""
         self._show(self._after)
 
     def _show(self, counts: Sequence[Any]) -> None:
@@ -230,7 +232,7 @@ class _StepCounts:
 
 
 def _copied(count: Any) -> Any:
-    """A count of its own: one on the device is added to in place."""
+    """A copy of a count: a count on the device is added to in place."""
     return count.clone() if isinstance(count, torch.Tensor) else count
 
 

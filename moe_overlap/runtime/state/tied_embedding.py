@@ -1,13 +1,13 @@
-"""A tied embedding at both ends of a pipeline whose stages have unlike shapes.
+"""A tied embedding at both ends of a pipeline whose stages have different shapes.
 
-Contract. The embedding on the first stage and the output weight on the stage of the loss are one parameter: they begin equal, and
-every update moves both by the sum of the gradients of all ranks at both ends. megatron-core joins rank to rank for that, after
-replicas have reduced; ends with unlike numbers of replicas cut their reduced gradients in unlike shares. So:
+Contract. The embedding on the first stage and the output weight on the stage of the loss are one parameter: they begin equal,
+and every update moves both by the sum of the gradients of all ranks at both ends. megatron-core sums them rank to rank after the
+replicas' reduction, but ends with different numbers of replicas cut their reduced gradients into different shares. So:
 1. `share` copies the first stage's weight to the other end.
-2. `exchange` adds up what every rank of both ends that holds a row has computed for it, before replicas reduce, and divides by
-   the replicas of this end: their sum, which DDP makes next, is then the total on either end.
-Both go block by block of rows (groups.py), since ends with unlike tensor ranks hold unlike numbers of rows, and are collective
-over the ranks of both ends.
+2. `exchange` sums, before replicas reduce, the gradients of all ranks of both ends that hold a row, and divides by the replicas
+   of this end: the sum that DDP then takes over the replicas is the total on either end.
+Both work on blocks of rows (groups.py), since ends with different tensor parallelism hold different numbers of rows, and are
+collective over the ranks of both ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TiedEmbedding:
 
     Args:
         chunks: the rank's model chunks; the first holds the embedding, or the last the output weight.
-        groups: with the group of the ends.
+        groups: this rank's groups, with the group of the ends.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], groups: StageGroups) -> None:

@@ -1,19 +1,18 @@
-"""The update of a step: every update instruction of a list bound to what does it, for both runners.
+"""The update of a step: every update instruction of a list bound to its implementation, for both runners.
 
-1. `gradients` completes the reduction over every group that shares a parameter (`finalize_gradients`). It stands in every list,
-   also where no replica takes part or the replicas' share has travelled in buckets: tied embeddings, gradients that tensor ranks
-   share, expert biases and the division by tokens belong to it.
+1. `gradients` completes the reduction over every group that shares a parameter (`finalize_gradients`). Every list has it, even
+   without replicas or after the replicas' reduction in buckets: tied embeddings, gradients that tensor ranks share, expert
+   biases and the division by tokens belong to it.
 2. `optimizer.norm`: norm and losses become known to all ranks; the loss scale is undone and the gradients are clipped.
 3. `optimizer.<group>`: this rank's shard of one parameter group steps.
-4. `parameters`: the updated weights are made visible to every replica.
+4. `parameters`: every replica gets the updated weights.
 
-Contract. A runner hands over the update instructions of its list one by one, in list order, and nothing of the update runs
-otherwise. What must have come before is asserted, not made good. Steps 3 and 4 leave the weights alone where loss or norm is not
-finite. Copies, and reductions or gathers of one parameter group (ZeRO 2 and 3, offloading), have no binding: capabilities.py
-refuses plans with them.
+Contract. A runner passes the update instructions of its list one by one, in list order; no other call updates weights.
+Preconditions are asserted, never repaired. Steps 3 and 4 change no weight if loss or norm is not finite. Copies, and reductions
+or gathers of one parameter group (ZeRO 2 and 3, offloading), have no binding: capabilities.py refuses plans with them.
 
-Steps 1, 2 and 4 are collective, in this order on every rank. `finalize_gradients` is the sequence of megatron-core's
-`finalize_model_grads` with the groups handed over: megatron-core's own reads `parallel_state` for the routers' expert bias.
+Steps 1, 2 and 4 are collective, in this order on every rank. `finalize_gradients` repeats megatron-core's `finalize_model_grads`
+with explicit groups: megatron-core's own reads `parallel_state` for the routers' expert bias.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from moe_overlap.runtime.state.tied_embedding import TiedEmbedding
 from moe_overlap.runtime.step import Batch, StepResult, naming
 
 WHOLE_STAGE, ONE_GROUP = False, True
-"""Whether an instruction is of one parameter group."""
+"""Whether an instruction belongs to one parameter group."""
 
 
 def finalize_gradients(
@@ -63,8 +62,9 @@ def finalize_gradients(
         token_count: with a per-token loss, the tokens of this rank's micro-batches (right on the last stage only).
         groups: the stage's groups.
         config: the chunks' TransformerConfig.
-        over_replicas: completes the reduction over data-parallel replicas; DDP's own unless given.
-        over_ranks: makes a rank's tokens those of the step, in place; from the last rank of the pipeline group unless given.
+        over_replicas: completes the reduction over data-parallel replicas; None: DDP's own.
+        over_ranks: replaces a rank's token count by that of the step, in place; None: broadcast from the last rank of the
+            pipeline group.
     """
     if over_replicas is None:
         for chunk in chunks:
@@ -109,12 +109,12 @@ class UpdateState:
     Attributes:
         reports: [sum of the losses, tokens] of this rank's micro-batches, followed by the same of every prediction layer; empty
             off the last stage. Complete when the norm begins.
-        token_count: with a per-token loss, the tokens of this rank's micro-batches (right on the last stage only) where the
-            schedule counts them; None: the reports tell.
-        micro_batches: of this rank.
+        token_count: with a per-token loss, the tokens of this rank's micro-batches (right on the last stage only) if the
+            schedule counts them; None: taken from the reports.
+        micro_batches: number of this rank's micro-batches.
         is_reduced: whether `gradients` has run.
-        gradients: known behind `optimizer.norm`, as the losses are.
-        loss, tokens, predictions, balance: as in `StepResult`.
+        gradients: set by `optimizer.norm`, as the losses are.
+        loss, tokens, predictions, balance: see `StepResult`.
         is_published: whether `parameters` has run.
     """
 
@@ -132,8 +132,8 @@ class UpdateState:
     @property
     def moves_weights(self) -> bool:
         """Whether the weights move: loss and norm are finite. Both are equal on all ranks, and so is the answer."""
-        # A rank that updated alone would hold other weights for good.
-        assert self.gradients is not None, "the optimizer steps only behind the norm of all gradients"
+        # If one rank alone updated, its weights would differ from then on.
+        assert self.gradients is not None, "the optimizer steps only after the norm of all gradients"
         return math.isfinite(self.loss) and math.isfinite(self.gradients.norm)
 
 
@@ -157,7 +157,7 @@ class StepUpdate:
         self._tied = TiedEmbedding(self._chunks, context.groups) if is_tied else None
         self._over_ranks = self._sum_tokens if context.plan.transfers else None
         self._loss_rank = context.plan.stages[context.plan.loss_stage].devices.ranks[-1]
-        # A replayed graph adds to the tracker's tensors of the step it was captured in.
+        # A replayed graph adds to the tracker's tensors of the step in which it was captured.
         self._reports_balance = context.graph_stream is None
         self._bound: dict[tuple[OperatorKind, bool], Binding] = {
             (OperatorKind.GRADIENTS, WHOLE_STAGE): self._complete_gradients,
@@ -170,7 +170,7 @@ class StepUpdate:
         """Run one update instruction.
 
         Raises:
-            ValueError: nothing executes it.
+            ValueError: the instruction has no binding.
             CommunicationFailed: a peer is gone.
         """
         operator = instruction.operator
@@ -181,7 +181,7 @@ class StepUpdate:
             binding(instruction, state)
 
     def result(self, state: UpdateState) -> StepResult:
-        """The outcome of a step whose list has been followed to its end."""
+        """The result of a step after all of its list."""
         assert state.gradients is not None, "the list has ended without the norm of the gradients"
         updated = state.moves_weights
         assert state.is_published or not updated, "the list has ended before the replicas have the updated weights"
@@ -197,7 +197,7 @@ class StepUpdate:
         tokens = state.token_count
         if tokens is None and config.calculate_per_token_loss:
             tokens = _tokens_of(state.reports, self._device)
-        # Buckets have been reduced where the list placed them: the replicas have nothing left to send.
+        # Buckets have been reduced where the list places them: the replicas have nothing more to send.
         over_replicas = self._buckets.finish if self._buckets is not None else None
         with self._recorded(instruction):
             if self._tied is not None:
@@ -206,13 +206,13 @@ class StepUpdate:
         state.is_reduced = True
 
     def _sum_tokens(self, tokens: Tensor) -> None:
-        """The tokens of the step on every rank, where no group has a rank of each stage: tensor ranks count the same ones."""
+        """Sum the tokens of the step over all ranks, without a group across the stages: tensor ranks count the same ones."""
         if self._groups.collection.tp.rank() > 0:
             tokens.zero_()
         dist.all_reduce(tokens, group=self._groups.world)
 
     def _take_norm(self, instruction: Instruction, state: UpdateState) -> None:
-        """Step 2. Norm and loss are collective, hence on every rank in this order, whatever the first one finds."""
+        """Step 2. Norm and loss are collective, so every rank computes both in this order, even if the first is not finite."""
         assert state.is_reduced, "the norm is taken of reduced gradients"
         with self._recorded(instruction):
             state.gradients = self._optimizer.prepare()
@@ -229,9 +229,9 @@ class StepUpdate:
                 self._optimizer.step(instruction.operator.group)
 
     def _publish(self, instruction: Instruction, state: UpdateState) -> None:
-        """Step 4. megatron-core copies the master weights of all groups in one call, so that this is no work of their steps.
+        """Step 4. megatron-core copies the master weights of all groups in one call, so the group steps leave it to this one.
 
-        With --overlap-param-gather weights are gathered in the next step's first passes: only the copies are left here.
+        With --overlap-param-gather the next step's first passes gather the weights: only the copies are made here.
         """
         if state.moves_weights:
             with self._recorded(instruction):
@@ -239,14 +239,14 @@ class StepUpdate:
         state.is_published = True
 
     def _recorded(self, instruction: Instruction) -> AbstractContextManager[None]:
-        """A span from where the work of an instruction starts to its end."""
+        """A span from the start of an instruction's work to its end."""
         self._recorder.place_at(instruction)
         return self._recorder.span(instruction.name, instruction.channel_group)
 
     def mean_losses(self, reports: Sequence[Tensor]) -> tuple[float, int, tuple[float, ...]]:
         """Compute the mean loss over the tokens of the global batch, their number, and the means of the prediction layers.
 
-        The last stage knows them and tells every rank, so that all ranks decide alike whether the weights move. Collective.
+        The last stage knows them and sends them to every rank, so that all ranks agree whether the weights move. Collective.
         """
         width = 2 + 2 * (self._chunks[0].config.mtp_num_layers or 0)
         nothing = torch.zeros(width, dtype=torch.double, device=self._device)
@@ -259,7 +259,7 @@ class StepUpdate:
 
 
 def micro_batch_loss(losses_BS: Tensor, batch: Batch, per_token: bool) -> tuple[Tensor, Tensor]:
-    """Compute the loss that the backward pass of a micro-batch begins with, and its report.
+    """Compute the loss from which the backward pass of a micro-batch starts, and its report.
 
     Args:
         per_token: --calculate-per-token-loss: the loss is a sum, since gradients are divided by the tokens of the step when all

@@ -1,12 +1,11 @@
-"""Updated weights gathered from their shards, one parameter group at a time, where an instruction list says so.
+"""Gathers updated weights from their shards, one parameter group at a time, where an instruction list says so.
 
-megatron-core's distributed optimizer steps the shard of every DDP bucket that this rank owns, and leaves the other shards of the
-bucket's parameters as they were. DDP buckets of one parameter group each (buckets.py, `bucket_marks`) are gathered by themselves,
-in place: rank r of D replicas sends row r of the bucket seen as [D, w], and has all rows when the gather has ended. Parameters
-without a copy have nothing to gather.
+megatron-core's distributed optimizer steps this rank's shard of every DDP bucket and leaves the other shards outdated. A DDP
+bucket of only one parameter group (buckets.py, `bucket_marks`) is gathered separately, in place: rank r of D replicas sends row
+r of the bucket seen as [D, w], and has all rows when the gather has ended. Parameters without replicas have nothing to gather.
 
-Gathers are idempotent: an evaluation gathers what the next step gathers again. What reads weights between two steps, as a
-checkpoint does, must gather them first (`MegatronLayerwiseOptimizer.gather`); all ranks do that together.
+Gathers are idempotent: an evaluation gathers, and the next step gathers again. Code that reads weights between two steps, such
+as a checkpoint, must gather them first (`MegatronLayerwiseOptimizer.gather`); all ranks do that together.
 
 NCCL matches collectives of a communicator by their order, which is that of the instruction list on every rank; the stream that is
 current when a gather starts waits for it, not the host. Not yet run on hardware.
@@ -40,7 +39,7 @@ class _Shards:
 
 
 class WeightGathers:
-    """The gathers of one rank that stand among its passes (context.WeightGathers).
+    """The gathers of one rank that the list places between its passes (context.WeightGathers).
 
     Args:
         chunks: DDP-wrapped model chunks whose DDP buckets hold one parameter group each.
@@ -50,7 +49,7 @@ class WeightGathers:
         group_of = {id(parameter): group for group, parameter in named_parts(chunks)}
         self._shards: dict[str, list[_Shards]] = {}
         for chunk in chunks:
-            # DDP must not gather on its own: its hooks would send the same weights a second time.
+            # DDP must not gather itself: its hooks would send the same weights a second time.
             assert not chunk.ddp_config.overlap_param_gather
             for ddp_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 size = ddp_group.intra_distributed_optimizer_instance_size
@@ -62,7 +61,7 @@ class WeightGathers:
 
     @torch.no_grad()
     def start(self, parameter_group: str) -> Callable[[], None]:
-        """Start the gather of a parameter group; the answer waits until this rank has all of its weights."""
+        """Start the gather of a parameter group; the returned function waits until this rank has all of its weights."""
         held = self._shards.get(parameter_group, ())
         works = [shards.start() for shards in held]
 
@@ -71,7 +70,7 @@ class WeightGathers:
                 work.wait()
 
         if held and held[0].weights_Dw.is_cuda:
-            # The channel's stream waits for NCCL's, the host does not: whoever needs the weights waits for that stream.
+            # The channel's stream waits for NCCL's, the host does not; a reader of the weights waits for the channel's stream.
             wait()
             return _nothing
         return wait

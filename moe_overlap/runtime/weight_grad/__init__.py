@@ -1,1 +1,1 @@
-"""Weight gradients as work of their own: split off from the backward pass, queued, run where the list says."""
+"""Weight gradients split off from the backward pass, queued, and computed where the list says."""

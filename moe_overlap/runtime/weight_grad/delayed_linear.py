@@ -1,16 +1,16 @@
-"""Weight gradients that a library puts aside itself: Transformer Engine's linears, built with `delay_wgrad_compute`.
+"""Weight gradients that a library defers itself: Transformer Engine's linears, built with `delay_wgrad_compute`.
 
-Such a module keeps what its weights' gradient is computed from in a store of its own (`wgrad_store`, first in, first out), and
-`backward_dw()` computes the oldest. What holds here:
+Such a module stores the operands of its weights' gradient in a store of its own (`wgrad_store`, first in, first out), and
+`backward_dw()` computes the oldest gradient. Contract:
 
-1. Every backward pass of the module puts one entry into our queue, at the moment its output's gradient is there; the entry calls
+1. Every backward pass of the module puts one entry into our queue when its output's gradient arrives; the entry calls
    `backward_dw()` once. The list never runs it before the operator's backward pass has ended, so the store is filled by then.
-2. `backward_dw()` leaves a gradient in `.grad`, in place of an older one, or adds to the main gradient itself
-   (`fuse_wgrad_accumulation`). The former is moved to where DDP sums, at once: a second partition would overwrite it.
-   What the backward pass itself leaves in a weight's `.grad`, in grouped and in fused products, has no values and is dropped.
-3. The hooks that DDP hands over are kept from the module, whose `backward_dw()` would call them for every partition.
+2. `backward_dw()` either puts a gradient into `.grad`, replacing an older one, or adds to the main gradient itself
+   (`fuse_wgrad_accumulation`). A gradient in `.grad` is added to DDP's sum at once: a second partition would overwrite it. The
+   backward pass of grouped and fused products puts a tensor without values into a weight's `.grad`; it is dropped.
+3. DDP's hooks are kept from the module, whose `backward_dw()` would call them for every partition.
 
-The store's tensors are the library's: the queue counts the output gradient's bytes, and not the input that is kept beside it.
+The library owns the stored tensors: the queue counts the bytes of the output's gradient, but not of the input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def can_delay(module: Any) -> bool:
 
 
 def delayed_parameters(module: Any) -> list[torch.nn.Parameter]:
-    """Return the parameters whose gradients the module computes late, which it has marked; a norm inside it is not among them."""
+    """The parameters whose gradients the module computes late, by its own marks; the weights of a norm inside it are not
+    marked."""
     return [parameter for parameter in module.parameters() if getattr(parameter, "skip_backward_post_hook", False)]
 
 
@@ -42,11 +43,11 @@ def drive_by_queue(
     add: Callable[[Iterable[Tensor | None]], None],
     announce: Callable[[], None],
 ) -> None:
-    """Have the queue call a module's `backward_dw()`.
+    """Make the queue call a module's `backward_dw()`.
 
     Args:
-        add: sums gradients of `delayed_parameters`, in their order, where DDP does.
-        announce: tells DDP that they are there.
+        add: adds gradients of `delayed_parameters`, in their order, to DDP's sums.
+        announce: tells DDP that they are complete.
     """
     parameters = delayed_parameters(module)
     biases = [parameter for parameter in parameters if parameter.dim() == 1]
@@ -55,8 +56,8 @@ def drive_by_queue(
         weight.register_post_accumulate_grad_hook(_drop)
 
     def compute() -> None:
-        # In 8 bits, and where it is added elsewhere, a bias's gradient comes from the backward pass itself. `backward_dw()` wants
-        # one in `.grad`, or up to release 2.19 fails; an entry before this one may have taken it, with those of all partitions.
+        # In 8 bits, and where the bias is added elsewhere, the backward pass itself computes its gradient. Up to release
+        # 2.19 `backward_dw()` fails without one in `.grad`; an earlier entry may have taken it, with those of all partitions.
         by_autograd = getattr(module, "fp8", False) or not getattr(module, "apply_bias", True)
         for bias in biases if by_autograd else ():
             bias.grad = torch.zeros_like(bias) if bias.grad is None else bias.grad
@@ -77,21 +78,21 @@ def drive_by_queue(
 
 
 def _drop(parameter: Tensor) -> None:
-    """Drop what a backward pass has left for a weight whose gradient is put aside."""
+    """Drop the tensor that a backward pass has put into the `.grad` of a deferred weight."""
     parameter.grad = None
 
 
 def _taken(parameters: Iterable[torch.nn.Parameter]) -> list[Tensor | None]:
-    """Take the gradients that stand in `.grad`."""
-    taken = []
+    """Remove and return the gradients in `.grad`."""
+    gradients = []
     for parameter in parameters:
-        taken.append(parameter.grad)
+        gradients.append(parameter.grad)
         parameter.grad = None
-    return taken
+    return gradients
 
 
 def compute_at_once(chunk: torch.nn.Module, deferred: set[int]) -> None:
-    """Switch the library's split off in every module but some: nobody would call their `backward_dw()`.
+    """Switch off the library's split in all other modules: nobody would call their `backward_dw()`.
 
     Args:
         deferred: `id` of the modules that the queue drives.

@@ -1,12 +1,12 @@
-"""Weight gradients put aside: closures by operator name, run where the instruction list says so.
+"""The queue of deferred weight gradients: closures by operator name, run where the instruction list says so.
 
-One queue belongs to one stage of one rank and is passed to the modules that fill it. A gradient is computed (which frees what
-it was computed from) and then announced (DDP may start to reduce its bucket). What holds:
+One queue belongs to one stage of one rank and is passed to the modules that fill it. A gradient is computed (which frees its
+operands) and then announced (DDP may start to reduce its bucket). Contract:
 
 1. The queue decides nothing. The list says which gradients wait, and for how long (plan/lowering/deferral.py); ranks hold unequal
-   bytes (their routed tokens differ), and a rank that decided for itself would start collectives in an order of its own.
+   bytes (their routed tokens differ), and ranks that decided for themselves would start collectives in different orders.
 2. Gradients of one name are computed in the order they were put: sums over micro-batches keep their order and stay bitwise.
-3. Gradients of one name are announced together, behind the last of them that a micro-batch computes: DDP may reduce at once.
+3. Gradients of one name are announced together, after a micro-batch has computed the last of them: DDP may reduce at once.
 4. `begin_operator` raises where the tensors that the queue keeps alive, each storage counted once, exceed `max_bytes`: the list
    was made for a stated bound of routed rows (sizes.ROUTED_LOAD_BOUND), and this rank received more.
 """
@@ -27,18 +27,18 @@ SHOWN = 8
 
 
 class DeferralError(Exception):
-    """A weight gradient was put aside and never computed, or computed before it was put: our own mistake, never a user's."""
+    """A weight gradient was deferred and never computed, or computed before it was put: our own mistake, never a user's."""
 
 
 class DeferredBytesExceeded(RuntimeError):
-    """Weight gradients that wait hold more bytes on this rank than the plan allows; the message is one line for the user."""
+    """Waiting weight gradients hold more bytes on this rank than the plan allows; the message is one line for the user."""
 
 
 @dataclass(slots=True)
 class _Entry:
     name: str
     operator: int
-    """Number of the operator that put it; an operator of experts one by one puts a gradient for each of them."""
+    """Number of the operator that put it; an operator with separate experts puts a gradient for each of them."""
     compute: Callable[[], None]
     announce: Callable[[], None]
     held: tuple[Tensor, ...]
@@ -58,11 +58,11 @@ class WeightGradQueue:
     """Computations of weight gradients by operator name (`L0.attention.qkv.dW`).
 
     Args:
-        max_bytes: most bytes that `begin_operator` accepts; None is no bound.
-        computing: is told the name of every gradient that `run` and `run_all` begin to compute.
+        max_bytes: largest number of bytes that `begin_operator` accepts; None: no bound.
+        computing: called with the name of every gradient before `run` or `run_all` computes it.
     Attributes:
-        peak_bytes: most bytes that `begin_operator` has found held so far.
-        early: gradients that the list had computed before their slot so far, because the bound did not let them wait.
+        peak_bytes: largest number of bytes that `begin_operator` has met so far.
+        early: number of gradients that the list has computed before their slot so far, because of the bound.
     """
 
     def __init__(self, max_bytes: int | None = None, computing: Callable[[str], None] = lambda name: None) -> None:
@@ -81,7 +81,7 @@ class WeightGradQueue:
         return len(self._entries)
 
     def figures(self) -> dict[str, int]:
-        """For the log: most bytes held so far, and how many gradients were computed early."""
+        """For the log: largest number of bytes held so far, and number of gradients computed early."""
         return {"deferred_peak_bytes": self.peak_bytes, "deferred_early": self.early}
 
     def put(
@@ -92,12 +92,12 @@ class WeightGradQueue:
         *,
         announce: Callable[[], None] = lambda: None,
     ) -> None:
-        """Put a weight gradient aside.
+        """Defer a weight gradient.
 
         Args:
-            compute: adds the gradient to what earlier micro-batches have left.
-            held: tensors that `compute` keeps alive, parameters left out.
-            announce: is called after `compute`; may start collectives.
+            compute: adds the gradient to the sum of earlier micro-batches.
+            held: tensors that `compute` keeps alive, without parameters.
+            announce: called after `compute`; may start collectives.
         """
         if self._aside is not None:
             self._aside.append(Put(name, compute, tuple(held), announce))
@@ -110,7 +110,7 @@ class WeightGradQueue:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[list[Put]]:
-        """Inside, what is put goes to the list that this yields: who captures a backward pass puts it at every replay."""
+        """Collect into the yielded list what is put inside the block: a captured backward pass puts it again at every replay."""
         assert self._aside is None, "one capture at a time"
         self._aside = []
         try:
@@ -119,7 +119,7 @@ class WeightGradQueue:
             self._aside = None
 
     def begin_operator(self) -> None:
-        """Check the bytes of all that waits. What is put until the next call belongs to one operator of the list.
+        """Check the bytes of all waiting gradients. Gradients put until the next call belong to one operator of the list.
 
         Raises:
             DeferredBytesExceeded: they exceed `max_bytes`.
@@ -136,13 +136,13 @@ class WeightGradQueue:
         """Compute gradients of one name, the oldest first.
 
         Args:
-            count: those of how many operators, such as the partitions of one; None is all that wait.
-            announce: whether they are the last of their name in a micro-batch: all that were computed are announced.
-            is_early: whether they do not wait for their slot; for the figures alone.
+            count: number of operators (such as the partitions of one) whose gradients are computed; None: all that wait.
+            announce: whether these are the last of their name in a micro-batch: then all computed ones are announced.
+            is_early: whether they run before their slot; only for the figures.
         Returns:
             How many gradients were computed.
         Raises:
-            DeferralError: those of fewer operators wait.
+            DeferralError: gradients of fewer operators wait.
         """
         operators = list(dict.fromkeys(self._entries[number].operator for number in self._numbers[name]))
         chosen = set(operators[:count])
@@ -170,15 +170,15 @@ class WeightGradQueue:
             self._announce(name)
 
     def assert_empty(self) -> None:
-        """Check at the end of a step that every gradient put aside in it was computed and announced.
+        """Check at the end of a step that every deferred gradient was computed and announced.
 
         Raises:
-            DeferralError: some were not; names them with their number.
+            DeferralError: names the missing ones with their number.
         """
-        left = self._put - self._announced
-        if left:
-            named = [f"{name} ({count})" for name, count in list(left.items())[:SHOWN]]
-            more = [f"{len(left) - SHOWN} more"] if len(left) > SHOWN else []
+        missing = self._put - self._announced
+        if missing:
+            named = [f"{name} ({count})" for name, count in list(missing.items())[:SHOWN]]
+            more = [f"{len(missing) - SHOWN} more"] if len(missing) > SHOWN else []
             raise DeferralError(f"weight gradients put aside and not computed: {', '.join(named + more)}")
         self._put.clear()
         self._announced.clear()
@@ -189,7 +189,7 @@ class WeightGradQueue:
         self._computing(entry.name)
         with torch.no_grad():
             entry.compute()
-        # Behind the computation: until then its operands are there, whatever the queue says.
+        # After the computation: until then its operands stay in memory, whatever the queue says.
         self._held.remove(entry.held)
         self._computed[entry.name].append(entry.announce)
 
@@ -201,7 +201,7 @@ class WeightGradQueue:
 
 
 class _Storages:
-    """Bytes of the storages behind some tensors, each storage once: views of one storage keep all of it alive."""
+    """Bytes of the storages of some tensors, each storage once: views of one storage keep all of it alive."""
 
     def __init__(self) -> None:
         self.bytes = 0

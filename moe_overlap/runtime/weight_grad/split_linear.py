@@ -1,18 +1,18 @@
-"""The backward pass of matrix products in two: the input's gradient at once, the weights' as a closure in a queue.
+"""The backward pass of matrix products in two: the input's gradient at once, the weights' gradient as a closure in a queue.
 
-`defer_weight_gradients` converts a model chunk that has been built and not yet wrapped in DDP. DDP must then be made with
-`DistributedDataParallelConfig(delay_wgrad_compute=True)`: it leaves the marked parameters' accumulation alone and hands over
-hooks, which are called when the gradient is there.
+`defer_weight_gradients` converts a built model chunk before DDP wraps it. DDP must then be made with
+`DistributedDataParallelConfig(delay_wgrad_compute=True)`: it leaves the accumulation of the marked parameters alone and passes
+hooks, which are called when the gradient is complete.
 
-Three steps: a `Product` states the two gradients of one kind of matrix product as separate functions; `_Split` puts it under
-autograd and the weights' gradient into the queue; the functions at the end find the products of a chunk and replace them. Each
-product repeats megatron-core's operations in the same order on the same shapes, so that both gradients are bitwise those of the
-undivided backward pass (tensor_parallel/layers.py LinearWithGradAccumulationAndAsyncCommunication,
+Three steps: a `Product` states the two gradients of one kind of matrix product as separate functions; `_Split` runs it under
+autograd and puts the weights' gradient into the queue; the functions at the end find the products of a chunk and replace them.
+Each product repeats megatron-core's operations in the same order on the same shapes, so that both gradients equal those of the
+undivided backward pass bit for bit (tensor_parallel/layers.py LinearWithGradAccumulationAndAsyncCommunication,
 transformer/moe/moe_utils.py RouterGatingLinearFunction).
 
-Not split, because nothing would be gained: the word embedding (no gradient of its input is asked for, and nothing of the
-backward pass comes after it), norms, biases that megatron-core adds outside the product, the
-shared expert's gate ([1, hidden]), the projections around experts in a latent space.
+Not split, because it would gain nothing: the word embedding (nobody asks for the gradient of its input, and no backward operator
+follows it), norms, biases that megatron-core adds outside the product, the shared expert's gate ([1, hidden]), the projections
+around experts in a latent space.
 
 S sequence (X: this rank's part of it), B batch, I input width, O output width, T rows, E experts.
 """
@@ -64,19 +64,19 @@ class Product(Protocol):
         """Gradient of x, in its shape, with the communication that belongs to it."""
 
     def weight_gradients(self, x: Tensor, gradient: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the parameters, in their order; None where it was added to the main gradient here."""
+        """Gradients of the parameters, in their order; None for one that was added to the main gradient here."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearProduct:
-    """y = x · Wᵀ + b of a column- or row-parallel linear; parameters: W[O, I], then b[O] where the product adds one.
+    """y = x · Wᵀ + b of a column- or row-parallel linear; parameters: W[O, I], then b[O] if the product adds one.
 
     Attributes:
-        group: tensor-parallel group; used by the other two only.
+        group: tensor-parallel group; only the next two attributes use it.
         reduces_input_gradient: the input is the same on all ranks of the group, its gradient is a sum over them.
-        gathers_input: the input is a part of the sequence (x[X, B, I]). Only this rank's part is kept for the weight gradient:
+        gathers_input: the input is a part of the sequence (x[X, B, I]). Only this rank's part is stored for the weight gradient:
             the rest is gathered a second time.
-        into_main_gradient: W's gradient is added to its main gradient by the product itself (APEX's kernel).
+        into_main_gradient: the product itself adds W's gradient to its main gradient (APEX's kernel).
     """
 
     group: Any = None
@@ -85,7 +85,7 @@ class LinearProduct:
     into_main_gradient: bool = False
 
     def output(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """[…, I] -> […, O]; the sequence is whole in the result."""
+        """[…, I] -> […, O]; the result has the whole sequence."""
         y = torch.matmul(self._whole_sequence(x), parameters[0].t())
         return y + parameters[1] if len(parameters) > 1 else y
 
@@ -93,7 +93,7 @@ class LinearProduct:
         """[…, O] -> […, I]."""
         dx = gradient.matmul(parameters[0])
         if self.gathers_input:
-            # Waited for at once: megatron-core hides it under the weight gradient's product, which now runs elsewhere.
+            # Waits at once: megatron-core hides it under the weight gradient's product, which now runs elsewhere.
             part = dx.new_empty((dx.shape[0] // self.group.size(), *dx.shape[1:]))
             dist.reduce_scatter_tensor(part, dx, group=self.group)
             return part
@@ -120,9 +120,9 @@ class LinearProduct:
         if not self.gathers_input:
             return x
         # Not megatron-core's process-wide buffer: another layer gathers into that before a deferred product has read it.
-        whole = x.new_empty((x.shape[0] * self.group.size(), *x.shape[1:]))
-        dist.all_gather_into_tensor(whole, x.contiguous(), group=self.group)
-        return whole
+        sequence = x.new_empty((x.shape[0] * self.group.size(), *x.shape[1:]))
+        dist.all_gather_into_tensor(sequence, x.contiguous(), group=self.group)
+        return sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ class GroupedProduct:
     """The products of all experts of a rank as one; parameters: E matrices [O, I].
 
     Attributes:
-        ends_E: int32, where the rows of each expert end.
-        joined: from the E matrices to one tensor [E, O, I], without a copy where they lie in memory so.
+        ends_E: int32, end of the rows of each expert.
+        joined: from the E matrices to one tensor [E, O, I], without a copy if they are contiguous in memory.
     """
 
     ends_E: Tensor
@@ -192,12 +192,12 @@ MLP_LINEARS = {"linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 
 class SplitModule:
-    """The weights of one leaf module whose gradients come from the queue.
+    """The weights of one leaf module whose gradients are deferred.
 
     Args:
-        module: owns the parameters; it gets the method by which DDP hands over its hooks. DDP searches modules recursively, so
+        module: owns the parameters; it gets the method through which DDP passes its hooks. DDP searches modules recursively, so
             only a leaf may have that method.
-        parameters: those the product uses; they are marked for DDP.
+        parameters: the product's parameters; they are marked for DDP.
     """
 
     def __init__(self, name: str, module: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -209,7 +209,7 @@ class SplitModule:
             parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def add(self, gradients: Iterable[Tensor | None]) -> None:
-        """Sum gradients where DDP, or else autograd, would; None has been summed there already."""
+        """Add gradients to DDP's, or else autograd's, sums; None: added already."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is None:
                 continue
@@ -221,13 +221,13 @@ class SplitModule:
                 parameter.grad += gradient
 
     def announce(self) -> None:
-        """Tell DDP that the gradients are there; it may start to reduce their buckets."""
+        """Tell DDP that the gradients are complete; it may start to reduce their buckets."""
         wrapped: list[Any] = [parameter for parameter in self.parameters if hasattr(parameter, "main_grad")]
         if len(self._hooks) != len(wrapped):
             raise DeferralError(f"{self.name}: DDP was made without delay_wgrad_compute and would lose its gradient")
         before = [parameter.grad_added_to_main_grad for parameter in wrapped]
         for parameter in wrapped:
-            # DDP asks for a gradient before it counts the parameter as ready; added to the sum it has been.
+            # DDP asserts that a gradient exists before it counts the parameter as ready; the real one is in the sum already.
             # An expanded scalar takes no memory.
             parameter.grad = parameter.new_empty(()).expand_as(parameter)
             parameter.grad_added_to_main_grad = True
@@ -271,7 +271,7 @@ def _defer(
 ) -> None:
     """Put the weight gradients of one product into the queue.
 
-    The closure keeps `x` and `gradient` alive until it runs; whoever overwrites them in place before that would change the
+    The closure keeps `x` and `gradient` alive until it runs. Overwriting them in place before that would change the weight
     gradient, so their versions are compared.
     """
     name = owners[0].name
@@ -298,11 +298,11 @@ def defer_weight_gradients(
 
     Args:
         chunk: a built model chunk, not yet wrapped in DDP.
-        queue: takes the closures of every backward pass from now on.
-        naming: chunk -> (operator name, module) of what is to be split; default `products_of`.
+        queue: receives the closures of every later backward pass.
+        naming: chunk -> (operator name, module) of the products to split; default `products_of`.
     Returns:
-        The names that will come into the queue, in forward order, each once. A gate that computes its logits in its own way and
-        the head on the stage that also holds the tied embedding are not among them: their gradients stay where they were.
+        The names that the queue will receive, in forward order, each once. Not among them: a gate with its own computation of
+            logits, and the head of a stage with the tied embedding; their gradients are not deferred.
     Raises:
         ConfigError: a module computes both gradients at once and cannot be split.
     """
@@ -331,7 +331,7 @@ def defer_weight_gradients(
 
 
 def defer_planned(chunks: Iterable[torch.nn.Module], overlap: StageOverlap, queue: WeightGradQueue) -> bool:
-    """Split the products whose weight gradients the plan computes under an all-to-all; the others stay whole.
+    """Split the products whose weight gradients the plan computes under an all-to-all, and no others.
 
     Args:
         chunks: this rank's built model chunks, not yet wrapped in DDP.
@@ -343,7 +343,7 @@ def defer_planned(chunks: Iterable[torch.nn.Module], overlap: StageOverlap, queu
     def naming(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         return ((name, module) for name, module in products_of(chunk) if name in planned)
 
-    # All or nothing: a planned gradient that stays whole would leave its slot in the list without work.
+    # All or nothing: a planned gradient that is not split would leave its slot in the list without work.
     split = {name for chunk in chunks for name in defer_weight_gradients(chunk, queue, naming)} if planned else set()
     assert split == planned, f"planned but not in this stage's model: {sorted(planned - split)}"
     return bool(planned)
@@ -380,7 +380,7 @@ def _linears(
 
 
 def _split_linear(name: str, module: Any, queue: WeightGradQueue) -> SplitModule | None:
-    """Replace what `forward` of a column- or row-parallel linear calls for its product."""
+    """Replace the function that `forward` of a column- or row-parallel linear calls for its product."""
     if not module.weight.requires_grad:
         return None
     # A row-parallel linear adds its bias after the reduction; with skip_bias_add the caller adds it.
@@ -402,13 +402,13 @@ def _split_linear(name: str, module: Any, queue: WeightGradQueue) -> SplitModule
         linear = LinearProduct(tp_group, allreduce_dgrad, sequence_parallel, gradient_accumulation_fusion)
         return _Split.apply(linear, [owner], queue, input, *owner.parameters)
 
-    # On the instance: what megatron-core's `forward` does around the product stays as it is.
+    # Replaced on the instance: megatron-core's `forward` around the product stays as it is.
     module._forward_impl = product
     return owner
 
 
 def _split_gate(name: str, module: Any, queue: WeightGradQueue) -> SplitModule | None:
-    """Replace the product of a gate, unless a class of its own makes the logits or there is no weight to train."""
+    """Replace the product of a gate, unless its own class computes the logits or there is no weight to train."""
     if type(module).gating not in (Router.gating, Gate.gating) or not module.weight.requires_grad:
         return None
     owner = SplitModule(name, module, (module.weight,) if module.bias is None else (module.weight, module.bias))
@@ -430,7 +430,7 @@ def _split_grouped(module: Any, owners: dict[int, SplitModule], queue: WeightGra
 
     def product(rows_TI: Tensor, linears: list[torch.nn.Module], ends_E: Tensor) -> Tensor:
         expert_owners = [owners[id(linear)] for linear in linears]
-        # One closure for all experts of the rank: the grouped product yields their gradients together.
+        # One closure for all experts of the rank: the grouped product computes their gradients together.
         weights = [owner.parameters[0] for owner in expert_owners]
         return _Split.apply(GroupedProduct(ends_E, module.joined), expert_owners, queue, rows_TI, *weights)
 

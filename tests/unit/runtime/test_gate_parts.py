@@ -18,7 +18,7 @@ from moe_overlap.runtime.spans import SpanRecorder
 from tests.unit.runtime import one_process
 
 SEQUENCE, SAMPLES, HIDDEN, EXPERTS = one_process.SEQUENCE, 12, 32, 4
-PACKED = HIDDEN + Columns.of(torch.float32, torch.float32).behind
+PACKED = HIDDEN + Columns.of(torch.float32, torch.float32).appended
 IRREGULAR = f"{one_process.MOE} {one_process.SHARED} --moe-token-dispatcher-type irregular"
 GATES = {
     "batch_prioritized": "--moe-gate batch_prioritized",

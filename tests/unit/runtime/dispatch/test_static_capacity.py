@@ -65,7 +65,7 @@ def test_empty_places_change_no_number(wires: Wires, in_order: bool) -> None:
 
 
 def test_a_pass_without_its_capacity_is_a_mistake_of_ours(wires: Wires) -> None:
-    with pytest.raises(AssertionError, match="a static capacity is that of every pass"):
+    with pytest.raises(AssertionError, match="a static capacity belongs to every pass"):
         one_layer(IrregularDispatcher(wires, static_capacity=True), None)
-    with pytest.raises(AssertionError, match="a static capacity is that of every pass"):
+    with pytest.raises(AssertionError, match="a static capacity belongs to every pass"):
         one_layer(IrregularDispatcher(wires), CAPACITY)

@@ -1,6 +1,6 @@
 """Slow, obvious twins of the gates, in plain Python; tests compare with them.
 
-A token is (sample, position); everything goes sample by sample, position by position.
+A token is (sample, position); all loops go sample by sample, position by position.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ Rows = list[list[bool]]
 
 
 def dropped(map_TE: Sequence[Sequence[bool]], used_E: Sequence[int], capacity: int | None) -> tuple[Rows, list[int]]:
-    """Walk through the tokens; an expert that is full takes no more."""
-    used, kept = list(used_E), []
-    for wanted in map_TE:
+    """Walk through the tokens; a full expert takes no more."""
+    used, rows = list(used_E), []
+    for choices in map_TE:
         row = []
-        for expert, wants in enumerate(wanted):
+        for expert, wants in enumerate(choices):
             fits = wants and (capacity is None or used[expert] < capacity)
             used[expert] += fits
             row.append(fits)
-        kept.append(row)
-    return kept, used
+        rows.append(row)
+    return rows, used
 
 
 def slots(map_TE: Sequence[Sequence[bool]], used_E: Sequence[int]) -> list[list[int]]:
     """Slot of every routed token, -1 elsewhere."""
-    used, taken = list(used_E), []
-    for wanted in map_TE:
+    used, rows = list(used_E), []
+    for choices in map_TE:
         row = []
-        for expert, wants in enumerate(wanted):
+        for expert, wants in enumerate(choices):
             row.append(used[expert] if wants else -1)
             used[expert] += wants
-        taken.append(row)
-    return taken
+        rows.append(row)
+    return rows
 
 
 def dropped_by_priority(map_TE: Sequence[Sequence[bool]], priority_T: Sequence[float], capacity: int) -> Rows:
     """The token of highest priority first."""
     order = sorted(range(len(map_TE)), key=lambda token: (-priority_T[token], token))
     kept_in_order, _ = dropped([map_TE[token] for token in order], [0] * len(map_TE[0]), capacity)
-    kept: Rows = [[] for _ in order]
+    rows: Rows = [[] for _ in order]
     for token, row in zip(order, kept_in_order, strict=True):
-        kept[token] = row
-    return kept
+        rows[token] = row
+    return rows
 
 
 def chosen_by_experts(scores_TE: Sequence[Sequence[float]], capacity: int) -> Rows:
     """Each expert takes its best tokens."""
-    kept = [[False] * len(row) for row in scores_TE]
+    rows = [[False] * len(row) for row in scores_TE]
     for expert in range(len(scores_TE[0])):
         best = sorted(range(len(scores_TE)), key=lambda token: (-scores_TE[token][expert], token))
         for token in best[:capacity]:
-            kept[token][expert] = True
-    return kept
+            rows[token][expert] = True
+    return rows
 
 
 def drawn(key: int, position: int, sample: int, topk: int, experts: int) -> set[int]:

@@ -173,7 +173,7 @@ def test_positions_of_a_rank_are_those_of_the_sequence(rank: int, size: int) -> 
 
 def test_random_needs_a_clock_only_without_a_state() -> None:
     hidden = integers(SEQUENCE, SAMPLES, HIDDEN)
-    with pytest.raises(AssertionError, match="hand it a clock"):
+    with pytest.raises(AssertionError, match="pass it a clock"):
         gate("random")(hidden)
     clock = DrawClock(seed=3)
     spec = ModuleSpec(module=RandomGate, params={"clock": clock})
