@@ -41,9 +41,7 @@ from moe_overlap.launching import launching_of
 from moe_overlap.plan.capabilities import GRAPHS_FLAG, require_listable
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
-from moe_overlap.report.answer import Leeway
-from moe_overlap.report.prediction import RUN_BY_MEGATRON_LM, change_flags
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.plan_search.results import Leeway, Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import Graphs, Tell, cached_graphs, cpu_graphs
 from moe_overlap.tuner.capture.graph import CapturedModel
@@ -62,6 +60,7 @@ from moe_overlap.tuner.search.dispatchers import uncalibrated
 from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
+from moe_overlap.tuner.write.memory_changes import RUN_BY_MEGATRON_LM, change_flags
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import values_of
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.plan import Plan
-from moe_overlap.report.answer import WORTH_A_LOOK
 from moe_overlap.tuner.capture.cache import Flags
-from moe_overlap.tuner.cost.host import Launching
+from moe_overlap.tuner.cost.host import WORTH_A_LOOK, Launching
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.write.upstream_rules import is_upstream_plan

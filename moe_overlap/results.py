@@ -29,12 +29,12 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import read_value, save_plan
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
+from moe_overlap.plan_search.results import Leeway, PlanSearch, Tuned
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.answer import Answer, Leeway, answer_lines, plan_sentence
+from moe_overlap.report.answer import Answer, answer_lines, plan_sentence
 from moe_overlap.report.prediction import prediction_json
-from moe_overlap.report.search import PlanSearch, answer_of, search_json
+from moe_overlap.report.search import answer_of, search_json
 from moe_overlap.report.search_folder import write_answer
-from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
 
 if TYPE_CHECKING:

@@ -36,7 +36,8 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.gates import GATE_FACTS
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
-from moe_overlap.report.tuning import Tuned, write_run
+from moe_overlap.plan_search.results import Tuned
+from moe_overlap.report.tuning import write_run
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.problem import Problem

@@ -31,7 +31,7 @@ from moe_overlap.api import Options, predict, simulated, tune
 from moe_overlap.describe.cluster import Cluster, cluster_of, known_gpu, node_group, shipped_cluster
 from moe_overlap.plan.instructions import EXPERT
 from moe_overlap.plan.overlap import Mechanism, SearchLimits
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.plan_search.results import Tuned
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from tools.bench import alpa_figures, mist_figures
 from tools.bench.paper_rows import Row, table

@@ -191,10 +191,10 @@ def _searched(
 ) -> int:
     """Search, write and print the answer, for one number of GPUs and one target or several."""
     from moe_overlap.commands.tune_many import tune_both, tune_numbers
+    from moe_overlap.plan_search.results import folder_of
     from moe_overlap.plan_search.search import search_plan
     from moe_overlap.plan_search.shards import ShardsMissingError
     from moe_overlap.report.prediction import prediction_text
-    from moe_overlap.report.scaling import folder_of
     from moe_overlap.report.search import detail_lines, search_json, search_lines
     from moe_overlap.report.search_folder import write_answer
     from moe_overlap.report.targets import UPSTREAM_FOLDER

@@ -17,7 +17,7 @@ from typing import Final, Unpack
 from moe_overlap.api import Options, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.report.changes import Change
+from moe_overlap.plan_search.results import Change
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.write.argument_file import layout_flags

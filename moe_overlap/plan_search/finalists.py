@@ -14,8 +14,8 @@ from itertools import islice
 
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan_search.results import Finalist
 from moe_overlap.plan_search.shards import Shard, in_processes
-from moe_overlap.report.finalist import Finalist
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import listed_seconds

@@ -22,7 +22,7 @@ from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.job import read_job, with_stages_of
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.report.finalist import Finalist
+from moe_overlap.plan_search.results import Finalist
 from moe_overlap.tuner.capture.cache import PRECISIONS
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states

@@ -20,8 +20,8 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan_search.flags import PlanFlags
+from moe_overlap.plan_search.results import Finalist
 from moe_overlap.plan_search.shards import Shard, in_processes, merged, share_of
-from moe_overlap.report.finalist import Finalist
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.prediction import closed_form, estimate_plan, moves_states
 from moe_overlap.tuner.problem import Problem

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.report.sharding import SearchedSharding
+from moe_overlap.plan_search.results import SearchedSharding
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.intra_only import intra_only, workload_of

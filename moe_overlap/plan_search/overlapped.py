@@ -19,8 +19,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.report.finalist import Finalist, Screened, is_paired
-from moe_overlap.report.tuning import Tuned, why_plain
+from moe_overlap.plan_search.results import Finalist, Screened, Tuned, is_paired
 from moe_overlap.tuner.search.hidden import HiddenLayout
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
 from moe_overlap.tuner.search.layer.overlap import GraphsChoice
@@ -218,3 +217,19 @@ def _screened(
         name=ranked.name, way=str(layout.way), least_seconds=ranked.seconds, seconds=seconds, refused=refused
     )
     return outcome, finalist
+
+
+def why_plain(tuned: Tuned) -> str:
+    """The reason why a layout overlaps nothing: the way to overlap that came closest, and what it lacks.
+
+    Empty where none was tried.
+    """
+    ways = [way for way in (tuned.chosen, *tuned.others) if way.name != PLAIN]
+    predicted = [way for way in ways if way.prediction is not None]
+    if not predicted:
+        return next((f"{way.name}: {way.refused}" for way in ways), "")
+    closest = min(predicted, key=lambda way: (not way.fits, way.seconds))
+    assert closest.prediction is not None
+    than = f"{closest.seconds:.3f} s ({100 * (closest.seconds / tuned.plain_seconds - 1):+.1f} %)"
+    lacks = "" if closest.fits else f" and {closest.prediction.memory_verdict}"
+    return f"the best of {len(ways)} ways, {closest.name}, takes {than}{lacks}"

@@ -50,6 +50,7 @@ from moe_overlap.plan_search.free import (
 from moe_overlap.plan_search.free_sharding import search_sharding
 from moe_overlap.plan_search.overlapped import SCREENED, Overlapped, OverlapSearch, decide_overlaps, undecided
 from moe_overlap.plan_search.processes import job_sha256, search_shards
+from moe_overlap.plan_search.results import Finalist, PlanSearch, is_paired
 from moe_overlap.plan_search.shards import Refused, Shard, share_of
 from moe_overlap.plan_search.task import (
     accepted,
@@ -60,8 +61,6 @@ from moe_overlap.plan_search.task import (
     with_dispatcher_of,
 )
 from moe_overlap.plan_search.upstream_states import search_states
-from moe_overlap.report.finalist import Finalist, is_paired
-from moe_overlap.report.search import PlanSearch
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher

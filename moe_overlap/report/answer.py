@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.describe.figures import VISIBLE_BYTES, difference
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import Mechanism
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
+from moe_overlap.plan_search.results import Leeway
 from moe_overlap.report.balance import balance_of
-from moe_overlap.report.prediction import VISIBLE_BYTES, change_advice, change_name, difference, figure, interval_text
+from moe_overlap.report.prediction import change_advice, change_name, figure, interval_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
-from moe_overlap.tuner.cost.host import Launching
+from moe_overlap.tuner.cost.host import WORTH_A_LOOK, Launching
 
 SHOWN_RUNNERS_UP = 3
 SHOWN_TERMS = 2
@@ -35,8 +37,6 @@ SMALLEST_TERM = 0.001
 """Share of the step below which a difference of a term is not told."""
 SMALLEST_SHARE = 0.0005
 """Share of the step below which what it waits for is not told."""
-WORTH_A_LOOK = 0.05
-"""Share of the step from which on a term is worth a suggestion."""
 DAY_SECONDS, HOUR_SECONDS, MINUTE_SECONDS = 86400.0, 3600.0, 60.0
 LAUNCHES = "launching from the host"
 UNEQUAL = "waiting for the slowest stage"
@@ -68,21 +68,6 @@ class RunnerUp:
     seconds: float | None
     why: str
     more_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leeway:
-    """The advice that a job leaves room for; the default rules none out.
-
-    Attributes:
-        data_flags: flags that hide reductions and gathers, and that the job has not.
-        may_interleave: whether its stages may have two model chunks each.
-        no_overlap: why no search finds an overlap of its all-to-alls; empty where one may.
-    """
-
-    data_flags: tuple[str, ...] = ("--overlap-grad-reduce", "--overlap-param-gather")
-    may_interleave: bool = True
-    no_overlap: str = ""
 
 
 ANY = Leeway()

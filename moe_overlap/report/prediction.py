@@ -6,19 +6,15 @@ import dataclasses
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.describe.figures import VISIBLE_BYTES
 from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import LEVEL
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
+from moe_overlap.tuner.write.memory_changes import RUN_BY_MEGATRON_LM, change_flags
 
-VISIBLE_BYTES = GIB / 20
-"""Less is none, where a tenth of a GiB is shown."""
 WHOLE_FROM = 10.0
 """From here on figures are shown as whole numbers."""
-RUN_BY_MEGATRON_LM = (ChangeKind.SHARD_ALL, ChangeKind.HOST_OPTIMIZER)
-"""Changes whose flags training refuses here."""
-FEW_SECONDS = 0.01
-"""Below them differences are shown in ms, to a hundredth."""
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
@@ -72,14 +68,6 @@ def interval_json(prediction: Prediction) -> dict[str, float] | None:
 def figure(value: float) -> str:
     """A rate or a sum in whole numbers, a small one by its first two digits: a laptop's is not nothing."""
     return f"{value:,.0f}" if value >= WHOLE_FROM or not value else f"{value:.2g}"
-
-
-def difference(seconds: float) -> str:
-    """More or less seconds of a step, in ms where they are few."""
-    if abs(seconds) >= FEW_SECONDS:
-        return f"{seconds:+.3f} s"
-    # Rounding leaves differences that are none.
-    return f"{round(1e3 * seconds, 2) + 0.0:+g} ms"
 
 
 def interval_text(prediction: Prediction) -> str:
@@ -174,19 +162,3 @@ def change_advice(change: Change) -> str:
     longer = "; its step on the host's cores takes longer than is counted"
     note = longer if change.kind is ChangeKind.HOST_OPTIMIZER else ""
     return f"{change_flags(change)} (Megatron-LM runs it, this fork does not{note})"
-
-
-def change_flags(change: Change) -> str:
-    """Megatron's flags that make a change."""
-    again = "--recompute-granularity"
-    return {
-        ChangeKind.MODULES: f"{again} selective --recompute-modules {' '.join(change.modules)}",
-        ChangeKind.LAYERS: f"{again} full --recompute-method block --recompute-num-layers {change.number}",
-        ChangeKind.EVERY_LAYER: f"{again} full --recompute-method uniform --recompute-num-layers 1",
-        ChangeKind.MICRO_BATCH: f"--micro-batch-size {change.number}",
-        ChangeKind.SHARD_OPTIMIZER: "--use-distributed-optimizer",
-        ChangeKind.SHARD_ALL: "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
-        "--ckpt-format fsdp_dtensor",
-        ChangeKind.HOST_OPTIMIZER: "--optimizer-cpu-offload --optimizer-offload-fraction 1.0 "
-        "--use-precision-aware-optimizer",
-    }[change.kind]

@@ -7,37 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import Cluster
+from moe_overlap.plan_search.results import ScalingRow
 from moe_overlap.report.answer import DAY_SECONDS, beware_lines, line, plan_sentence, shown_tokens, training_of
-from moe_overlap.report.search import EARLY, PlanSearch, search_json
+from moe_overlap.report.search import EARLY, search_json
 
 HEADINGS = ("GPUs", "step", "tokens/s per GPU", "efficiency")
 OF_TRAINING = ("days", "GPU-hours")
 FOR_WHOM = {"megatron-lm": "unmodified Megatron-LM", "moe-overlap": "this runtime", "any": "no runtime in particular"}
 """Target -> who runs its plans."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingRow:
-    """The answer for one number of GPUs.
-
-    Attributes:
-        search: None where no plan was found; `reason` then says why.
-    """
-
-    cluster: Cluster
-    search: PlanSearch | None
-    reason: str
-
-    @property
-    def folder(self) -> str:
-        """The folder of the plan, inside the folder of the answer."""
-        return folder_of(self.cluster)
-
-
-def folder_of(cluster: Cluster) -> str:
-    """The name of the folder of the plan for a number of GPUs."""
-    return f"{cluster.gpus}-gpus"
 
 
 @dataclass(frozen=True, slots=True)

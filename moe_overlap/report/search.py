@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import Cluster, start_flags
+from moe_overlap.describe.cluster import start_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import write_whole
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import as_values, save_plan
-from moe_overlap.report.answer import (
-    WORTH_A_LOOK,
-    Answer,
+from moe_overlap.plan_search.results import (
+    APART,
+    Finalist,
     Leeway,
+    PlanSearch,
+    Screened,
+)
+from moe_overlap.report.answer import (
+    Answer,
     answer_lines,
     exposed_seconds,
     line,
@@ -27,23 +31,14 @@ from moe_overlap.report.answer import (
     stages_sentence,
     training_json,
 )
-from moe_overlap.report.changes import Change, change_lines, changes_json, helpful
-from moe_overlap.report.finalist import APART, Finalist, Screened, is_paired
+from moe_overlap.report.changes import change_lines, changes_json, helpful
 from moe_overlap.report.prediction import prediction_json
-from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
-from moe_overlap.report.tuning import GRAPHS, Tuned, answers_graphs, graphs_json, graphs_lines
-from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.host import Launching
-from moe_overlap.tuner.problem import Problem
-from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, DispatcherOutcome
-from moe_overlap.tuner.search.layer.candidates import PLAIN
-from moe_overlap.tuner.search.layer.overlap import GraphsChoice
+from moe_overlap.report.sharding import sharding_details, sharding_json, sharding_lines
+from moe_overlap.report.tuning import answers_graphs, graphs_json, graphs_lines
+from moe_overlap.tuner.cost.host import WORTH_A_LOOK
+from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES
 from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
-from moe_overlap.tuner.search.solution import Solution, Status
-from moe_overlap.tuner.search.uniform import UniformSearch
-from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
-from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script, words_to_add
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
@@ -51,150 +46,6 @@ EXECUTED = "--target moe-overlap: the best plan that runs today"
 EARLY = "stopped early: better plans may be left"
 SHOWN_CHANGES = 1
 """Changes of the user's flags that the short answer names; --verbose and the JSON have all."""
-MEASURE = "--pipeline-model-parallel-size"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSearch:
-    """The chosen plan, what else was looked at, and how to run it.
-
-    Attributes:
-        words: the user's flags without their layout.
-        tuned: the overlap of the chosen plan, for this runtime; None where nothing is overlapped.
-        others: the other finalists, from the fastest on.
-        found: the search over uniform plans.
-        refused: plans that rules across flags refuse, with the rule.
-        baseline: of the user's own layout; None where the flags have none.
-        dropped: flags of the user that the run goes without, with the reason.
-        staged: the search over plans of unlike stages; None where there was none.
-        equal_stages_seconds: of the fastest plan whose stages recompute alike, with its overlap; None: no others were searched.
-        is_interrupted: whether Ctrl-C ended it early.
-        is_late: whether the time limit passed while its best plans were simulated and their overlap was decided.
-        dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
-        why_plain: why the chosen plan overlaps nothing; empty where it does, or where overlap was not asked for.
-        screened: layouts that were looked at for the all-to-alls that they may hide, the fastest first.
-        changes: what the plan changes in the user's own layout, the largest gain first.
-        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
-        sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
-        launching: what launches from the host cost the chosen plan.
-        wider_space: a search space that has plans like the user's own layout, where this one does not; else empty.
-        kept_micro_batch: the user's, where another would change what is trained; None: all were searched.
-    """
-
-    target: str
-    space: str
-    cluster: Cluster
-    words: tuple[str, ...]
-    chosen: Finalist
-    tuned: Tuned | None
-    others: tuple[Finalist, ...]
-    found: UniformSearch
-    refused: tuple[tuple[str, str], ...]
-    baseline: Prediction | None
-    dropped: Mapping[str, str]
-    seconds: float
-    staged: StageSearch | None = None
-    why_plain: str = ""
-    screened: tuple[Screened, ...] = ()
-    changes: tuple[Change, ...] = ()
-    is_interrupted: bool = False
-    is_late: bool = False
-    dispatchers: tuple[DispatcherOutcome, ...] = ()
-    graphs: GraphsChoice | None = None
-    sharding: SearchedSharding | None = None
-    launching: Launching | None = None
-    wider_space: str = ""
-    kept_micro_batch: int | None = None
-    equal_stages_seconds: float | None = None
-
-    @property
-    def ended_early(self) -> bool:
-        """Whether time or Ctrl-C ended the search."""
-        return self.is_interrupted or self.is_late or _solution(self).status is Status.TIME_LIMIT
-
-    @property
-    def problem(self) -> Problem:
-        """The problem that prices the chosen plan: with lists replayed as CUDA graphs where those of the answer are."""
-        return self.chosen.problem.replaying(self.graphs is not None and self.graphs.is_on)
-
-    @property
-    def sentence(self) -> str:
-        """The chosen plan in words; of unlike meshes no stage stands for the others."""
-        words = self.chosen.name if self.plan.transfers else plan_sentence(self.plan)
-        if not self.is_upstream:
-            return words
-        overlap = ", overlap: two micro-batches at a time" if PAIRED[0] in (*self.words, *self.chosen.said) else ""
-        return f"{words}{overlap}, for unmodified Megatron-LM"
-
-    @property
-    def is_upstream(self) -> bool:
-        """Whether the plan is written for unmodified Megatron-LM, and not for this runtime."""
-        return self.target == "megatron-lm" or is_paired(self.chosen)
-
-    @property
-    def written_for(self) -> Target:
-        """The software that the flags of the plan are for."""
-        return "megatron-lm" if self.is_upstream else "moe-overlap"
-
-    @property
-    def refusal(self) -> str | None:
-        """Why nothing runs the chosen plan today; None where it is written as flags."""
-        return self.chosen.refusal
-
-    @property
-    def prediction(self) -> Prediction:
-        """The prediction of the chosen plan, with its overlap."""
-        overlapped = self.tuned.chosen.prediction if self.tuned is not None else None
-        return dataclasses.replace(overlapped or self.chosen.prediction, launching=self.launching)
-
-    @property
-    def plan(self) -> Plan:
-        """The chosen plan, with its overlap."""
-        return self.tuned.chosen.decided if self.tuned is not None else self.chosen.plan
-
-    @property
-    def written(self) -> WrittenFlags:
-        """The flags that run the plan."""
-        plan_file, words, said = None, self.words, self.chosen.said
-        in_file = self.chosen.in_file
-        if in_file:
-            plan_file = "plan.json"
-        if self.plan.transfers:
-            # The file says the layout, and no flag what its lists need.
-            words, in_file = self.chosen.arguments, ()
-        if self.tuned is not None and self.tuned.chosen.name != PLAIN:
-            plan_file, words, said, in_file = "plan.json", self.tuned.arguments, (), (*in_file, *said)
-        head = [f"{self.plan.model.name} on {self.cluster.gpus} × {self.cluster.group_of(0).gpu.name}"]
-        # Megatron-LM's own overlap may be what the search found, whoever the target is.
-        dropped = {name: reason for name, reason in self.dropped.items() if name not in said}
-        if self.tuned is not None:
-            dropped |= {name: LEFT_OUT[name] for name in self.tuned.dropped}
-        effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
-        if self.dispatchers and self.tuned is None:
-            looked_at = ", ".join((FIRST, *(outcome.name for outcome in self.dispatchers)))
-            effects["--moe-token-dispatcher-type"] = f"predicted to be the fastest of {looked_at}"
-        if self.baseline is not None:
-            for change in self.changes:
-                for flag in list(change.after)[:1]:
-                    own = f"in your flags, {change.effect(self.baseline)}"
-                    effects[flag] = "; ".join(filter(None, (effects.get(flag), own)))
-        if plan_file is not None:
-            dropped.pop("--plan", None)  # The plan that was found stands in its place.
-        if GRAPHS in words:
-            dropped.pop(GRAPHS, None)
-        # What the search took from the user's flags is among them again, so that it is listed with its reason.
-        words = (*words, *(name for name in dropped if name not in words))
-        return argument_file(
-            words,
-            self.plan,
-            said,
-            self.written_for,
-            effects=effects,
-            dropped=dropped,
-            plan_file=plan_file,
-            in_file=in_file,
-            head=head,
-        )
 
 
 # Data
@@ -202,7 +53,7 @@ class PlanSearch:
 
 def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[str, Any]:
     """The answer for programs: the chosen plan as tools/predict.py prints it, the plan itself, and the others."""
-    counts, solution = search.found.counts, _solution(search)
+    counts, solution = search.found.counts, search.solution
     executed = search.refusal is None
     training = training_json(search.prediction, search.cluster, train_tokens)
     return (
@@ -281,23 +132,6 @@ def _dispatchers_json(search: PlanSearch) -> dict[str, Any]:
     }
 
 
-def _solution(search: PlanSearch) -> Solution[Any]:
-    """The best over uniform plans and plans of unlike stages.
-
-    With unlike stages the bound is proven for the layouts whose stages were freed, and for uniform plans of the others.
-    """
-    uniform = search.found.solution
-    if search.staged is None:
-        return uniform
-    staged = search.staged.solution
-    best = staged if staged.objective < uniform.objective else uniform
-    status = uniform.status
-    if status is not Status.TIME_LIMIT and staged.status in (Status.TIME_LIMIT, Status.FEASIBLE):
-        status = staged.status
-    bound = min(uniform.bound, staged.bound, best.objective)
-    return dataclasses.replace(best, bound=bound, status=status, seconds=uniform.seconds + staged.seconds)
-
-
 def _staged_json(staged: StageSearch) -> dict[str, Any]:
     """JSON of the search over unlike stages: its size, and what it proved of the layouts that it looked at."""
     solution = staged.solution
@@ -332,6 +166,15 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     return [*answer_lines(answer_of(search, train_tokens)), *closing_lines(search, folder, files)]
 
 
+def search_sentence(search: PlanSearch) -> str:
+    """The chosen plan in words; of unlike meshes no stage stands for the others."""
+    words = search.chosen.name if search.plan.transfers else plan_sentence(search.plan)
+    if not search.is_upstream:
+        return words
+    overlap = ", overlap: two micro-batches at a time" if PAIRED[0] in (*search.words, *search.chosen.said) else ""
+    return f"{words}{overlap}, for unmodified Megatron-LM"
+
+
 def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
     """The answer about the chosen plan; runners-up stand in their order, with simulated steps where they were simulated."""
     others = [
@@ -342,7 +185,7 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
         plan=search.plan,
         prediction=search.prediction,
         cluster=search.cluster,
-        chosen=search.sentence,
+        chosen=search_sentence(search),
         train_tokens=train_tokens,
         runners_up=others,
         compared_seconds=None if search.tuned is not None else search.chosen.simulated_seconds,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.report.answer_files import put_away_others
 from moe_overlap.report.html import write_report
-from moe_overlap.report.search import PlanSearch, write_search
+from moe_overlap.report.search import write_search
 from moe_overlap.report.search_page import competitors, search_report
 from moe_overlap.report.trace import write_trace
 

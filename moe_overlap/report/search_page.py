@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.report.answer import RunnerUp
 from moe_overlap.report.html import CandidateRow, Report
-from moe_overlap.report.search import PlanSearch, answer_of
+from moe_overlap.report.search import answer_of
 from moe_overlap.report.sensitivity import Competitor, memory_sensitivity, network_sensitivity, skew_sensitivity
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.search.layer.slots import enough_micro_batches, shortened

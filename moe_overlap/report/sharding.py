@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB
+from moe_overlap.plan_search.results import SearchedSharding
 from moe_overlap.report.answer import line
-from moe_overlap.tuner.search.layer.intra_only import IntraOnly, NearestLayout
+from moe_overlap.tuner.search.layer.intra_only import NearestLayout
 from moe_overlap.tuner.search.layer.sharding_losses import LostOperator, LostWay
 from moe_overlap.tuner.search.layer.sharding_specs import AxisWords
 from moe_overlap.tuner.search.solution import Status
@@ -26,37 +26,6 @@ TERMS = "with nothing recomputed and communication exposed"
 """Assumptions behind the seconds of both shardings, which are therefore not those of the plan's prediction."""
 SPLITS = {"expert": "experts", "output": "outputs", "input": "inputs", "flat": "elements"}
 """Dimension of an operator -> its word here, where that is another."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchedSharding:
-    """The search for a free sharding of one stage of all GPUs.
-
-    Attributes:
-        answer: None where the integer program was not run.
-        refusal: why it was not; else None.
-        micro_batches: of a step, as the program has them.
-        samples: of a micro-batch over all GPUs.
-    """
-
-    answer: IntraOnly | None = None
-    refusal: str | None = None
-    micro_batches: int = 0
-    samples: int = 0
-
-    @property
-    def lost_seconds(self) -> float:
-        """Seconds per step by which the best sharding beats megatron-core's best layout; infinite where either is missing."""
-        answer = self.answer
-        if answer is None or answer.best is None or answer.nearest is None:
-            return math.inf
-        return answer.nearest.seconds - answer.best.seconds
-
-    @property
-    def is_executed(self) -> bool:
-        """Whether a layout of megatron-core is as fast as the best sharding."""
-        answer = self.answer
-        return answer is not None and answer.best is not None and self.lost_seconds <= SHARED * answer.best.seconds
 
 
 def sharding_lines(searched: SearchedSharding) -> list[str]:

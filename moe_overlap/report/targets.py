@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_overlap.plan_search.results import BothTargets
 from moe_overlap.report.answer import Answer, beware_lines, figure_lines, line
-from moe_overlap.report.search import EARLY, PlanSearch, closing_lines, search_json
+from moe_overlap.report.search import EARLY, closing_lines, search_json, search_sentence
 
 UPSTREAM_FOLDER = "megatron-lm"
 """Inside the folder of the answer for this runtime."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BothTargets:
-    """Two plans for one job on the same machines.
-
-    Attributes:
-        upstream: the search for unmodified Megatron-LM.
-        here: the search for this runtime; it has the baseline.
-        tie: share of a step below which predictions tell no plan from another.
-    """
-
-    upstream: PlanSearch
-    here: PlanSearch
-    tie: float
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast this runtime's plan is."""
-        upstream, here = (search.prediction.predicted.step_seconds for search in (self.upstream, self.here))
-        return upstream / here
 
 
 def both_json(both: BothTargets, train_tokens: float | None) -> dict[str, Any]:
@@ -49,7 +28,7 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
     """
     lines = []
     for name, search in ((UPSTREAM_FOLDER, both.upstream), (both.here.target, both.here)):
-        chosen = search.sentence if search is both.upstream else f"{search.sentence}, for this runtime"
+        chosen = search_sentence(search) if search is both.upstream else f"{search_sentence(search)}, for this runtime"
         answer = Answer(
             plan=search.plan,
             prediction=search.prediction,

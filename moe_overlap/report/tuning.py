@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +17,15 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import write_whole
 from moe_overlap.plan.capabilities import GRAPHS_FLAG as GRAPHS
 from moe_overlap.plan.serialize import save_plan
+from moe_overlap.plan_search.results import Tuned
 from moe_overlap.report.answer import line
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.tuner.calibrate.refine import Refinement
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate
 from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
 from moe_overlap.tuner.search.layer.overlap import WORTH, GraphsChoice
 from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuned:
-    """The chosen overlap, what else was looked at, and how to execute it.
-
-    Attributes:
-        others: the candidates that were not chosen: the predicted ones from the fastest on, then the refused ones.
-        mix: the mechanism of every class of layers, without deferred weight gradients; None where no plan with overlap fits.
-        step: of the chosen plan, simulated with a micro-batch or more for every stage.
-        plain_seconds: of the baseline's predicted step.
-        arguments: the flags that execute the chosen plan, without `--plan`.
-        dropped: flags of the user that it runs without.
-        refinement: the change that traces made to prices; None without traces.
-        assumed: sentences on what was taken for what the flags do not say.
-        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
-    """
-
-    chosen: Candidate
-    others: tuple[Candidate, ...]
-    mix: Mix | None
-    step: SimulatedStep
-    plain_seconds: float
-    search_seconds: float
-    arguments: tuple[str, ...]
-    dropped: tuple[str, ...]
-    refinement: Refinement | None = None
-    assumed: tuple[str, ...] = ()
-    graphs: GraphsChoice | None = None
-
 
 # Data: one function makes the JSON, of whose parts each has a function.
 
@@ -264,22 +234,6 @@ def _why(other: Candidate, chosen: Candidate) -> str:
         return f"{_figures(other)}; {other.prediction.overflow[0]}"
     compared = f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
     return f"{compared}, no more than predictions err" if other.seconds < chosen.seconds else compared
-
-
-def why_plain(tuned: Tuned) -> str:
-    """The reason why a layout overlaps nothing: the way to overlap that came closest, and what it lacks.
-
-    Empty where none was tried.
-    """
-    ways = [way for way in (tuned.chosen, *tuned.others) if way.name != PLAIN]
-    predicted = [way for way in ways if way.prediction is not None]
-    if not predicted:
-        return next((f"{way.name}: {way.refused}" for way in ways), "")
-    closest = min(predicted, key=lambda way: (not way.fits, way.seconds))
-    assert closest.prediction is not None
-    than = f"{closest.seconds:.3f} s ({100 * (closest.seconds / tuned.plain_seconds - 1):+.1f} %)"
-    lacks = "" if closest.fits else f" and {closest.prediction.memory_verdict}"
-    return f"the best of {len(ways)} ways, {closest.name}, takes {than}{lacks}"
 
 
 def _decisions(chosen: Candidate) -> list[str]:

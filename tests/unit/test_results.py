@@ -18,8 +18,7 @@ from moe_overlap.job import read_job
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan_search.asked import SearchSettings
-from moe_overlap.report.search import PlanSearch
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.plan_search.results import PlanSearch, Tuned
 from moe_overlap.results import TunedPlan
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
 from tests.unit.tuner.cost.test_cost_predict import by_hand

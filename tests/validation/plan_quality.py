@@ -29,8 +29,8 @@ import pandas as pd
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import TIE
+from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import PlanSearch
 from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
 from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, measured_rows
 from moe_overlap.tuner.capture.cache import cache_folder

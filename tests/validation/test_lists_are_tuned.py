@@ -23,8 +23,9 @@ from moe_overlap.job import read_job
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.overlapped import Overlapped
+from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import PlanSearch, closing_lines
+from moe_overlap.report.search import closing_lines
 from moe_overlap.tuner.search.space import Run, UniformLayout, uniform_layouts
 from moe_overlap.tuner.write.argument_file import layout_flags
 from tests.unit.tuner.cost.test_cost_predict import by_hand

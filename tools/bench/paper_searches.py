@@ -28,8 +28,8 @@ from moe_overlap.describe.cluster import Cluster, cluster_of, known_gpu, node_gr
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import PlanSearch
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from moe_overlap.tuner.search.space import SearchSpace
 

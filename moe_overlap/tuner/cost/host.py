@@ -44,6 +44,8 @@ WAITING_CALLS = 4.0
 """Calls of torch to get the counts: a copy, an event, the wait, a list."""
 BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
 """Operator of an all-to-all -> the operator that the computation around it, such as permutation, belongs to."""
+WORTH_A_LOOK = 0.05
+"""Share of the step from which on a term is worth a suggestion."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import pytest
 from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan_search.changes import PIPELINE, by_decision, changes_of
-from moe_overlap.report.changes import Change, change_lines, changes_json
+from moe_overlap.plan_search.results import Change
+from moe_overlap.report.changes import change_lines, changes_json
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.write.argument_file import layout_flags

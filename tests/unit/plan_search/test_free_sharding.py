@@ -19,9 +19,10 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search import free_sharding
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.free_sharding import search_sharding
+from moe_overlap.plan_search.results import PlanSearch, SearchedSharding
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import PlanSearch, detail_lines, search_json, search_lines
-from moe_overlap.report.sharding import SearchedSharding, operator_lines, sharding_details, sharding_lines
+from moe_overlap.report.search import detail_lines, search_json, search_lines
+from moe_overlap.report.sharding import operator_lines, sharding_details, sharding_lines
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.search.layer.intra_only import IntraOnly, intra_only, workload_of

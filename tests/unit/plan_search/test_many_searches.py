@@ -16,12 +16,12 @@ from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
+from moe_overlap.plan_search.results import BothTargets, PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.several import NOT_SEARCHED, search_numbers
 from moe_overlap.report.scaling import scaling_json, scaling_lines
-from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.search_folder import write_answer
-from moe_overlap.report.targets import BothTargets, gain_sentence
+from moe_overlap.report.targets import gain_sentence
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.search.solution import Status
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched

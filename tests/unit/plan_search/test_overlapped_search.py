@@ -18,17 +18,9 @@ from moe_overlap.plan_search import search as plan_search
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import PlansAsFlags, without_layout
 from moe_overlap.plan_search.overlapped import DECIDED, Overlapped, OverlapSearch, decide_overlaps
+from moe_overlap.plan_search.results import Finalist, PlanSearch, Screened
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.finalist import Finalist, Screened
-from moe_overlap.report.search import (
-    EARLY,
-    PlanSearch,
-    closing_lines,
-    detail_lines,
-    refused_lines,
-    search_json,
-    write_search,
-)
+from moe_overlap.report.search import EARLY, closing_lines, detail_lines, refused_lines, search_json, write_search
 from moe_overlap.tuner.cost.pipeline import lone_share
 from moe_overlap.tuner.problem import OURS, Problem
 from moe_overlap.tuner.search.hidden import HiddenCosts, Way, goes_with, search_hidden, with_cuttable_modules

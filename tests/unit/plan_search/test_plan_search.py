@@ -34,10 +34,9 @@ from moe_overlap.plan_search import task as search_task
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import in_order
 from moe_overlap.plan_search.flags import Target, as_priced, without_layout
+from moe_overlap.plan_search.results import Finalist, PlanSearch
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.finalist import Finalist
 from moe_overlap.report.search import (
-    PlanSearch,
     _stages_lines,
     closing_lines,
     detail_lines,

@@ -17,9 +17,9 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.processes import Processes, job_sha256, search_shards
+from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.shards import Shard, ShardsMissingError, in_processes, merged, share_of
-from moe_overlap.report.search import PlanSearch
 from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform

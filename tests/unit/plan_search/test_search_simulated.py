@@ -15,8 +15,8 @@ from moe_overlap.plan.plan import Transfer
 from moe_overlap.plan_search import finalists
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import SIMULATED, UNLIKE, in_order, simulated_finalists, simulated_until_ahead
+from moe_overlap.plan_search.results import APART, Finalist
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.finalist import APART, Finalist
 from moe_overlap.report.search import search_json
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan

@@ -16,8 +16,9 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.processes import Processes
+from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import PlanSearch, closing_lines, write_search
+from moe_overlap.report.search import closing_lines, write_search
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import parser_errors, values_of

@@ -14,11 +14,13 @@ import pytest
 from megatron.training.cli.arguments import expand_files
 from moe_overlap.api import leeway_of, predict, predict_job, read_job
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.describe.figures import difference
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.plan_search.results import Change as Decision
+from moe_overlap.plan_search.results import Leeway
 from moe_overlap.report.answer import (
     Answer,
-    Leeway,
     RunnerUp,
     answer_lines,
     beware_lines,
@@ -31,9 +33,7 @@ from moe_overlap.report.answer import (
     suggestions,
 )
 from moe_overlap.report.balance import balance_of
-from moe_overlap.report.changes import Change as Decision
 from moe_overlap.report.changes import helpful
-from moe_overlap.report.prediction import difference
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import ExpectedError
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, MemoryQuantiles, Remedy

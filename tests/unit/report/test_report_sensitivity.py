@@ -9,9 +9,8 @@ import pytest
 
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import GIB, shipped_cluster
-from moe_overlap.report.finalist import Finalist
+from moe_overlap.plan_search.results import Finalist, PlanSearch
 from moe_overlap.report.html import Report, Sensitivity, report_html
-from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.search_page import ON_FRONTIER, search_report
 from moe_overlap.report.sensitivity import Competitor, memory_sensitivity, network_sensitivity, skew_sensitivity
 from moe_overlap.tuner.cost.prediction import predict_plan

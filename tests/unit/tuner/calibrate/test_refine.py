@@ -18,7 +18,7 @@ from moe_overlap.plan.instructions import COMPUTING, Span
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.trace import about_run, write_ranks
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.plan_search.results import Tuned
 from moe_overlap.tuner.calibrate.observe import Kind, Observed, Played, fit, observe
 from moe_overlap.tuner.calibrate.refine import Refinement, refine
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Refined

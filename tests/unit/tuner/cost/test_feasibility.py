@@ -12,7 +12,7 @@ from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.plan import PeakBytes, Plan, PredictedStage, Provenance
 from moe_overlap.report.answer import _memory
-from moe_overlap.report.prediction import change_flags, change_name, prediction_json, prediction_text
+from moe_overlap.report.prediction import change_name, prediction_json, prediction_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import (
     Change,
@@ -24,6 +24,7 @@ from moe_overlap.tuner.cost.feasibility import (
     verdict_of,
 )
 from moe_overlap.tuner.search.fitting import memory_changes
+from moe_overlap.tuner.write.memory_changes import change_flags
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB, by_hand
 
 QUANTILES = MemoryQuantiles(low=0.95, high=1.1)

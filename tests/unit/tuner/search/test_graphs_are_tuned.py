@@ -17,11 +17,11 @@ from moe_overlap.launching import launching_of
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.overlapped import OverlapSearch, decide_overlaps
+from moe_overlap.plan_search.results import Finalist, PlanSearch, Tuned
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.finalist import Finalist
-from moe_overlap.report.search import PlanSearch, closing_lines, detail_lines, search_json, write_search
+from moe_overlap.report.search import closing_lines, detail_lines, search_json, write_search
 from moe_overlap.report.search_page import competitors
-from moe_overlap.report.tuning import Tuned, graphs_lines, tuned_json, tuned_lines, write_run
+from moe_overlap.report.tuning import graphs_lines, tuned_json, tuned_lines, write_run
 from moe_overlap.tuner.cost.hardware import Constants
 from moe_overlap.tuner.cost.prediction import estimate_plan, predict_plan
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, NOT_REPLAYED, PLAIN, WHOLE

@@ -19,7 +19,8 @@ from moe_overlap.api import problem_of, read_job, tune
 from moe_overlap.commands.autotune import main
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.report.tuning import Tuned, tuned_details, tuned_lines
+from moe_overlap.plan_search.results import Tuned
+from moe_overlap.report.tuning import tuned_details, tuned_lines
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.hidden import Way
 from moe_overlap.tuner.search.layer.candidates import DEFERRED, PLAIN, Candidate, Candidates

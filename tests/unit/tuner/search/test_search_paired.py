@@ -11,6 +11,7 @@ from moe_overlap.api import predict
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.task import paired_task
+from moe_overlap.report.search import search_sentence
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
 from moe_overlap.tuner.search.uniform import search_uniform
@@ -78,7 +79,7 @@ def test_the_flags_that_say_it_are_written_and_predicted_alike() -> None:
     settings = SearchSettings(target="megatron-lm")
     found = search_plan(wide, slow, settings, **OPTIONS)
     step = found.prediction.predicted.step_seconds
-    assert found.written.flags.keys() >= {*PAIRED} and "overlap: two micro-batches at a time" in found.sentence
+    assert found.written.flags.keys() >= {*PAIRED} and "overlap: two micro-batches at a time" in search_sentence(found)
     arguments = found.written.arguments
     assert predict(arguments, slow, **OPTIONS).predicted.step_seconds == step
     without = [word for word in arguments if word not in PAIRED]

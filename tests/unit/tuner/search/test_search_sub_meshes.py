@@ -22,8 +22,9 @@ from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import Finalist
 from moe_overlap.plan_search.flags import PlanFlags
 from moe_overlap.plan_search.free import free_finalist, refusal_of
+from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import PlanSearch, search_json, search_lines, write_search
+from moe_overlap.report.search import search_json, search_lines, write_search
 from moe_overlap.tuner.cost.links import axis_group, pair_group
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.profile.database import OperatorKey
