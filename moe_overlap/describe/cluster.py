@@ -1,9 +1,9 @@
-"""A cluster as numbers: GPU types, their memory, and the links that join them, by tier. Standard library only.
+"""The description of a cluster: GPU types, their memory, and the links between them, by tier. Standard library only.
 
-Tiers, from the nearest: `domain` (NVLink or the like; may span nodes), `node` (PCIe between the GPUs of a node that share no
-domain), `network` (between nodes), `host` (a GPU and its host's memory). Rates are per GPU and direction, as peak rates.
+Tiers, from the nearest: `domain` (NVLink or similar; may span nodes), `node` (PCIe between GPUs of a node in different domains),
+`network` (between nodes), `host` (a GPU and its host's memory). Rates are peak rates per GPU and direction.
 
-A cluster file (examples/clusters/*.json) has the fields that stand here; a GPU is a name of gpus.json or an object of its own.
+A cluster file (examples/clusters/*.json) has the fields of these classes; a GPU is a name from gpus.json or an object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A type of GPU. Peak rates of dense matrix products; None where it has no such units."""
+    """A type of GPU. Peak rates are for dense matrix products; None for a precision without matrix units."""
 
     name: str
     architecture: str
@@ -38,7 +38,7 @@ class Gpu:
     memory_gib: float
     memory_gb_per_s: float
     multiprocessors: int | None = None
-    """Streaming multiprocessors; each executes one thread block of a fused kernel. None where it is not known."""
+    """Streaming multiprocessors; each executes one thread block of a fused kernel. None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class NodeGroup:
     nodes: int
     gpus_per_node: int
     domain_gpus: int
-    """GPUs of one NVLink domain; 1 where there is none. May exceed the GPUs of a node."""
+    """GPUs of one NVLink domain; 1 without NVLink. May exceed the GPUs of a node."""
     domain_gb_per_s: float | None
     node_gb_per_s: float
     network_gb_per_s: float
@@ -63,7 +63,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Measurements that tools/profile_cluster.py adds to a description; rates and constants are then this very machine's."""
+    """Measurements that tools/profile_cluster.py adds to a description: rates and constants of one particular machine."""
 
     database: str
     """File of measured operators; a path in a cluster file is relative to that file."""
@@ -74,12 +74,12 @@ class Measured:
     constants: Mapping[str, float]
     """Constants of the time model, by their names in tuner/cost/hardware.py."""
     latencies: Mapping[str, float] = field(default_factory=dict)
-    """Kind of a collective -> its latency, where it was measured; all others have `latency_seconds`."""
+    """Kind of a collective -> measured latency; other kinds have `latency_seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Groups of nodes; ranks go through them in order, node by node."""
+    """Groups of nodes; ranks are numbered through them in order, node by node."""
 
     name: str
     groups: tuple[NodeGroup, ...]
@@ -87,17 +87,18 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """All GPUs."""
+        """All GPUs of the cluster."""
         return sum(group.gpus for group in self.groups)
 
     @property
     def queues(self) -> bool:
-        """Whether its devices queue what the host gives them, as GPUs do; a CPU that was measured computes at once."""
+        """Whether its devices execute asynchronously, as GPUs do; a measured CPU executes synchronously."""
         return self.measured is None or self.measured.device != "cpu"
 
     @property
     def domain_gpus(self) -> int:
-        """GPUs of the smallest NVLink domain, whose all-to-alls stay off the network; 1 on CPUs, whose ranks share all links."""
+        """GPUs of the smallest NVLink domain, whose all-to-alls do not use the network; 1 on CPUs, where ranks share all
+        links."""
         return min(group.domain_gpus for group in self.groups) if self.queues else 1
 
     def group_of(self, rank: int) -> NodeGroup:
@@ -111,9 +112,9 @@ class Cluster:
 
 
 def start_flags(ranks: int, per_node: int) -> str:
-    """The flags by which pretrain_moe.py starts so many ranks, with a space behind them; none for a single one.
+    """The flags with which pretrain_moe.py starts `ranks` ranks, with a trailing space; empty for a single rank.
 
-    Where several nodes meet is known to whoever starts them.
+    The rendezvous endpoint of several nodes is the placeholder HOST:PORT, for the user to fill in.
     """
     if per_node < ranks:
         return f"--nproc-per-node {per_node} --nnodes {-(-ranks // per_node)} --rdzv-endpoint HOST:PORT "
@@ -128,10 +129,10 @@ def known_gpus() -> dict[str, dict[str, Any]]:
 
 
 def shipped_cluster(gpu: str, num_gpus: int, subject: str = "--gpu") -> Cluster:
-    """A cluster of one GPU type in its usual nodes, as `--gpu H100 --num-gpus 64` asks for.
+    """A cluster of one GPU type in its usual nodes, for `--gpu H100 --num-gpus 64`.
 
     Raises:
-        ConfigError: an unknown GPU (the known ones are listed), or a number that does not fill its nodes.
+        ConfigError: an unknown GPU (the error lists the known ones), or a number of GPUs that does not fill the nodes.
     """
     row = known_gpu(gpu, subject)
     per_node = row["gpus_per_node"]
@@ -145,7 +146,7 @@ def shipped_cluster(gpu: str, num_gpus: int, subject: str = "--gpu") -> Cluster:
 
 
 def node_group(row: Mapping[str, Any], nodes: int, gpus_per_node: int) -> dict[str, Any]:
-    """A group of nodes as a cluster file has it, from a row of gpus.json."""
+    """A group of nodes in the form of a cluster file, from a row of gpus.json."""
     links = ("domain_gpus", "domain_gb_per_s", "node_gb_per_s", "network_gb_per_s", "host_gb_per_s")
     return {
         "gpu": row["name"],
@@ -159,7 +160,7 @@ def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file.
 
     Raises:
-        ConfigError: the file cannot be read, or a field is unknown, missing or of the wrong kind; it names the field.
+        ConfigError: the file cannot be read, or a field is unknown, missing or of the wrong kind; the error names the field.
     """
     try:
         content = bounded_json(path, finite=False)
@@ -197,9 +198,9 @@ _MEASURED_KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "
 
 
 def _measured(row: Any, subject: str) -> Measured:
-    # Files of releases that fitted one latency for all kinds lack the field.
-    known = {"latencies": dict} if isinstance(row, dict) and "latencies" in row else {}
-    _require_fields(row, _MEASURED_FIELDS | known, subject)
+    # Files of older releases, with one latency for all kinds, lack the field.
+    optional = {"latencies": dict} if isinstance(row, dict) and "latencies" in row else {}
+    _require_fields(row, _MEASURED_FIELDS | optional, subject)
     for kind in row.get("latencies", {}):
         if kind not in _MEASURED_KINDS:
             rule = f"the kinds are {', '.join(_MEASURED_KINDS)}"
@@ -234,15 +235,15 @@ _GPU_FIELDS = {
 
 
 _RANGES = {"tflops": (1e-6, 100_000, "TFLOP/s"), "gib": (1e-6, 50_000, "GiB"), "gb_per_s": (1e-6, 100_000, "GB/s")}
-"""Unit at the end of a field's name -> the least and the most that is read, and how the unit is written.
+"""Unit suffix of a field's name -> smallest and largest accepted value, and the unit's print form.
 
-Far from what any device has, so that a rate in FLOP/s or in bytes/s, which every prediction would believe, is refused, and one
-with which seconds are beyond all numbers.
+The limits are far beyond any device. They refuse rates in FLOP/s or bytes/s, which would make every prediction wrong, and rates
+so small that seconds overflow.
 """
 
 
 def _require_units(row: Mapping[str, Any], subject: str) -> None:
-    """Refuse values that no device of today comes near: they are in another unit."""
+    """Refuse values outside _RANGES: they must be in another unit."""
     for name, value in row.items():
         for ending, (least, most, unit) in _RANGES.items():
             if name.endswith(f"_{ending}") and value is not None and (0 < value < least or value > most):
@@ -255,18 +256,18 @@ def _group(row: Any, subject: str) -> NodeGroup:
     _require_fields(row, _GROUP_FIELDS, subject)
     _require_units(row, subject)
     if isinstance(row["gpu"], dict):
-        known_blocks: dict[str, Any] = {"multiprocessors": int} if "multiprocessors" in row["gpu"] else {}
-        _require_fields(row["gpu"], _GPU_FIELDS | known_blocks, f"{subject}.gpu")
+        optional: dict[str, Any] = {"multiprocessors": int} if "multiprocessors" in row["gpu"] else {}
+        _require_fields(row["gpu"], _GPU_FIELDS | optional, f"{subject}.gpu")
         _require_units(row["gpu"], f"{subject}.gpu")
         gpu = Gpu(**row["gpu"])
     else:
-        known = known_gpu(row["gpu"], f"{subject}.gpu")
-        gpu = Gpu(**{field.name: known[field.name] for field in dataclasses.fields(Gpu)})
+        row_of_gpu = known_gpu(row["gpu"], f"{subject}.gpu")
+        gpu = Gpu(**{field.name: row_of_gpu[field.name] for field in dataclasses.fields(Gpu)})
     if row["domain_gpus"] > 1 and row["domain_gb_per_s"] is None:
         rule = f"{row['domain_gpus']} GPUs share a domain"
         raise ConfigError(f"{subject}.domain_gb_per_s", "null", rule, "give the domain's rate")
     domain, node = row["domain_gpus"], row["gpus_per_node"]
-    # A part of one node has the links of the whole.
+    # GPUs of a partly used node have the links of the full node.
     if node % domain if domain < node else row["nodes"] > 1 and domain % node:
         rule = f"domains of {domain} neither divide nodes of {node} GPUs nor consist of whole ones"
         raise ConfigError(f"{subject}.domain_gpus", domain, rule, "correct one of the two")
@@ -274,10 +275,10 @@ def _group(row: Any, subject: str) -> NodeGroup:
 
 
 def known_gpu(name: str, subject: str) -> dict[str, Any]:
-    """The row of gpus.json with this name or alias, in upper or lower case; `alias` is the name as the file writes it.
+    """The row of gpus.json with this name or alias, case-insensitive; `alias` is the matched name as gpus.json spells it.
 
     Raises:
-        ConfigError: there is none; the nearest names are suggested.
+        ConfigError: an unknown GPU; the error suggests the nearest names.
     """
     gpus = known_gpus()
     by_case = {alias.lower(): alias for alias in gpus}
@@ -285,7 +286,7 @@ def known_gpu(name: str, subject: str) -> dict[str, Any]:
         alias = by_case[name.lower()]
         return {"alias": alias, **gpus[alias]}
     near = [by_case[alias] for alias in difflib.get_close_matches(name.lower(), by_case, 3)]
-    # Aliases of one GPU are one suggestion.
+    # Several aliases of one GPU give one suggestion.
     names = list(dict.fromkeys(gpus[alias]["name"] for alias in near))
     hint = f"did you mean {names[0]}? " if names else ""
     hint += f"near it: {', '.join(names[1:])}; " if names[1:] else ""
@@ -305,7 +306,7 @@ def _require_fields(row: Any, fields: Mapping[str, Any], subject: str) -> None:
         value = row[name]
         numeric = kind is int or (isinstance(kind, tuple) and int in kind)
         wrong = not isinstance(value, kind) or isinstance(value, bool)
-        # Not `value <= 0`: JSON readers take NaN, of which every comparison is false.
+        # Not `value <= 0`: Python's JSON accepts NaN, for which every comparison is false.
         if wrong or (numeric and value is not None and not 0 < value <= sys.float_info.max):
             number = "whole number" if kind is int else "number"
             rule = f"must be a positive {number}" if numeric else "is of the wrong kind"

@@ -1,7 +1,7 @@
-"""Reading files that somebody else may have written: bounded in bytes, plain JSON only, every mistake a phrase; new files.
+"""Safe reading of untrusted files: bounded size, plain JSON only, every failure a phrase for an error; and writing of new files.
 
-A name given to a command may be a device that never ends, a pipe that nobody writes to, or a file larger than the memory; its
-JSON may nest without end, hold a number of a million digits, the same key twice, or `NaN`. Each of these is `Unreadable`.
+A path from a user may be a device without end, a pipe without a writer, or a file larger than the memory; its JSON may nest too
+deeply, or hold a number of a million digits, a duplicate key or `NaN`. All of these raise `Unreadable`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 64 << 20
-"""Bytes of the largest text file that is read whole."""
+"""Largest text file that is read into memory, in bytes."""
 MOST_JSON_BYTES = 8 << 20
-"""Bytes of the largest JSON file that is read whole: as objects it takes about ten times as much memory."""
+"""Largest JSON file that is read into memory, in bytes; its objects take about ten times as much memory."""
 MOST_DEPTH = 200
 MOST_DIGITS = 300
 MOST_WHOLE_DIGITS = 9
-"""Digits of the largest number that a word or a name holds; Python itself refuses to read thousands."""
+"""Most digits of a number in an argument or a name; Python itself refuses thousands."""
 _CHUNK_BYTES = 1 << 24
 
 Checksums = dict[str, tuple[int, int]]
 """File name -> bytes, CRC-32."""
 MOST_VALUES = 4_000_000
-"""Commas and opening brackets of the largest JSON text: with as many values as these, Python's objects take some 400 MB."""
+"""Most commas and opening brackets of a JSON text; Python's objects for as many values take about 400 MB."""
 
 
 class Unreadable(Exception):
-    """A file that is not read; the message is a phrase that follows its name."""
+    """A file that cannot or must not be read; the message is a phrase that follows the file's name."""
 
     @property
     def fix(self) -> str:
-        """The fix that a refusal names: correct the path where the name is wrong, else the file."""
+        """The fix for the error: correct the path if it is wrong, otherwise the file."""
         named_wrongly = str(self).startswith("cannot be read: ") and not str(self).endswith("text")
         return "correct the path" if named_wrongly else "correct the file"
 
@@ -51,7 +51,7 @@ def bounded_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) ->
         Unreadable: there is no such file, it is no regular file, or it is larger than `most_bytes`.
     """
     try:
-        # Opening a pipe waits for its writer without O_NONBLOCK; a regular file does not notice it.
+        # Without O_NONBLOCK, opening a pipe waits for its writer; for a regular file the flag has no effect.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise Unreadable(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -70,7 +70,7 @@ def bounded_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) ->
     finally:
         os.close(descriptor)
     if content is None:
-        raise Unreadable("is no regular file")  # Some files of /proc call themselves regular, and wait like a pipe.
+        raise Unreadable("is no regular file")  # Some files of /proc claim to be regular but wait like a pipe.
     if len(content) > most_bytes:
         raise Unreadable(f"is too large: more than {most_bytes} bytes")
     return content
@@ -89,18 +89,18 @@ def bounded_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES
     """The value of a JSON file.
 
     Args:
-        finite: refuse NaN and infinity; else the caller checks its numbers, and names the field.
+        finite: refuse NaN and infinity; with False the caller checks the numbers and names the field.
     Raises:
-        Unreadable: as in `bounded_bytes`, or the content is not the JSON that `plain_json` reads.
+        Unreadable: as in `bounded_bytes` and `plain_json`.
     """
     return plain_json(_text(bounded_bytes(path, most_bytes)), finite=finite)
 
 
 def plain_json(text: str | bytes, *, finite: bool = True) -> Any:
-    """The value of a JSON text whose numbers are finite, whose keys are unique, and which nests at most MOST_DEPTH deep.
+    """The value of a JSON text with finite numbers, unique keys and at most MOST_DEPTH levels.
 
     Raises:
-        Unreadable: it is no such text.
+        Unreadable: the text is no JSON, or violates one of these conditions.
     """
     if isinstance(text, bytes):
         text = _text(text)
@@ -119,13 +119,13 @@ def plain_json(text: str | bytes, *, finite: bool = True) -> Any:
 
 
 def whole_number(word: str) -> int | None:
-    """The whole number from 0 that a word of at most MOST_WHOLE_DIGITS digits spells; None for every other word."""
-    # For ² and the digits of other scripts `isdigit` holds as well.
+    """The whole number of an argument of at most MOST_WHOLE_DIGITS digits; None for any other text."""
+    # `isdigit` also accepts ² and the digits of other scripts.
     return int(word) if word.isascii() and word.isdigit() and len(word) <= MOST_WHOLE_DIGITS else None
 
 
 def names_file(word: str) -> bool:
-    """Whether a word of a command line is the path of a file; False for what no path can be, and where it may not be asked."""
+    """Whether an argument is the path of a file; False also for an impossible path, and without permission to look."""
     try:
         return Path(word).is_file()
     except (OSError, ValueError):
@@ -133,17 +133,16 @@ def names_file(word: str) -> bool:
 
 
 def printable(text: str, most: int = 80) -> str:
-    """Text from a file, fit for one line of a terminal: without control characters, cut after `most` characters."""
+    """Text from a file, made safe for one line of a terminal: no control characters, at most `most` characters."""
     shown = "".join(character if character.isprintable() else "?" for character in text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A file beside `path`, to be written in the block; at its end it takes the place of `path`, and after an error it is gone.
+    """A temporary file in the folder of `path`, for the block to write; it replaces `path` at the end, or is removed on an error.
 
-    Nobody can guess its name: in a folder that others may write to, a link under a name that is known before would have the
-    content written to wherever the link points.
+    Its name is random: in a folder that others may write to, a link at a predictable name would redirect the content.
 
     Raises:
         OSError: the folder or the file cannot be written.
@@ -151,7 +150,7 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        # Created here, and only if nothing is there.
+        # O_EXCL: fails if the name exists.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         yield temporary
         temporary.replace(target)
@@ -160,10 +159,10 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file in UTF-8; an existing one is replaced whole or stays as it was.
+    """Write a text file in UTF-8, replacing an existing one atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with new_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -173,7 +172,7 @@ def checksums(paths: Iterable[Path], from_device: bool = False) -> Checksums:
     """Size and CRC-32 of files.
 
     Args:
-        from_device: drop synced files from the page cache first, if the system can, so that the device is read.
+        from_device: drop synced files from the page cache first, if the system supports it, to read from the device.
     """
     sums = {}
     for path in paths:
@@ -188,12 +187,12 @@ def checksums(paths: Iterable[Path], from_device: bool = False) -> Checksums:
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file, written in order, which sums the bytes in memory on their way to it.
+    """A new file, written sequentially, that computes size and CRC-32 of the bytes while they are still in memory.
 
-    Closing it syncs it: on a file system of several machines its writer alone can.
+    Closing it syncs it: on a distributed file system only the writer can.
 
     Attributes:
-        sums: bytes and CRC-32 so far.
+        sums: bytes and CRC-32 of the content so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,13 +200,13 @@ class SummedFile(io.BufferedWriter):
         self.sums = (0, 0)
 
     def write(self, content: Any) -> int:
-        """Write all of it."""
+        """Write the content and update the sums."""
         size, crc = self.sums
         self.sums = (size + memoryview(content).nbytes, zlib.crc32(content, crc))
         return super().write(content)
 
     def close(self) -> None:
-        """Have the file system write it to the device, and close it."""
+        """Sync the file to the device and close it."""
         if not self.closed:
             self.flush()
             os.fsync(self.fileno())
@@ -231,10 +230,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bounded_integer(text: str) -> int:
-    """The integer of a JSON text: one that a floating-point number can hold, so that arithmetic with it does not overflow.
+    """An integer of a JSON text that fits into a floating-point number, so that arithmetic with it does not overflow.
 
     Raises:
-        Unreadable: it has hundreds of digits.
+        Unreadable: it has more than MOST_DIGITS digits.
     """
     if len(text) > MOST_DIGITS:
         raise Unreadable(f"holds a number of {'thousands' if len(text) >= 1000 else 'hundreds'} of digits")

@@ -1,10 +1,10 @@
-"""A language model as numbers: its layers, their parameters and operations. Standard library only.
+"""The description of a language model: its layers, their parameters and operations. Standard library only.
 
-Parameter counts are analytic, and equal what megatron-core builds: in all, per token, on a rank. Operations are counted as
-throughput is counted in the field: matrix products only, the causal half of attention.
+Parameter counts (total, active per token, per rank) are analytic and equal those of the modules that megatron-core builds.
+Operations follow the usual convention for throughput: matrix products only, and the causal half of attention.
 
-Legend: H hidden, L width that routed experts read and write, F width of an MLP, G 2 with a gated activation and 1 without, D
-head width, N heads, K query groups. The expert bias of a router is a buffer, no parameter, and is not counted.
+Legend: H hidden size, L latent width of routed experts, F width of an MLP, G 2 with a gated activation and 1 without, D head
+width, N heads, K query groups. The expert bias of a router is a buffer and not counted as a parameter.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Literal
 from moe_overlap.describe.errors import ConfigError
 
 TOKEN_COUNT = "token_count"
-"""Entry of a micro-batch besides tokens, labels, loss_mask, position_ids and attention_mask, where several ranks share the
-sequences: tokens of the whole sequences that count in the loss, a scalar."""
+"""Additional entry of a micro-batch if several ranks share the sequences: a scalar, the number of tokens of the full sequences
+that count in the loss."""
 
 MOST_LAYERS = 10_000
-"""Layers of the largest model that is read: a hundred times what has been trained; tables of them have an entry a layer."""
+"""Most layers of a model: a hundred times more than any trained model; it bounds tables with one entry per layer."""
 
 
 def require_bounded_layers(flag: str, count: int | None) -> None:
-    """Raise ConfigError where a flag asks for more layers than are read; before anything makes a table of them."""
+    """Raise ConfigError if a flag asks for more than MOST_LAYERS layers; call it before building a table of layers."""
     if count is not None and count > MOST_LAYERS:
         raise ConfigError(flag, count, f"is more than {MOST_LAYERS}", "correct the value")
 
 
 ParallelBlock = Literal["one-norm", "two-norms"]
-"""Layers x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each."""
+"""Layers x + attention(norm(x)) + mlp(norm(x)), with a shared norm or two separate ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDescription:
-    """A decoder-only transformer, every derived size resolved. Widths in elements, names as in Megatron."""
+    """A decoder-only transformer with all derived sizes resolved. Widths in elements, names as in Megatron."""
 
     name: str
     num_layers: int
@@ -66,24 +66,24 @@ class ModelDescription:
     qkv_bias: bool
     qk_layernorm: bool
     windows: tuple[int | None, ...]
-    """One entry per layer, prediction layers behind the decoder's: the keys that a query attends to at most, its own included;
-    None for all before it."""
+    """One entry per layer, prediction layers after the decoder's: most keys that a query attends to, its own included; None for
+    full causal attention."""
     attention_sinks: bool
     """A learnt term per head in the softmax's denominator."""
     moe_layers: tuple[bool, ...]
-    """One entry per layer: true where the MLP is a mixture of experts."""
+    """One entry per layer: whether its MLP is a mixture of experts."""
     num_experts: int
     router_topk: int
     moe_ffn_hidden_size: int
     moe_latent_size: int
-    """Width of what routed experts read and write; 0 where that is the hidden size."""
+    """Width of the routed experts' input and output; 0: the hidden size."""
     shared_expert_hidden_size: int
-    """Total width of the shared experts; 0 without."""
+    """Total width of the shared experts; 0 without shared experts."""
     shared_expert_gate: bool
     expert_bias: bool
     latent_attention: LatentAttention | None
     mtp_layers: int = 0
-    """Multi-token-prediction layers behind the decoder; each has a layer of the form of the last one."""
+    """Multi-token-prediction layers after the decoder; each contains a layer of the form of the decoder's last one."""
     parallel_block: ParallelBlock | None = None
 
 
@@ -96,9 +96,9 @@ class ParameterCount:
 
     total: int
     active: int
-    """Parameters that one token passes: top-k routed experts of each MoE layer instead of all."""
+    """Parameters used for one token: top-k routed experts of each MoE layer instead of all."""
     embedding: int
-    """Word and position embeddings and the output layer; part of both other numbers."""
+    """Word and position embeddings and the output layer; included in both other numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,15 +119,15 @@ class Share:
 
 
 def model_parameters(model: ModelDescription) -> ParameterCount:
-    """Parameters of the whole model; tied embeddings count once."""
+    """Parameters of the full model; tied embeddings count once."""
     return rank_parameters(model, Share(chunks=((0, model.num_layers),)))
 
 
 def rank_parameters(model: ModelDescription, share: Share) -> ParameterCount:
-    """Parameters a rank holds.
+    """Parameters on a rank.
 
-    `active` counts, of the routed experts on this rank, the balanced share of a token's top-k: top-k / EP experts.
-    Where two stages need the embedding (tied to the output layer, or read by prediction layers), each holds a copy.
+    `active` counts top-k / EP of the routed experts on this rank, the balanced share of a token's top-k.
+    If two stages need the embedding (tied to the output layer, or read by prediction layers), each holds a copy.
     """
     layers = [layer for first, last in share.chunks for layer in range(first, last)]
     both = sum(layer_parameters(model, layer, share) for layer in layers)
@@ -141,9 +141,9 @@ def rank_parameters(model: ModelDescription, share: Share) -> ParameterCount:
 
 
 def embedding_parameters(model: ModelDescription, share: Share) -> int:
-    """Word embedding [V/TP, H], learned positions [S, H], output layer [V/TP, H] unless it is the embedding itself.
+    """Word embedding [V/TP, H], learned positions [S, H], output layer [V/TP, H] unless it is tied to the embedding.
 
-    Prediction layers stand on the last stage and read a copy of the word embedding there.
+    Prediction layers are on the last stage and read a copy of the word embedding there.
     """
     word_embedding = model.vocab_size // share.tensor * model.hidden_size
     positions = model.max_position_embeddings * model.hidden_size if model.learned_positions else 0
@@ -164,9 +164,9 @@ def layer_parameters(model: ModelDescription, layer: int, share: Share) -> int:
 
 
 def prediction_parameters(model: ModelDescription, share: Share) -> int:
-    """Parameters of one multi-token-prediction layer on a rank: a layer like the last one behind a projection [H/TP, 2H].
+    """Parameters of one multi-token-prediction layer on a rank: a projection [H/TP, 2H] and a layer of the form of the last one.
 
-    Two norms stand before the projection and one behind the layer; embedding and output layer are the model's own.
+    There are two norms before the projection and one after the layer; embedding and output layer are shared with the model.
     """
     projection = 2 * model.hidden_size * model.hidden_size // share.tensor
     norms = 3 * norm_parameters(model, model.hidden_size)
@@ -179,7 +179,7 @@ def norm_parameters(model: ModelDescription, width: int) -> int:
 
 
 def attention_parameters(model: ModelDescription, tensor: int, split_latents: bool = True) -> int:
-    """QKV [(N + 2K)·D/TP, H], output [H, N·D/TP] with an unsplit bias, and norms of width D on queries and keys."""
+    """QKV [(N + 2K)·D/TP, H], output [H, N·D/TP] with a bias that is not split, and norms of width D on queries and keys."""
     if model.latent_attention is not None:
         return _latent_attention_parameters(model, model.latent_attention, tensor, tensor if split_latents else 1)
     hidden, queries = model.hidden_size, model.num_attention_heads * model.kv_channels
@@ -194,8 +194,8 @@ def attention_parameters(model: ModelDescription, tensor: int, split_latents: bo
 def _latent_attention_parameters(model: ModelDescription, latent: LatentAttention, tensor: int, down: int) -> int:
     """Parameters of latent attention: up projections and output are split over TP, down projections by `down`.
 
-    Only the output has a bias. With qk_layernorm the latents are normed: that of keys and values, and that of queries where
-    they have one. Source: DeepSeek-V2, section 2.1.2.
+    Only the output has a bias. With qk_layernorm there is a norm on the latent of keys and values, and on that of queries if they
+    have one. Source: DeepSeek-V2, section 2.1.2.
     """
     hidden, heads = model.hidden_size, model.num_attention_heads
     query_width = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
@@ -218,7 +218,7 @@ def mlp_parameters(model: ModelDescription, width: int, split: int, hidden: int 
     """First linear [G·F/split, H], second [H, F/split]; the first's bias is split, the second's is not.
 
     Args:
-        hidden: H, where that is not the model's.
+        hidden: H; None: the model's hidden size.
     """
     first, hidden = width * (2 if model.gated else 1), hidden or model.hidden_size
     count = (first + width) * hidden // split
@@ -226,14 +226,14 @@ def mlp_parameters(model: ModelDescription, width: int, split: int, hidden: int 
 
 
 def expert_parameters(model: ModelDescription, split: int) -> int:
-    """Parameters of one routed expert on one of the ranks that share it."""
+    """Parameters of one routed expert on one of the `split` ranks that share it."""
     return mlp_parameters(model, model.moe_ffn_hidden_size, split, model.moe_latent_size or None)
 
 
 def moe_parameters(model: ModelDescription, share: Share) -> int:
     """Router [E, H] and its bias, E/EP experts split over ETP, shared experts split over TP, and their gate [1, H].
 
-    Where experts are narrower than the model: projections [L, H] and [H, L] on every rank, with biases where linears have them.
+    With latent experts also projections [L, H] and [H, L] on every rank, with biases if linears have them.
     """
     router = model.num_experts * (model.hidden_size + (1 if model.linear_bias else 0))
     experts = model.num_experts // share.expert * expert_parameters(model, share.expert_tensor)
@@ -247,7 +247,7 @@ def moe_parameters(model: ModelDescription, share: Share) -> int:
 
 
 def _idle_expert_parameters(model: ModelDescription, share: Share) -> int:
-    """Parameters of the experts on this rank that a token does not pass, under balanced routing."""
+    """Parameters of routed experts on this rank that a token does not use, under balanced routing."""
     idle = model.num_experts - model.router_topk
     return idle * expert_parameters(model, share.expert_tensor) // share.expert
 
@@ -258,9 +258,9 @@ def _idle_expert_parameters(model: ModelDescription, share: Share) -> int:
 def training_flops_per_token(model: ModelDescription, sequence_length: int) -> float:
     """Floating-point operations of forward and backward pass per token; recomputation does not count.
 
-    6 per active matrix parameter (the embedding's lookup is none, the output layer is one, also where tied), and for attention
-    scores and weighted values 6 · keys · (query width + value width) per layer, where a query has S/2 keys on average, with a
-    window of W keys W - W² / 2S. Prediction layers are layers too, and each passes the output layer once more.
+    6 per active matrix parameter (the output layer counts even if tied; the embedding's lookup does not), and for attention
+    scores and weighted values 6 · keys · (query width + value width) per layer. A query has S/2 keys on average, with a window of
+    W keys W - W² / 2S. Prediction layers count as layers, each with another pass through the output layer.
     """
     word_embedding = model.vocab_size * model.hidden_size
     lookups = word_embedding if not model.tied_embeddings else 0
@@ -278,10 +278,10 @@ def training_flops_per_token(model: ModelDescription, sequence_length: int) -> f
 
 
 def expected_places(choices: int, places: int) -> float:
-    """Expected number of different places that hold the experts of a token: copies that travel if each place gets one.
+    """Expected number of distinct places among the experts of a token: the copies that travel if each place gets one.
 
     Args:
-        choices: experts of a token, spread evenly over the places, each drawn apart from the others.
-        places: ranks or nodes that hold experts.
+        choices: experts of a token, drawn independently and uniformly over the places.
+        places: ranks or nodes with experts.
     """
     return places * (1.0 - (1.0 - 1.0 / places) ** choices)

@@ -1,4 +1,4 @@
-"""The lifetime of this process: it can end together with the one that started it."""
+"""The lifetime of this process: ending it together with its parent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends, for whatever reason. Linux only.
+    """Make the kernel kill this process when its parent ends, for any reason. Linux only.
 
     Args:
-        parent: process id of the parent, if it may have ended already.
+        parent: process id of the parent, to detect that it has already ended.
     """
     if sys.platform != "linux":
         return

@@ -1,8 +1,8 @@
 """A Hugging Face config.json as flags of this fork: each family is one function. Standard library only.
 
-Every field that changes the model's mathematics is translated, or refused by name and value; a field that none of these
-functions reads is refused as well, unless it is known to change nothing (`hugging_face_fields.py`). An absent field has the
-default of the family's class in transformers 4.57.
+Every field that changes the model's mathematics is translated, or refused with its name and value; so is a field that none of
+these functions reads, unless it is known to change nothing (`hugging_face_fields.py`). An absent field has the default of the
+family's class in transformers 4.57.
 
 Source: configuration_*.py and modeling_*.py of transformers 4.57.6.
 """
@@ -27,17 +27,16 @@ Flags = dict[str, Any]
 
 
 def flags_of_config(values: Mapping[str, Any], where: str, is_predicted: bool = False) -> tuple[Flags, tuple[str, ...]]:
-    """The flags that describe the model of a config.json.
+    """The flags for the model of a config.json.
 
     Args:
         values: the parsed file.
-        where: the file, for error messages.
-        is_predicted: whether the model is only priced: what no layer here computes then becomes a line in place of an error,
-            where the layer keeps its size without it.
+        where: the file, for errors.
+        is_predicted: whether the model is only predicted, not trained: errors in `Fields.unbuilt` then become notes.
     Returns:
-        The flags, and a line for everything that megatron-core computes otherwise than Hugging Face's code does.
+        The flags, and a note on each difference between megatron-core and Hugging Face's code.
     Raises:
-        ConfigError: an unknown family or field, a missing field, or a value that cannot be trained here.
+        ConfigError: an unknown family or field, a missing field, or a value that this fork cannot train.
     """
     fields = Fields(values, where)
     family = fields.get("model_type")
@@ -55,7 +54,7 @@ def flags_of_config(values: Mapping[str, Any], where: str, is_predicted: bool = 
 
 
 def _finish(fields: Fields) -> None:
-    """Check what every class of transformers has, also one inside another, and that every field was read."""
+    """Check the fields of every (also nested) class of transformers, and that every field has been read."""
     fields.only("add_cross_attention", False, (False,), "the model reads an encoder")
     fields.only("pruned_heads", {}, ({},), "the heads are of unlike number")
     fields.finish()
@@ -72,11 +71,11 @@ def _llama(fields: Fields, notes: list[str]) -> Flags:
 
 def _mixtral(fields: Fields, notes: list[str]) -> Flags:
     flags = _decoder(fields, norm_epsilon=1e-5) | rotary_flags(fields, 1e6) | _biases(everywhere=False)
-    window = fields.whole("sliding_window", None)
+    window = fields.integer("sliding_window", None)
     flags |= {} if window is None else {"window-size": f"{window - 1},0"}
     rule = "Hugging Face shakes what the experts read as well"
     fields.only("router_jitter_noise", 0.0, (0.0,), rule)
-    flags |= _experts(fields.whole("num_local_experts", 8), fields.whole("num_experts_per_tok", 2), None)
+    flags |= _experts(fields.integer("num_local_experts", 8), fields.integer("num_experts_per_tok", 2), None)
     return flags | _balancing(fields, 0.001, notes)
 
 
@@ -85,7 +84,7 @@ def _qwen2_moe(fields: Fields, notes: list[str]) -> Flags:
     flags |= {"add-qkv-bias": True} if fields.switch("qkv_bias", True) else {}
     flags |= _qwen_experts(fields, notes)
     return flags | {
-        "moe-shared-expert-intermediate-size": fields.whole("shared_expert_intermediate_size"),
+        "moe-shared-expert-intermediate-size": fields.integer("shared_expert_intermediate_size"),
         "moe-shared-expert-gate": True,
     }
 
@@ -98,7 +97,7 @@ def _qwen3_moe(fields: Fields, notes: list[str]) -> Flags:
 
 
 def _qwen_experts(fields: Fields, notes: list[str]) -> Flags:
-    layers, step = fields.layers(), fields.whole("decoder_sparse_step", 1)
+    layers, step = fields.layers(), fields.integer("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise fields.error("mlp_only_layers", dense, "must be a list of layers", "correct the file")
@@ -107,8 +106,8 @@ def _qwen_experts(fields: Fields, notes: list[str]) -> Flags:
     for unused in ("sliding_window", "max_window_layers"):
         fields.get(unused, None)
     are_moe = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
-    flags = _experts(fields.whole("num_experts"), fields.whole("num_experts_per_tok"), are_moe)
-    flags["moe-ffn-hidden-size"] = fields.whole("moe_intermediate_size")
+    flags = _experts(fields.integer("num_experts"), fields.integer("num_experts_per_tok"), are_moe)
+    flags["moe-ffn-hidden-size"] = fields.integer("moe_intermediate_size")
     flags |= {} if fields.switch("norm_topk_prob", False) else {"moe-router-pre-softmax": True}
     return flags | _balancing(fields, 0.001, notes)
 
@@ -131,8 +130,8 @@ def _gpt_oss(fields: Fields, notes: list[str]) -> Flags:
     ):
         rule = f"must name {layers} layers as sliding_attention or full_attention"
         raise fields.error("layer_types", kinds, rule, "correct the file")
-    flags |= _windows([kind == "sliding_attention" for kind in kinds], fields.whole("sliding_window", 128))
-    flags |= _experts(fields.whole("num_local_experts", 128), fields.whole("num_experts_per_tok", 4), None)
+    flags |= _windows([kind == "sliding_attention" for kind in kinds], fields.integer("sliding_window", 128))
+    flags |= _experts(fields.integer("num_local_experts", 128), fields.integer("num_experts_per_tok", 4), None)
     return flags | _balancing(fields, 0.9, notes)
 
 
@@ -143,13 +142,13 @@ def _deepseek_v2(fields: Fields, notes: list[str]) -> Flags:
     flags |= {"moe-router-pre-softmax": True}
     flags["moe-router-topk-scaling-factor"] = fields.number("routed_scaling_factor", 1.0)
     method = fields.only("topk_method", "greedy", ("greedy", "group_limited_greedy"), "another choice of experts")
-    groups, reached = fields.whole("n_group", None), fields.whole("topk_group", None)
+    groups, reached = fields.integer("n_group", None), fields.integer("topk_group", None)
     if method == "greedy" or groups in (None, 1):
         return flags
     best = flags["moe-router-topk"] // (reached or 1)
     if best != 1:
         notes.append(f"megatron-core scores a group of experts by its {best} best ones, DeepSeek-V2 by its best one")
-    return flags | {"moe-router-num-groups": groups, "moe-router-group-topk": fields.whole("topk_group")}
+    return flags | {"moe-router-num-groups": groups, "moe-router-group-topk": fields.integer("topk_group")}
 
 
 def _deepseek_v3(fields: Fields, notes: list[str]) -> Flags:
@@ -170,14 +169,14 @@ def _balanced_by_bias(fields: Fields, chosen: int, *, scale: float, groups: int,
     fields.only("norm_topk_prob", True, (True,), "megatron-core normalises sigmoid scores")
     flags: Flags = {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
     flags["moe-router-topk-scaling-factor"] = fields.number("routed_scaling_factor", scale)
-    groups, reached = fields.whole("n_group", groups), fields.whole("topk_group", reached)
+    groups, reached = fields.integer("n_group", groups), fields.integer("topk_group", reached)
     if groups > 1:
         best = chosen // reached
         rule = f"megatron-core scores a group by its {best} best experts, DeepSeek-V3 by two"
         if best != 2:
             raise fields.error("topk_group", reached, rule, "use half of num_experts_per_tok, or n_group 1")
         flags |= {"moe-router-num-groups": groups, "moe-router-group-topk": reached}
-    predicted = fields.whole("num_nextn_predict_layers", 0, least=0)
+    predicted = fields.integer("num_nextn_predict_layers", 0, least=0)
     return flags | ({"mtp-num-layers": predicted} if predicted else {})
 
 
@@ -202,7 +201,7 @@ def _olmoe(fields: Fields, notes: list[str]) -> Flags:
         fields.error("model_type", "olmoe", rule, "tools/predict.py answers with a norm of each head")
     )
     flags |= _biases(everywhere=False) | {"qk-layernorm": True}
-    flags |= _experts(fields.whole("num_experts", 64), fields.whole("num_experts_per_tok", 8), None)
+    flags |= _experts(fields.integer("num_experts", 64), fields.integer("num_experts_per_tok", 8), None)
     flags |= {} if fields.switch("norm_topk_prob", False) else {"moe-router-pre-softmax": True}
     return flags | _balancing(fields, 0.01, notes)
 
@@ -212,8 +211,12 @@ def _dbrx(fields: Fields, notes: list[str]) -> Flags:
     if attention is None or mlp is None:
         absent = "attn_config" if attention is None else "ffn_config"
         raise fields.error(absent, "", "the field is missing", "take the config.json of the published model")
-    heads, positions, dropout = fields.whole("n_heads"), fields.whole("max_seq_len"), fields.number("resid_pdrop", 0.0)
-    groups, theta = attention.whole("kv_n_heads", 1), attention.number("rope_theta", 10000.0)
+    heads, positions, dropout = (
+        fields.integer("n_heads"),
+        fields.integer("max_seq_len"),
+        fields.number("resid_pdrop", 0.0),
+    )
+    groups, theta = attention.integer("kv_n_heads", 1), attention.number("rope_theta", 10000.0)
     if not is_whole(theta):
         raise attention.error("rope_theta", theta, "megatron-core has whole bases", "round it")
     attention.built("clip_qkv", None, (None,), "megatron-core does not clip queries, keys and values")
@@ -228,8 +231,8 @@ def _dbrx(fields: Fields, notes: list[str]) -> Flags:
     normalized = mlp.only("moe_normalize_expert_weights", 1.0, (1.0, None), "another norm of an expert's weights")
     flags: Flags = {
         "num-layers": fields.layers("n_layers"),
-        "hidden-size": fields.whole("d_model"),
-        "ffn-hidden-size": mlp.whole("ffn_hidden_size", 3584),
+        "hidden-size": fields.integer("d_model"),
+        "ffn-hidden-size": mlp.integer("ffn_hidden_size", 3584),
         "num-attention-heads": heads,
         "seq-length": longest_training_sequence(positions),
         "max-position-embeddings": positions,
@@ -239,21 +242,21 @@ def _dbrx(fields: Fields, notes: list[str]) -> Flags:
         "attention-dropout": attention.number("attn_pdrop", 0.0),
         "hidden-dropout": dropout,
         "init-method-std": fields.number("initializer_range", 0.02),
-        "vocab-size": fields.whole("vocab_size"),
+        "vocab-size": fields.integer("vocab_size"),
     }
     flags |= {} if groups == heads else {"group-query-attention": True, "num-query-groups": groups}
     flags |= _biases(everywhere=False) | _untied(fields, False)
-    flags |= _experts(mlp.whole("moe_num_experts", 4), mlp.whole("moe_top_k", 1), None)
+    flags |= _experts(mlp.integer("moe_num_experts", 4), mlp.integer("moe_top_k", 1), None)
     flags |= {} if normalized else {"moe-router-pre-softmax": True}
     balancing = _balancing(mlp, 0.01, notes, "moe_loss_weight")
     for inner in (attention, mlp):
-        inner.get("tie_word_embeddings", None)  # Every class of transformers writes it; these have no embeddings.
+        inner.get("tie_word_embeddings", None)  # Every class of transformers writes it, also without embeddings.
         _finish(inner)
     return flags | balancing
 
 
 def _llama4(fields: Fields, notes: list[str]) -> Flags:
-    """The file of a model that reads images: its text model, in `text_config`."""
+    """The text model (`text_config`) of a multi-modal Llama 4."""
     text = fields.inner("text_config")
     if text is None:
         raise fields.error("text_config", "", "the field is missing", "take the config.json of the published model")
@@ -270,7 +273,7 @@ def _llama4(fields: Fields, notes: list[str]) -> Flags:
 
 
 def _llama4_text(fields: Fields, notes: list[str]) -> Flags:
-    """Llama 4: experts read what their score has scaled, and every fourth layer goes without rotation.
+    """Llama 4: scores scale the experts' input, and every fourth layer has no rotary positions.
 
     In the published models a sequence of up to 8191 tokens is one chunk of attention, whose temperature is 1.
     """
@@ -280,25 +283,25 @@ def _llama4_text(fields: Fields, notes: list[str]) -> Flags:
     layers = fields.layers()
     rule = "megatron-core's norm of queries and keys by their length is not executed here"
     fields.built("use_qk_norm", True, (False,), rule)
-    interval = fields.whole("no_rope_layer_interval", 4)
+    interval = fields.integer("no_rope_layer_interval", 4)
     rotated = fields.get("no_rope_layers", None) or [int((layer + 1) % interval != 0) for layer in range(layers)]
     _require_bits(fields, "no_rope_layers", rotated, layers)
     if not all(rotated):
         rule = "layers without rotation of queries and keys are not executed here"
         fields.unbuilt.append(fields.error("no_rope_layers", f"{layers - sum(rotated)} layers", rule, PREDICT))
     _note_longest(fields, rotated, flags["seq-length"], notes)
-    step = fields.whole("interleave_moe_layer_step", 1)
+    step = fields.integer("interleave_moe_layer_step", 1)
     held = fields.get("moe_layers", None)
     held = list(range(step - 1, layers, step)) if held is None else held
     if not isinstance(held, list) or not all(is_whole(layer) for layer in held):
         raise fields.error("moe_layers", held, "must be a list of layers", "correct the file")
     flags |= _experts(
-        fields.whole("num_local_experts", 16),
-        fields.whole("num_experts_per_tok", 1),
+        fields.integer("num_local_experts", 16),
+        fields.integer("num_experts_per_tok", 1),
         [layer in held for layer in range(layers)],
     )
     width = flags["ffn-hidden-size"]
-    flags |= {"ffn-hidden-size": fields.whole("intermediate_size_mlp", 16384), "moe-ffn-hidden-size": width}
+    flags |= {"ffn-hidden-size": fields.integer("intermediate_size_mlp", 16384), "moe-ffn-hidden-size": width}
     flags |= {"moe-shared-expert-intermediate-size": width, "moe-router-score-function": "sigmoid"}
     fields.only("router_jitter_noise", 0.0, (0.0,), "Hugging Face's code does not read it")
     if flags["moe-router-topk"] > 1:
@@ -313,8 +316,8 @@ def _require_bits(fields: Fields, name: str, bits: Any, layers: int) -> None:
 
 
 def _note_longest(fields: Fields, rotated: Sequence[int], tokens: int, notes: list[str]) -> None:
-    """Say up to which sequence attention in chunks and its temperature are plain attention, which is what runs."""
-    chunk, floor = fields.whole("attention_chunk_size", 8192), fields.whole("floor_scale", 8192)
+    """Note the sequence length up to which chunked attention and its temperature equal plain attention, which runs here."""
+    chunk, floor = fields.integer("attention_chunk_size", 8192), fields.integer("floor_scale", 8192)
     kinds = ["chunked_attention" if bit else "full_attention" for bit in rotated]
     rule = "chunks in other layers than those that rotate are not modelled"
     fields.only("layer_types", kinds, (kinds, None), rule)
@@ -329,30 +332,30 @@ def _note_longest(fields: Fields, rotated: Sequence[int], tokens: int, notes: li
 
 
 def _latent_attention(fields: Fields, notes: list[str]) -> Flags:
-    """DeepSeek's decoder around its attention."""
+    """DeepSeek's decoder with latent attention, without its experts."""
     flags = _decoder(fields, latent=True) | _biases(everywhere=False)
     for name in ("attention_bias", "mlp_bias"):
         fields.only(name, False, (False,), "megatron-core has biases in all linear layers or in none")
-    content, position = fields.whole("qk_nope_head_dim", 128), fields.whole("qk_rope_head_dim", 64)
+    content, position = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
     for name, width in (("qk_head_dim", content + position), ("head_dim", position)):
         fields.only(name, width, (width,), "the widths of a head contradict each other")
-    heads = fields.whole("num_attention_heads")
+    heads = fields.integer("num_attention_heads")
     fields.only("num_key_value_heads", heads, (heads,), "latent attention has no key/value groups")
-    rank = fields.whole("q_lora_rank", None)
+    rank = fields.integer("q_lora_rank", None)
     flags |= {"multi-latent-attention": True, "qk-layernorm": True} | ({} if rank is None else {"q-lora-rank": rank})
-    flags |= {"kv-lora-rank": fields.whole("kv_lora_rank", 512), "v-head-dim": fields.whole("v_head_dim", 128)}
+    flags |= {"kv-lora-rank": fields.integer("kv_lora_rank", 512), "v-head-dim": fields.integer("v_head_dim", 128)}
     flags |= {"qk-head-dim": content, "qk-pos-emb-head-dim": position}
     return flags | rotary_flags(fields, 10000.0, latent=notes)
 
 
 def _deepseek_experts(fields: Fields, dense: int, notes: list[str]) -> Flags:
     """Routed and shared experts; `dense` is the default of first_k_dense_replace."""
-    first, step = fields.whole("first_k_dense_replace", dense, least=0), fields.whole("moe_layer_freq", 1)
+    first, step = fields.integer("first_k_dense_replace", dense, least=0), fields.integer("moe_layer_freq", 1)
     are_moe = [layer >= first and layer % step == 0 for layer in range(fields.layers())]
-    flags = _experts(fields.whole("n_routed_experts"), fields.whole("num_experts_per_tok"), are_moe)
-    width = fields.whole("moe_intermediate_size")
+    flags = _experts(fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok"), are_moe)
+    width = fields.integer("moe_intermediate_size")
     flags |= {"moe-ffn-hidden-size": width, "moe-router-dtype": "fp32"}
-    shared = fields.get("n_shared_experts") and fields.whole("n_shared_experts")
+    shared = fields.get("n_shared_experts") and fields.integer("n_shared_experts")
     flags |= {"moe-shared-expert-intermediate-size": shared * width} if shared else {}
     coefficient = fields.number("aux_loss_alpha", 0.0)
     kind = "seq_aux_loss" if fields.switch("seq_aux", True) else "aux_loss"
@@ -364,20 +367,24 @@ def _gpt2(fields: Fields, notes: list[str]) -> Flags:
     form = fields.only("activation_function", "gelu_new", tuple(forms), "another activation")
     fields.only("scale_attn_weights", True, (True,), "attention scores are scaled")
     fields.only("scale_attn_by_inverse_layer_idx", False, (False,), "attention scores are scaled alike in all layers")
-    positions, hidden, dropout = fields.whole("n_positions"), fields.whole("n_embd"), fields.number("resid_pdrop", 0.1)
+    positions, hidden, dropout = (
+        fields.integer("n_positions"),
+        fields.integer("n_embd"),
+        fields.number("resid_pdrop", 0.1),
+    )
     fields.only("embd_pdrop", 0.1, (dropout,), "megatron-core has one dropout for embedding and residual stream")
     flags = {
-        "num-layers": fields.whole("n_layer"),
+        "num-layers": fields.integer("n_layer"),
         "hidden-size": hidden,
-        "ffn-hidden-size": fields.whole("n_inner", None) or 4 * hidden,
-        "num-attention-heads": fields.whole("n_head"),
+        "ffn-hidden-size": fields.integer("n_inner", None) or 4 * hidden,
+        "num-attention-heads": fields.integer("n_head"),
         "seq-length": longest_training_sequence(positions),
         "max-position-embeddings": positions,
         "norm-epsilon": fields.number("layer_norm_epsilon", 1e-5),
         "attention-dropout": fields.number("attn_pdrop", 0.1),
         "hidden-dropout": dropout,
         "init-method-std": fields.number("initializer_range", 0.02),
-        "vocab-size": fields.whole("vocab_size"),
+        "vocab-size": fields.integer("vocab_size"),
     }
     flags |= {"openai-gelu": True} if forms[form] else {}
     return flags | _untied(fields, True)
@@ -399,18 +406,18 @@ def _decoder(
         head_width: default of head_dim; None stands for hidden size / heads.
         latent: heads are described elsewhere.
     """
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    positions = fields.whole("max_position_embeddings")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    positions = fields.integer("max_position_embeddings")
     flags: Flags = {
         "num-layers": fields.layers(),
         "hidden-size": hidden,
-        "ffn-hidden-size": fields.whole("intermediate_size"),
+        "ffn-hidden-size": fields.integer("intermediate_size"),
         "num-attention-heads": heads,
     }
     if not latent:
-        width = fields.whole("head_dim", head_width)
+        width = fields.integer("head_dim", head_width)
         flags |= {"kv-channels": width} if width not in (None, hidden / heads) else {}
-        groups = fields.whole("num_key_value_heads", key_value_heads)
+        groups = fields.integer("num_key_value_heads", key_value_heads)
         flags |= {"group-query-attention": True, "num-query-groups": groups} if groups not in (None, heads) else {}
     fields.only("hidden_act", "silu", ("silu",), "another activation")
     flags |= {
@@ -422,7 +429,7 @@ def _decoder(
         "attention-dropout": fields.number("attention_dropout", 0.0),
         "hidden-dropout": 0.0,
         "init-method-std": fields.number("initializer_range", 0.02),
-        "vocab-size": fields.whole("vocab_size"),
+        "vocab-size": fields.integer("vocab_size"),
     }
     return flags | _untied(fields, False)
 
@@ -436,7 +443,7 @@ def _untied(fields: Fields, tied: bool) -> Flags:
 
 
 def _experts(number: int, chosen: int, are_moe: Sequence[bool] | None) -> Flags:
-    """Number of experts, experts per token, and which layers have them; None stands for all."""
+    """The flags for the number of experts, experts per token, and the MoE layers; None: all layers."""
     flags: Flags = {"num-experts": number, "moe-router-topk": chosen}
     return flags if are_moe is None or all(are_moe) else flags | {"moe-layer-freq": layer_list(are_moe)}
 
@@ -457,7 +464,7 @@ def _balancing_by(kind: str, coefficient: float) -> Flags:
 
 
 def _windows(are_windowed: Sequence[bool], window: int) -> Flags:
-    """A window of the token itself and those before it, in these layers."""
+    """The flags for a causal window of `window` tokens, the query's own included, in these layers."""
     if not any(are_windowed):
         return {}
     flags: Flags = {"window-size": f"{window - 1},0"}
@@ -469,7 +476,7 @@ def _windows(are_windowed: Sequence[bool], window: int) -> Flags:
 
 
 def layer_list(bits: Sequence[bool]) -> str:
-    """`([0]*3+[1]*58)`: a list of 0 and 1 as the flags write it."""
+    """`([0]*3+[1]*58)`: the form of a list of 0 and 1 in flags."""
     runs: list[tuple[bool, int]] = []
     for bit in bits:
         if runs and runs[-1][0] == bit:
@@ -495,8 +502,8 @@ FAMILIES: Mapping[str, Callable[[Fields, list[str]], Flags]] = {
     "llama": _llama,
     "gpt2": _gpt2,
 }
-"""model_type -> its translation."""
+"""model_type -> the function that translates it."""
 NOT_MODELLED: Mapping[str, str] = {
     "qwen3_next": "its linear-attention layers (Gated DeltaNet) and the gate behind attention are not modelled",
 }
-"""model_type -> the layer that nothing here describes."""
+"""model_type -> its unsupported kind of layer."""

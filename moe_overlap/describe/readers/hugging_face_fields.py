@@ -1,7 +1,7 @@
 """The fields of a Hugging Face config.json, and its rotary positions as flags. Standard library only.
 
-`Fields` remembers which fields were read: one that nobody read is refused, unless it is known to change nothing. Rotary positions
-are written alike by all families: plain, linear, Llama 3's and YaRN.
+`Fields` records which fields are read, and refuses a config with an unread field unless that is known to change nothing. All
+families describe rotary positions in the same way: plain, linear, Llama 3's or YaRN.
 
 Source: modeling_rope_utils.py of transformers 4.57.6; rotary_pos_embedding.py and yarn_rotary_pos_embedding.py of
 megatron-core 0.16.1.
@@ -18,9 +18,9 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import MOST_LAYERS
 
 REQUIRED: Any = object()
-"""Stands in place of a default: the field must be there."""
+"""Marks a required field, in place of a default."""
 PREDICT = "tools/predict.py answers without it"
-"""Remedy where megatron-core has no layer for a field."""
+"""The fix for a field that no layer of megatron-core supports."""
 
 _NO_MATHEMATICS = frozenset(
     # Names, versions and classes; tokens; what a program returns; generation; storage and speed.
@@ -38,7 +38,7 @@ _NO_MATHEMATICS = frozenset(
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens n_ctx "
     "initial_context_length reorder_and_upcast_attn experts_per_token for_llm_compressor".split()
 )
-"""Fields that leave the model as it is: whatever their value, nothing follows from it.
+"""Fields that do not change the model, whatever their value.
 
 `output_router_logits` decides whether Hugging Face adds the balancing loss; here its coefficient does. `pretraining_tp` and
 `reorder_and_upcast_attn` change the order of sums. `initial_context_length` and `experts_per_token` repeat other fields.
@@ -50,8 +50,8 @@ class Fields:
 
     Args:
         values: name -> value, as read.
-        where: the file, and the path inside it, for error messages.
-        unbuilt: list that `built` extends; an object inside another one shares its list.
+        where: the file, and the path inside it, for errors.
+        unbuilt: the list that `built` extends; nested objects share it.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, unbuilt: list[ConfigError] | None = None) -> None:
@@ -60,7 +60,7 @@ class Fields:
         self._read: set[str] = set()
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value; the default where the field is absent.
+        """The value of a field, or the default if it is absent.
 
         Raises:
             ConfigError: the field is absent and has no default.
@@ -70,8 +70,8 @@ class Fields:
             raise self.error(name, "", "the field is missing", "take the config.json of the published model")
         return self.values.get(name, default)
 
-    def whole(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
-        """A whole number of at least `least`; None only where that is the default."""
+    def integer(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
+        """A whole number of at least `least`; None only if that is the default."""
         value = self.get(name, default)
         if value is None and default is None:
             return None
@@ -82,14 +82,14 @@ class Fields:
         return int(value)
 
     def layers(self, name: str = "num_hidden_layers") -> int:
-        """The number of layers, for which lists are made."""
-        count: int = self.whole(name)
+        """The number of layers, at most MOST_LAYERS."""
+        count: int = self.integer(name)
         if count > MOST_LAYERS:
             raise self.error(name, count, f"is more than {MOST_LAYERS}", "correct the file")
         return count
 
     def number(self, name: str, default: Any = REQUIRED) -> Any:
-        """A number; None only where that is the default."""
+        """A number; None only if that is the default."""
         value = self.get(name, default)
         if value is None and default is None:
             return None
@@ -98,14 +98,14 @@ class Fields:
         return value
 
     def switch(self, name: str, default: Any = REQUIRED) -> bool:
-        """The value of a field that is true or false."""
+        """The value of a boolean field."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, _written(value), "must be true or false", "correct the file")
         return value
 
     def inner(self, name: str) -> Fields | None:
-        """The fields of an object inside this one; None where it is absent or null.
+        """The fields of a nested object; None if it is absent or null.
 
         Raises:
             ConfigError: the field is no object.
@@ -118,10 +118,10 @@ class Fields:
         return Fields(value, f"{self.where} {name}", self.unbuilt)
 
     def built(self, name: str, default: Any, allowed: tuple[Any, ...], rule: str) -> Any:
-        """The value of a field that changes what a layer computes, but not its size and hardly its speed.
+        """The value of a field that changes a layer's result, but neither its size nor much of its speed.
 
-        Where megatron-core has no layer for it, training refuses the model, and a prediction goes without and says so: the error
-        is noted in `unbuilt`.
+        If megatron-core has no layer for the value, the error goes to `unbuilt`: training raises it, a prediction prints it as
+        a note.
         """
         value = self.get(name, default)
         if not _is_among(value, allowed):
@@ -129,10 +129,10 @@ class Fields:
         return value
 
     def only(self, name: str, default: Any, allowed: tuple[Any, ...], rule: str) -> Any:
-        """The value, if it is among those this fork can train.
+        """The value of a field that must be one of `allowed`.
 
         Raises:
-            ConfigError: it is another value.
+            ConfigError: it is another value, which this fork cannot train.
         """
         value = self.get(name, default)
         if not _is_among(value, allowed):
@@ -141,14 +141,14 @@ class Fields:
         return value
 
     def error(self, name: str, value: Any, rule: str, fix: str) -> ConfigError:
-        """A mistake in one of the fields."""
+        """The error about a field."""
         return ConfigError(f"{self.where} {name}", value, rule, fix)
 
     def finish(self) -> None:
-        """Check that every field was read, or is known to change nothing.
+        """Check that every field has been read or is known to change nothing.
 
         Raises:
-            ConfigError: a field was not; its meaning is unknown to this fork.
+            ConfigError: a field of unknown meaning.
         """
         unknown = [name for name in self.values if name not in self._read and name not in _NO_MATHEMATICS]
         if unknown:
@@ -157,24 +157,24 @@ class Fields:
 
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether a JSON value is one of some; true is not 1."""
+    """Whether a JSON value is one of `allowed`; true does not equal 1."""
     return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a JSON value is a whole number, also where it is written as 5e5."""
+    """Whether a JSON value is a whole number, including forms such as 5e5."""
     return (
         not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value == int(value)
     )
 
 
 def _written(value: Any) -> str:
-    """A value of the wrong kind: a text in its quotation marks, as "2048" looks like the number that was asked for."""
+    """A value of the wrong type as the file has it: strings in quotation marks, because "2048" would look like a number."""
     return _shown(json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value)
 
 
 def _shown(value: Any) -> str:
-    """The value as the file writes it, shortened."""
+    """A value as the file has it, shortened."""
     text = {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -182,11 +182,11 @@ def _shown(value: Any) -> str:
 # Rotary positions
 
 LONGEST = 4096
-"""Tokens of a sample, where a config.json says only how many positions the model covers."""
+"""Default length of a sample: a config.json has only the number of positions of the model."""
 
 
 def longest_training_sequence(positions: int) -> int:
-    """Default of --seq-length for a model that covers `positions`: a config.json does not say it, a later flag may."""
+    """Default of --seq-length for a model of a config.json with this many positions."""
     return min(positions, LONGEST)
 
 
@@ -198,9 +198,9 @@ def rotary_flags(
     Args:
         base: default of rope_theta.
         scaling: default of rope_scaling.
-        latent: the notes of a model with latent attention, which scales by YaRN only and has its constants built in.
+        latent: the notes of a model with latent attention, which supports YaRN only, with fixed constants; None for other models.
     Raises:
-        ConfigError: a scaling that megatron-core has not, or not with these constants.
+        ConfigError: megatron-core does not support the scaling or its constants.
     """
     rope = fields.inner("rope_parameters") or fields.inner("rope_scaling")
     if rope is None:
@@ -212,11 +212,11 @@ def rotary_flags(
         raise fields.error("rope_theta", theta, "megatron-core has whole bases", "round it")
     kind = rope.get("rope_type", rope.get("type", "default"))
     forms = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-    known = tuple(forms) if latent is None else ("default", "yarn")
-    if kind not in known:
+    supported = tuple(forms) if latent is None else ("default", "yarn")
+    if kind not in supported:
         rule = "this scaling of rotary positions is not in megatron-core"
-        raise rope.error("rope_type", kind, rule, f"known here are {', '.join(known)}")
-    flags = forms[kind](rope, fields.whole("max_position_embeddings"), latent)
+        raise rope.error("rope_type", kind, rule, f"known here are {', '.join(supported)}")
+    flags = forms[kind](rope, fields.integer("max_position_embeddings"), latent)
     rope.finish()
     return {"position-embedding-type": "rope", "rotary-base": int(theta)} | flags
 
@@ -241,7 +241,7 @@ def _llama3(rope: Fields, positions: int, latent: list[str] | None) -> dict[str,
 
 
 def _yarn(rope: Fields, positions: int, latent: list[str] | None) -> dict[str, Any]:
-    """YaRN. Both attention temperatures count together; without them it is 0.1 · ln(factor) + 1, megatron-core's default."""
+    """YaRN. The two attention temperatures are set together; the default is megatron-core's 0.1 · ln(factor) + 1."""
     flags: dict[str, Any] = {"rotary-scaling-factor": rope.number("factor")}
     flags |= {"position-embedding-type": "yarn"} if latent is None else {}
     mscale, all_dimensions = rope.number("mscale", None), rope.number("mscale_all_dim", None)

@@ -1,6 +1,6 @@
-"""A model as flags, read from a file: one of examples/models/*.json, or a Hugging Face config.json. Standard library only.
+"""A model file as flags: one of examples/models/*.json, or a Hugging Face config.json. Standard library only.
 
-The file's keys decide which of the two it is: `flags` stand in the former, `model_type` in the latter (`hugging_face.py`).
+The key `flags` identifies the former, `model_type` the latter (`hugging_face.py`).
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from moe_overlap.describe.readers.hugging_face import flags_of_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFile:
-    """The model that a file describes."""
+    """The model of a file."""
 
     name: str
     flags: Mapping[str, Any]
     """Names without dashes -> a value, a list of values, or true for a switch."""
     notes: tuple[str, ...]
-    """Lines that say where megatron-core computes otherwise than the source of the file."""
+    """Lines on differences between megatron-core's computation and that of the file's source."""
     dtype: str | None = None
-    """The type of a config.json's weights, as `bfloat16`: the precision of a run where nothing else says one."""
+    """The type of a config.json's weights, such as `bfloat16`: the default precision of a run."""
     is_config: bool = False
-    """Whether it is a config.json, which says how many positions the model covers and not how long samples are."""
+    """Whether it is a config.json, which has the number of positions of the model but not the length of samples."""
 
     @property
     def arguments(self) -> list[str]:
-        """The flags as arguments of a command line."""
+        """The flags as command-line arguments."""
         return [argument for flag, values in flags_with_values(self.flags) for argument in (flag, *values)]
 
 
 def read_model(path: str, subject: str = "--model", *, is_predicted: bool = False) -> ModelFile:
-    """Read the model that a file describes.
+    """Read the model of a file.
 
     Args:
         path: a JSON file with `flags`, or a config.json with `model_type`.
-        subject: the flag that names the file, for errors about the file itself.
-        is_predicted: whether the model is only priced: layers that are as large without what nothing here computes become notes.
+        subject: the flag with the path, for errors about the file itself.
+        is_predicted: whether the model is only predicted, not trained: features that megatron-core lacks but that hardly change
+            the cost of a layer then become notes instead of errors.
     Raises:
-        ConfigError: the file cannot be read, is of neither kind, or describes what cannot be trained here.
+        ConfigError: the file cannot be read, has neither key, or describes a model that this fork cannot train.
     """
     file = Path(path)
     if file.is_dir():
@@ -66,11 +67,11 @@ def read_model(path: str, subject: str = "--model", *, is_predicted: bool = Fals
 
 
 def flags_with_values(flags: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Each flag as it is written on a command line, with its values; a switch has none."""
+    """Each flag with its values as command-line arguments; a switch has no values."""
     written = []
     for name, value in flags.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
-        written.append((f"--{name}", [str(each) for each in values]))
+        written.append((f"--{name}", [str(item) for item in values]))
     return written
 
 
@@ -93,6 +94,6 @@ def _own(values: Mapping[str, Any], path: str) -> ModelFile:
 
 
 def _name_of_config(values: Mapping[str, Any], file: Path) -> str:
-    """The published name where the file has it, else that of its folder or its own."""
+    """The published name in the file; without one, the name of the folder (for config.json) or of the file."""
     published = str(values.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
     return printable(published) or (file.resolve().parent.name if file.stem == "config" else file.stem)

@@ -1,12 +1,12 @@
-"""Flags of a run that is only predicted: a prediction is about any release of Megatron-LM, training about the pinned one.
+"""Flags of a predicted run: predictions accept flags of any release of Megatron-LM, training only those of the pinned release.
 
 `read` sorts the arguments of a command line before `megatron.training` parses them:
-    modelled        sharding by FSDP, which this fork does not execute: a prediction prices its ZeRO level (`zero_level`)
-    not modelled    flags that a price does not know yet: they stay out of it, and the answer lists them with what they change
-    no cost         files, data and learning rates of newer releases: left out without a word, they change no second of a step
-    replaced        a choice that the pinned release lacks: the nearest one that it has is priced, and the answer says so
-Flags that ask for another model or another program stay in the arguments, so that the parser refuses them with its reason. A
-flag that no release knows stays there, too.
+    modelled        sharding by FSDP, which this fork does not execute: predictions include its ZeRO level (`zero_level`)
+    not modelled    flags whose effect predictions ignore: the answer lists them with the effect
+    no cost         files, data and learning rates of newer releases: removed silently, because they do not change a step
+    replaced        a choice that the pinned release lacks: the nearest choice is priced, and the answer says so
+Flags that select another model or program are kept, so that the parser refuses them with its reason. Flags that no release knows
+are kept as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Flags = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Changes of seconds or bytes by flags that no price knows."""
+    """The effect on seconds or bytes of flags that predictions ignore."""
 
     change: str
     patterns: tuple[str, ...]
@@ -136,16 +136,16 @@ EFFECTS = (
         "padded-vocab-size *-pad-vocab-size",
     ),
 )
-"""The first pattern that fits a flag counts."""
+"""The first pattern that matches a flag counts."""
 MODELLED = (
     "--use-megatron-fsdp",
     "--cpu-offloading-num-layers",
     "--optimizer-cpu-offload",
     "--optimizer-offload-fraction",
 )
-"""Flags that training refuses and a prediction prices, the optimizer's on the host in part: see `EFFECTS`."""
+"""Flags that training refuses and predictions price (--optimizer-cpu-offload only in part: see `EFFECTS`)."""
 AFTER_THE_TABLE = ("--chunked-optimizer-state-offload", "--optimizer-state-offload-chunk-size-mb")
-"""Flags of published recipes whose release of Megatron-LM is newer than the table of upstream's flags."""
+"""Flags of published recipes for releases of Megatron-LM newer than the table of upstream's flags."""
 NO_COST = (
     "--head-lr-mult",
     "--no-weight-decay-cond-type",
@@ -154,7 +154,7 @@ NO_COST = (
     "--moe-router-quantile-balancing-ema",
     "--fake-process-group",
 )
-"""Flags that training refuses and that change no second and no byte of a step."""
+"""Flags that training refuses and that change neither seconds nor bytes of a step."""
 STAND_INS: Mapping[tuple[str, str], tuple[str | None, str]] = MappingProxyType(
     {
         **{
@@ -179,24 +179,24 @@ STAND_INS: Mapping[tuple[str, str], tuple[str | None, str]] = MappingProxyType(
         ("--dist-ckpt-strictness", "return_all"): (None, ""),
     }
 )
-"""Flag and choice that training refuses -> the choice that is priced (None: the flag changes no price), and what that misses."""
+"""Flag and choice that training refuses -> the choice priced in its place (None: the flag has no cost), and the inaccuracy."""
 
 _STRATEGY, _CONTEXT = "--data-parallel-sharding-strategy", "--cp-comm-type"
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """Strategy of FSDP -> ZeRO level."""
 CONTEXT_KINDS = ("p2p", "a2a", "allgather", "all_gather", "a2a+p2p")
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Tokenizer whose vocabulary is part of its definition -> its size."""
+"""Tokenizer with a fixed vocabulary -> its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A command line, sorted.
+    """A sorted command line.
 
     Attributes:
-        arguments: what `megatron.training` parses.
-        flags: all flags that were written, with their values.
-        assumed: sentences on what was taken for what the flags say otherwise, or do not say.
+        arguments: the arguments for the parser of `megatron.training`.
+        flags: all flags of the command line, with their values.
+        assumed: sentences on assumptions that replace a flag's value or fill in a missing one.
     """
 
     arguments: tuple[str, ...]
@@ -205,28 +205,28 @@ class Reading:
 
 
 def read(arguments: Sequence[str]) -> Reading:
-    """Sort the arguments of a command line, files already expanded; nothing is checked but what is sorted out."""
+    """Sort the arguments of a command line with files already expanded. Checks only flags that it removes."""
     flags = grouped(arguments)
-    kept: list[str] = []
+    parsed: list[str] = []
     assumed: list[str] = []
     for name, values in _in_order(arguments):
         stand_in = STAND_INS.get((name, values[0])) if len(values) == 1 else None
         if stand_in is not None:
             chosen, missed = stand_in
-            kept += [] if chosen is None else [name, chosen]
+            parsed += [] if chosen is None else [name, chosen]
             assumed += [f"{name} {values[0]}: {missed}"] if missed else []
         elif not _left_out(name, values):
-            kept += [name, *values] if name else values
-    return Reading(tuple(kept), flags, tuple(dict.fromkeys(assumed)))
+            parsed += [name, *values] if name else values
+    return Reading(tuple(parsed), flags, tuple(dict.fromkeys(assumed)))
 
 
 def grouped(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Flags and their values; the last mention counts."""
+    """Flag -> its values; the last mention counts."""
     return {name: values for name, values in _in_order(arguments) if name}
 
 
 def _in_order(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Every mention of a flag with its values; values in front of the first flag have the empty name."""
+    """Every mention of a flag with its values; values before the first flag have the empty name."""
     mentions: list[tuple[str, tuple[str, ...]]] = []
     for argument in arguments:
         if argument.startswith("--"):
@@ -241,27 +241,27 @@ def _in_order(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def not_modelled(flags: Flags) -> tuple[str, ...]:
-    """The flags that change seconds or bytes and that no price knows, in the order of `EFFECTS`."""
+    """The flags whose effect on seconds or bytes predictions ignore, in the order of `EFFECTS`."""
     upstream = load_upstream_flags()
     unpriced = dict.fromkeys(flag for effect in EFFECTS for flag in flags if _fits(flag, effect.patterns))
     return tuple(flag for flag in unpriced if flag not in upstream or not upstream[flag].is_default(flags[flag]))
 
 
 def effect_of(flag: str) -> str:
-    """The change that a flag makes which is not modelled; empty where that is not known."""
+    """The effect of a flag that is not modelled; empty if unknown."""
     return next((effect.change for effect in EFFECTS if _fits(flag, effect.patterns)), "")
 
 
 @functools.cache
 def _left_out(name: str, values: tuple[str, ...]) -> bool:
-    """Whether a flag that training refuses is priced, not modelled, or without cost, so that the parser must not see it."""
+    """Whether to remove a flag that training refuses, because predictions price it, ignore it, or it has no cost."""
     if name in AFTER_THE_TABLE:
         return True
     upstream = load_upstream_flags().get(name)
     if upstream is None or without_effect_reason(name) or awaited(name) or refusal(name) is None:
         return False
     if any(not upstream.reads(value) or (upstream.choices and value not in upstream.choices) for value in values):
-        return False  # The parser says what is wrong with the value.
+        return False  # The parser reports the wrong value.
     return _fits(name, (*MODELLED, *NO_COST)) or bool(effect_of(name))
 
 
@@ -275,7 +275,7 @@ def is_sharded_by_fsdp(flags: Flags) -> bool:
 
 
 def zero_level(flags: Flags) -> int:
-    """Sharding of the states over the data ranks: what FSDP's strategy says, else 1 with the distributed optimizer and 0 without.
+    """ZeRO level of the states: from FSDP's strategy, otherwise 1 with the distributed optimizer and 0 without.
 
     Raises:
         ConfigError: not a strategy of FSDP.
@@ -289,14 +289,14 @@ def zero_level(flags: Flags) -> int:
 
 
 def require_context_heads(flags: Flags, context: int, key_value_heads: int) -> None:
-    """Refuse an all-to-all between context ranks that cannot deal out the heads.
+    """Refuse all-to-alls between context ranks if the ranks do not divide the heads.
 
     Args:
         context: ranks that share a sequence.
         key_value_heads: of one tensor-parallel rank.
     Raises:
-        ConfigError: not a kind of communication, or there are more ranks than heads, or the ranks do not divide them.
-    Source: Transformer Engine, attention with context parallelism: `a2a` hands every context rank whole heads.
+        ConfigError: an unknown kind of communication, or the ranks do not divide the heads.
+    Source: Transformer Engine, attention with context parallelism: `a2a` distributes full heads over the context ranks.
     """
     kinds = flags.get(_CONTEXT, ())
     for kind in kinds:
@@ -304,7 +304,7 @@ def require_context_heads(flags: Flags, context: int, key_value_heads: int) -> N
             raise ConfigError(_CONTEXT, kind, "unknown choice", f"use {one_of(CONTEXT_KINDS)}")
     sizes = flags.get("--hierarchical-context-parallel-sizes", ())
     for kind in kinds if context > 1 else ():
-        # The inner one of two levels is the all-to-all; without sizes upstream refuses, so all ranks are taken.
+        # Of two levels the inner one is the all-to-all. Without sizes, which upstream refuses, it spans all ranks.
         inner = int(sizes[0]) if kind == "a2a+p2p" and sizes and sizes[0].isdigit() else context
         if kind.startswith("a2a") and (inner == 0 or key_value_heads % inner):
             rule = f"{inner} context ranks cannot deal out the {key_value_heads} key-value heads of a tensor rank"
@@ -312,16 +312,16 @@ def require_context_heads(flags: Flags, context: int, key_value_heads: int) -> N
 
 
 def assumed_vocabulary(tokenizer: str | None, file: str | None) -> tuple[int, str] | None:
-    """The vocabulary of a tokenizer whose files are not here, and the sentence that says so; None where nothing tells it.
+    """The assumed size of a vocabulary whose files are missing, and a sentence on the assumption; None if there is no hint.
 
     Args:
-        tokenizer: of --tokenizer-type; None with a --vocab-file is GPT-2's.
-        file: of --tokenizer-model.
+        tokenizer: value of --tokenizer-type; None means GPT-2's, which needs no type.
+        file: value of --tokenizer-model.
     """
     name = tokenizer or "GPT2BPETokenizer"
     size, why = VOCABULARIES.get(name), f"the size of every {name}"
     if size is None and file is not None:
-        # Files of vocabularies carry their size in thousands: nemotron_2_256k.model.
+        # Names of vocabulary files may contain the size in thousands: nemotron_2_256k.model.
         thousands = re.search(
             r"(?<![0-9A-Za-z])([0-9]{1,6})k(?![0-9A-Za-z])", PurePosixPath(file).stem.replace("_", "-")
         )

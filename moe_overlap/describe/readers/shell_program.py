@@ -1,4 +1,4 @@
-"""Which command of a shell script trains: the Python program that it starts, and the flags behind it. Standard library only."""
+"""The training command of a shell script: the Python program that it starts, and its flags. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from moe_overlap.describe.errors import ConfigError
 
 UNKNOWN = re.compile("\0(\\d+)\0")
-"""The mark of a value that is not known inside a text, with its number."""
+"""The mark of an unknown value inside a text, with its number."""
 _TRAINS = re.compile(r"train|finetune|run_\w+\.py")
 _OTHERS = frozenset("echo printf mkdir cd cp mv rm ls ln cat grep sed awk chmod touch tee test source . [".split())
-"""Commands that start no program, whatever their arguments look like."""
+"""Commands that never start a training program, whatever their arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Command:
 
     @property
     def num_gpus(self) -> int | None:
-        """Nodes times processes of each, as torchrun is told."""
+        """Nodes times processes per node, from torchrun's flags; None if they are missing or unknown."""
         nodes, processes = 1, None
-        words = [part for word in self.launcher for part in word.split("=", 1)]
-        for name, value in zip(words, words[1:], strict=False):
+        tokens = [part for word in self.launcher for part in word.split("=", 1)]
+        for name, value in zip(tokens, tokens[1:], strict=False):
             if name.replace("_", "-") in ("--nnodes", "--nproc-per-node"):
                 if not re.fullmatch(r"\d{1,7}", value):
                     return None
@@ -36,40 +36,41 @@ class Command:
         return None if processes is None else nodes * processes
 
 
-def inner_script(words: list[str], document: str) -> str | None:
-    """The script that a command hands to a shell: `... bash -c "SCRIPT"`, or `sbatch` and `bash` with a here-document."""
-    for place, word in enumerate(words):
+def inner_script(tokens: list[str], document: str) -> str | None:
+    """The script that a command passes to a shell: `... bash -c "SCRIPT"`, or a here-document of `sbatch` or `bash`; else
+    None."""
+    for place, word in enumerate(tokens):
         if re.search(r"(^|/)(ba|z|da)?sh$", word):
-            option = words[place + 1 : place + 2]
+            option = tokens[place + 1 : place + 2]
             if option and re.fullmatch(r"-\w*c", option[0]):
-                return " ".join(words[place + 2 : place + 3])
+                return " ".join(tokens[place + 2 : place + 3])
             return document if document and (not option or option[0] == "-s") else None
-    return document if document and words[0] == "sbatch" else None
+    return document if document and tokens[0] == "sbatch" else None
 
 
-def started(line: int, words: list[str]) -> Command | None:
-    """The Python program that a command starts, with its flags; None where it starts none."""
-    if words[0] in _OTHERS:
+def started(line: int, tokens: list[str]) -> Command | None:
+    """The Python program that a command starts, with its flags; None if it starts none."""
+    if tokens[0] in _OTHERS:
         return None
     launches = ""
-    for place, word in enumerate(words):
+    for place, word in enumerate(tokens):
         name = word.rpartition("/")[2]
         if re.fullmatch(r"python[\d.]*|torchrun", name):
             launches = name
-        elif word == "-m" and launches and words[place + 1 : place + 2]:
-            module = words[place + 1]
+        elif word == "-m" and launches and tokens[place + 1 : place + 2]:
+            module = tokens[place + 1]
             if not module.startswith("torch.distributed."):
-                return Command(line, tuple(words[:place]), module, tuple(words[place + 2 :]))
-        elif word.endswith(".py") and (launches or place == 0 or "srun" in words[:place] or UNKNOWN.search(word)):
-            return Command(line, tuple(words[:place]), word, tuple(words[place + 1 :]))
+                return Command(line, tuple(tokens[:place]), module, tuple(tokens[place + 2 :]))
+        elif word.endswith(".py") and (launches or place == 0 or "srun" in tokens[:place] or UNKNOWN.search(word)):
+            return Command(line, tuple(tokens[:place]), word, tuple(tokens[place + 1 :]))
     return None
 
 
 def training_command(commands: list[Command], source: str) -> Command:
-    """The command that trains.
+    """The training command.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: there is none, or there are several different ones.
     """
     trains = [command for command in commands if _TRAINS.search(command.program)] or commands
     if not trains:

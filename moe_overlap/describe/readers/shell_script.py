@@ -1,14 +1,14 @@
-"""The flags that a shell script hands to a training program, without running it. Standard library only.
+"""The flags that a shell script passes to a training program, found without running the script. Standard library only.
 
-1. shell_syntax.py reads the script as a tree of commands.
-2. `_Follower` goes through it from top to bottom and keeps the values of variables, arrays and functions. A condition is decided
-   where the values in it decide it. Where files or commands decide, and inside loops, the variables that are set become unknown.
-3. shell_program.py takes the training command, `torchrun ... pretrain_gpt.py`, `python -m NAME` or either inside
+1. shell_syntax.py parses the script into a tree of commands.
+2. `_Follower` walks through the tree from top to bottom and records the values of variables, arrays and functions. It evaluates
+   conditions over known values. If a condition depends on files or commands, and inside loops, assigned variables become unknown.
+3. shell_program.py picks the training command: `torchrun ... pretrain_gpt.py`, `python -m NAME`, or either inside
    `bash -c "..."`; the words after the program are the flags.
 
-An unknown value is kept as a mark inside the text, and is an error with its line only if it reaches a flag: `$(hostname)` in a
-path of logs hurts nobody. A variable that the script never sets comes from outside; without a value it stays as `${NAME}`, and is
-reported. Flags and their values that share the quotes of an array's element, as in `ARGS+=("--split '99,1,0'")`, are split.
+An unknown value is kept as a mark inside the text and is an error, with its line, only if it reaches a flag: `$(hostname)` in the
+path of a log is harmless. A variable that the script never sets comes from the environment; without a value it stays `${NAME}`
+and is reported. A flag and its value inside the same quotes, as in `ARGS+=("--split '99,1,0'")`, are split.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from moe_overlap.describe.readers.shell_tree import (
 from moe_overlap.describe.readers.shell_values import Expansion, TooLong, Unknown, Values, blank_split
 
 MOST_SCRIPT_BYTES = 1 << 18
-"""Bytes of the longest script that is read; those of large jobs have some ten thousand."""
+"""Longest script, in bytes; scripts of large jobs have about ten thousand."""
 _MOST_CALLS = 8
-"""Functions, `eval` and `bash -c` inside each other."""
+"""Most nested calls of functions, `eval` and `bash -c`."""
 _MOST_COMMANDS = 100_000
-"""Commands that are followed, those of functions at every call."""
+"""Most commands that are followed; those of a function count at every call."""
 _SETTING = frozenset(("read", "mapfile", "readarray", "getopts", "let"))
-"""Commands of the shell that set the variables they name."""
+"""Shell commands that set the variables in their arguments."""
 _ENVIRONMENTS = re.compile(r"(?:activate|\.bashrc|profile|conda\.sh|setvars\.sh|/init/\w+)$")
-"""Files that are read to find programs and libraries, not for the settings of a job."""
+"""Sourced files that set up programs and libraries, not the settings of a job."""
 VARIABLE = re.compile(r"\$\{\w+\}")
-"""The `${NAME}` that is left where a script expects a variable from outside."""
+"""The form of an unresolved variable from the environment in the flags."""
 _HEADER = re.compile(r"^#SBATCH\s+(--nodes|-N|--ntasks-per-node)(?:=|\s+)(\d{1,9})\s*(?:#.*)?$", re.MULTILINE)
 
 
 class _Return(Exception):
-    """A `return` that is certainly executed: the function ends."""
+    """A `return` that is executed unconditionally: the function ends."""
 
 
 class _Exit(Exception):
-    """An `exit` that is certainly executed: the script, or the inner one, ends.
+    """An `exit` that is executed unconditionally: the script or inner script ends.
 
     Attributes:
         line: of the `exit`.
-        empty: variables without a value that conditions before it have read.
+        empty: variables without a value that earlier conditions have read.
     """
 
     def __init__(self, line: int, empty: Iterable[str]) -> None:
@@ -81,8 +81,8 @@ class ScriptFlags:
 
     Attributes:
         arguments: the flags and their values.
-        unresolved: variables in them that the script gives no value.
-        num_gpus: nodes times processes per node; None where the command does not say them.
+        unresolved: variables in the flags without a value.
+        num_gpus: nodes times processes per node; None if the command does not have them.
     """
 
     arguments: tuple[str, ...]
@@ -94,17 +94,17 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
     """Read the flags of a script.
 
     Args:
-        environment: values of variables that the script expects from outside; they win over its own.
-        source: the script's name, for the error.
+        environment: values of variables from the environment; they override assignments in the script.
+        source: the script's name, for errors.
     Raises:
-        ConfigError: the text is no script; no command with a Python program, or several; a value in it that cannot be known; a
-            script that is too long, or becomes so with its variables filled in.
+        ConfigError: the text is no script; it has no training command, or several; a flag has an unknown value; the script is too
+            long, before or after expansion.
     """
     if len(text) > MOST_SCRIPT_BYTES:
         raise ConfigError(source, "", f"has more than {MOST_SCRIPT_BYTES >> 10} KiB", "give the script of a job")
     follower = _Follower(environment, source, _of_slurm(text))
     try:
-        # Marks of unknown values stand between NULs; what the user's own text has of them is dropped once, here.
+        # Marks of unknown values are delimited by NULs, so NULs in the script itself are removed first.
         nodes = parse_script(text.replace("\0", ""))
         follower.assigned |= set(_assigned(nodes))
         follower.follow(nodes)
@@ -135,28 +135,28 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
 
 
 class _Follower(Expansion):
-    """Goes through a script's commands and keeps what they assign.
+    """Walks through a script's commands and records their assignments.
 
     Args:
-        environment: values that win over the script's own.
+        environment: values that override assignments in the script.
         source: the script's name, for errors.
-        given: values that hold until the script assigns others.
+        defaults: initial values, which the script may reassign.
     """
 
-    def __init__(self, environment: Mapping[str, str], source: str, given: Mapping[str, str]) -> None:
-        super().__init__(environment, given)
+    def __init__(self, environment: Mapping[str, str], source: str, defaults: Mapping[str, str]) -> None:
+        super().__init__(environment, defaults)
         self.commands: list[Command] = []
         self._source = source
         self._functions: dict[str, tuple[Node, ...]] = {}
         self._calls = 0
         self._followed = 0
         self._locals: dict[str, Values | None] | None = None
-        """Values that local variables of the function that is followed hide; None outside of functions."""
+        """Values shadowed by local variables of the current function; None outside of functions."""
 
     # Commands
 
     def follow(self, nodes: Iterable[Node]) -> None:
-        """Follow commands in their order."""
+        """Follow commands in order."""
         for node in nodes:
             self._follow(node)
 
@@ -169,7 +169,7 @@ class _Follower(Expansion):
                 self._simple(node)
             case Pipeline():
                 for command in node.commands:
-                    # Each part of a pipeline is a shell of its own.
+                    # Each command of a pipeline runs in a subshell.
                     self._inside(command, is_subshell=len(node.commands) > 1)
             case AndOr():
                 self._and_or(node)
@@ -194,7 +194,7 @@ class _Follower(Expansion):
                 pass
 
     def _inside(self, node: Node, is_subshell: bool) -> None:
-        """Follow a command; what a subshell sets and where it exits is its own."""
+        """Follow a command; a subshell's assignments and `exit` do not affect the outer shell."""
         values = dict(self._values)
         try:
             self._follow(node)
@@ -205,7 +205,7 @@ class _Follower(Expansion):
             self._values = values
 
     def _without_knowing(self, line: int, nodes: Iterable[Node]) -> None:
-        """Follow commands that may be executed or not."""
+        """Follow commands of which it is unknown whether they are executed."""
         outer, self._undecided = self._undecided, line if self._undecided is None else self._undecided
         self.follow(nodes)
         self._undecided = outer
@@ -215,7 +215,7 @@ class _Follower(Expansion):
         self._follow(node.first)
         for operator, other in node.rest:
             if holds is None:
-                # What follows a command, as in `cd src && torchrun ...`, is executed unless the command fails.
+                # In `cd src && torchrun ...` the second command is executed unless the first one fails.
                 expected = (
                     operator == "&&" and not isinstance(node.first, Condition | Arithmetic) and not _is_test(node.first)
                 )
@@ -257,66 +257,66 @@ class _Follower(Expansion):
 
     def _simple(self, node: Simple) -> None:
         self.line = node.line
-        words = self.fields(node.words)
-        name = words[0] if words else ""
-        if not words or name in DECLARING:
+        tokens = self.fields(node.tokens)
+        name = tokens[0] if tokens else ""
+        if not tokens or name in DECLARING:
             for assignment in node.assignments:
                 self._declare(name, assignment.name)
                 self._assign(assignment)
-            for word in words[1:]:
+            for word in tokens[1:]:
                 self._declare(name, word)
         elif name in self._functions:
-            self._call_function(self._functions[name], tuple(words[1:]))
+            self._call_function(self._functions[name], tuple(tokens[1:]))
         elif name in ("return", "exit"):
             if self._undecided is None:
                 raise _Return if name == "return" else _Exit(node.line, self.empty)
-        elif name in ("set", "unset", "shift", "source", ".") or name in _SETTING or words[:2] == ["printf", "-v"]:
-            self._built_in(node.line, words)
+        elif name in ("set", "unset", "shift", "source", ".") or name in _SETTING or tokens[:2] == ["printf", "-v"]:
+            self._built_in(node.line, tokens)
         elif name == "eval":
-            self._call(parse_script(" ".join(self.fields(node.words[1:], is_read_again=True))))
+            self._call(parse_script(" ".join(self.fields(node.tokens[1:], is_read_again=True))))
         elif name.startswith("-"):
             rule = f"begins with {printable(UNKNOWN.sub('…', name), 40)}, which is no command"
             fix = "end the line before with a backslash, without a comment between them"
             raise ConfigError(f"{self._source} line {node.line}", "", rule, fix)
-        elif (inner := inner_script(words, self.text(node.document))) is not None:
+        elif (inner := inner_script(tokens, self.text(node.document))) is not None:
             self._call(parse_script(inner), is_shell=True)
         else:
-            command = started(node.line, words)
+            command = started(node.line, tokens)
             self.commands += [] if command is None else [command]
 
-    def _built_in(self, line: int, words: list[str]) -> None:
-        """A command of the shell that changes variables."""
-        name, names = words[0], [word for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", word)]
+    def _built_in(self, line: int, tokens: list[str]) -> None:
+        """Follow a built-in command that changes variables."""
+        name, names = tokens[0], [word for word in tokens[1:] if re.fullmatch(r"[A-Za-z_]\w*", word)]
         if name == "unset":
-            for each in names:
+            for variable in names:
                 if self._undecided is None:
-                    self._values.pop(each, None)
-                    self.assigned.add(each)
+                    self._values.pop(variable, None)
+                    self.assigned.add(variable)
                 else:
-                    self.assign(each, (self.unknown(line, each),))
+                    self.assign(variable, (self.unknown(line, variable),))
         elif name == "set":
-            if "--" in words:
-                values = tuple(words[words.index("--") + 1 :])
+            if "--" in tokens:
+                values = tuple(tokens[tokens.index("--") + 1 :])
                 self._arguments = values if self._undecided is None else (self.unknown(line, "@"),)
         elif name == "shift":
-            count = int(words[1]) if words[1:] and re.fullmatch(r"\d{1,4}", words[1]) else 1
+            count = int(tokens[1]) if tokens[1:] and re.fullmatch(r"\d{1,4}", tokens[1]) else 1
             self._arguments = None if self._arguments is None else self._arguments[count:]
         elif name in ("source", "."):
-            # What another file sets is not known: neither what is set already, nor what comes from outside.
-            file = "".join(words[1:2])
-            for each in () if _ENVIRONMENTS.search(file) else self._values:
-                rule = f"reads {printable(UNKNOWN.sub('…', file), 40)}, which may set ${{{each}}}"
-                self.assign(each, (self.mark(Unknown(line, each, rule)),))
+            # A sourced file may set any variable: assigned ones and those from the environment become unknown.
+            file = "".join(tokens[1:2])
+            for variable in () if _ENVIRONMENTS.search(file) else self._values:
+                rule = f"reads {printable(UNKNOWN.sub('…', file), 40)}, which may set ${{{variable}}}"
+                self.assign(variable, (self.mark(Unknown(line, variable, rule)),))
         elif name == "printf":
-            rule = f"sets ${{{words[2]}}} by printf, which cannot be read without running it" if words[2:] else ""
+            rule = f"sets ${{{tokens[2]}}} by printf, which cannot be read without running it" if tokens[2:] else ""
             for variable in names[:1]:
                 self.assign(variable, (self.mark(Unknown(line, variable, rule)),))
         else:
-            for each in [*names, *(["REPLY", "MAPFILE"] if not names else []), *_changed(" ".join(words[1:]))]:
-                self.assign(each, (self.unknown(line, each),))
+            for variable in [*names, *(["REPLY", "MAPFILE"] if not names else []), *_changed(" ".join(tokens[1:]))]:
+                self.assign(variable, (self.unknown(line, variable),))
 
     def _declare(self, command: str, name: str) -> None:
-        """Note what a variable of a function hides."""
+        """Record the value that a local variable of a function shadows."""
         if command in ("local", "declare", "typeset") and self._locals is not None:
             self._locals.setdefault(name, self._values.get(name))
 
@@ -334,10 +334,10 @@ class _Follower(Expansion):
                 self._values[name] = values
 
     def _call(self, nodes: tuple[Node, ...], is_shell: bool = False) -> None:
-        """Follow commands inside others.
+        """Follow the commands of a function, `eval` or inner script.
 
         Args:
-            is_shell: they are a shell of their own, whose `exit` ends nothing else.
+            is_shell: whether they run in a separate shell, whose `exit` does not end the outer one.
         """
         if self._calls == _MOST_CALLS:
             raise TooLong
@@ -366,34 +366,34 @@ class _Follower(Expansion):
             values = (*before, *values)
         elif assignment.appends:
             values = ((before[0] if before else "") + values[0], *before[1:])
-        # `A+=x` copies A at each of its lines.
+        # Each `A+=x` copies A.
         self.spend(sum(map(len, values)))
         self.assign(name, values)
 
     # Conditions
 
     def _holds(self, node: Node) -> bool | None:
-        """Whether a condition holds; None where files, commands or other forms of test decide."""
+        """Whether a condition holds; None if it depends on files, commands or unsupported tests."""
         match node:
-            case Simple() if not node.assignments and node.words:
-                words = self.fields(node.words, is_condition=True)
-                if words in (["true"], ["false"]):
-                    return words == ["true"]
-                closed = words[:1] == ["["] and words[-1:] == ["]"]
-                if not closed and words[:1] != ["test"]:
+            case Simple() if not node.assignments and node.tokens:
+                tokens = self.fields(node.tokens, is_condition=True)
+                if tokens in (["true"], ["false"]):
+                    return tokens == ["true"]
+                closed = tokens[:1] == ["["] and tokens[-1:] == ["]"]
+                if not closed and tokens[:1] != ["test"]:
                     return None
-                words = words[1 : -1 if closed else None]
-                # Between single brackets the right side of = is no pattern.
-                plain = [
-                    escape(word) if place and words[place - 1] in ("=", "==", "!=") else word
-                    for place, word in enumerate(words)
+                tokens = tokens[1 : -1 if closed else None]
+                # In single brackets the right side of = is no pattern.
+                patterns = [
+                    escape(word) if place and tokens[place - 1] in ("=", "==", "!=") else word
+                    for place, word in enumerate(tokens)
                 ]
-                return compared(plain)
+                return compared(patterns)
             case Condition():
                 items = list[str]()
                 for item in node.items:
                     text = item if isinstance(item, str) else self.text(item, is_condition=True)
-                    # Quoted, the right side of == is no pattern.
+                    # A quoted right side of == is no pattern.
                     is_plain = isinstance(item, Word) and item.has_quotes and items[-1:] in (["="], ["=="], ["!="])
                     items.append(escape(text) if is_plain else text)
                 return compared(items)
@@ -419,26 +419,26 @@ class _Follower(Expansion):
 
 
 def _changed(text: str) -> list[str]:
-    """Variables that an expression of `(( ))` or `let` may set."""
-    found = re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|<<=|>>=|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)", text)
-    return [first or second for first, second in found]
+    """Variables that an expression in `(( ))` or `let` may set."""
+    matches = re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|<<=|>>=|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)", text)
+    return [first or second for first, second in matches]
 
 
 def _of_slurm(text: str) -> dict[str, str]:
-    """The variables that Slurm sets for a batch script, by its header."""
-    given = {("nodes" if name == "-N" else name.lstrip("-")): value for name, value in _HEADER.findall(text)}
-    nodes, tasks = given.get("nodes"), given.get("ntasks-per-node")
+    """The variables that Slurm sets for a batch script with this header."""
+    options = {("nodes" if name == "-N" else name.lstrip("-")): value for name, value in _HEADER.findall(text)}
+    nodes, tasks = options.get("nodes"), options.get("ntasks-per-node")
     values = {} if nodes is None else {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes}
     return values if tasks is None else {**values, "SLURM_NTASKS_PER_NODE": tasks}
 
 
 def _assigned(nodes: Iterable[Node]) -> Iterator[str]:
-    """Variables that commands assign, in whatever branch."""
+    """Variables that commands assign, in any branch."""
     for node in nodes:
         match node:
             case Simple():
                 yield from (assignment.name for assignment in node.assignments)
-                defaults = (piece for word in node.words for piece in word.pieces if isinstance(piece, Parameter))
+                defaults = (piece for word in node.tokens for piece in word.pieces if isinstance(piece, Parameter))
                 yield from (piece.name for piece in defaults if piece.operator in ("=", ":="))
             case Pipeline():
                 yield from _assigned(node.commands)
@@ -457,7 +457,7 @@ def _assigned(nodes: Iterable[Node]) -> Iterator[str]:
 
 
 def _is_test(node: Node) -> bool:
-    return isinstance(node, Simple) and bool(node.words) and node.words[0].plain in ("[", "test")
+    return isinstance(node, Simple) and bool(node.tokens) and node.tokens[0].plain in ("[", "test")
 
 
 def _line_of(node: Node) -> int | None:
@@ -465,5 +465,5 @@ def _line_of(node: Node) -> int | None:
 
 
 def _parts(word: str) -> list[str]:
-    """A flag and its value that share the quotes of an array's element, apart."""
+    """A word as flag and value if it contains both, such as "--split '99,1,0'"; else the word alone."""
     return blank_split(word) if re.match(r"--\S+\s", word) else [word]

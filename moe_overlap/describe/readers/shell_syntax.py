@@ -1,11 +1,11 @@
-"""The syntax of a shell script as a tree of commands, without values. Standard library only.
+"""Parser of shell scripts: from text to a tree of commands, without values. Standard library only.
 
-Contract: `parse_script` reads what launch scripts are written in: quotation of all kinds, `${...}` with its operators, `$(...)`,
+Contract: `parse_script` supports the syntax of launch scripts: all kinds of quotation, `${...}` with its operators, `$(...)`,
 `$((...))`, arrays, comments, continued lines, redirections, here-documents, `&&`, `||`, pipelines, groups, `if`, `case`, loops,
-functions, `[[ ]]` and `(( ))`. What it cannot read raises `SyntaxProblem` with the line. It takes time linear in the text.
+functions, `[[ ]]` and `(( ))`. Anything else raises `SyntaxProblem` with the line. The time is linear in the length of the text.
 
-One liberty is taken. A comment on a line of its own within a continued command ends that command in a shell; launch scripts have
-such comments to switch flags off, so the command goes on behind them.
+One difference from a shell: a comment line within a continued command ends the command in a shell. Launch scripts comment out
+flags in this way, so here the command continues after the comment.
 
 Source: POSIX.1-2017, Shell Command Language, sections 2.2 to 2.10; the Bash manual for arrays, `[[` and `((`.
 """
@@ -37,15 +37,15 @@ from moe_overlap.describe.readers.shell_tree import (
 )
 
 MOST_NESTED = 40
-"""Commands inside commands; a launch script has five."""
+"""Most levels of nested commands; a launch script has about five."""
 
 
 class SyntaxProblem(Exception):
-    """A place in a script that is not read.
+    """A syntax error, or unsupported syntax.
 
     Args:
         line: its number, from 1.
-        rule: what is wrong there.
+        rule: what is wrong.
     """
 
     def __init__(self, line: int, rule: str) -> None:
@@ -55,7 +55,7 @@ class SyntaxProblem(Exception):
 
 DECLARING: Final = frozenset(("export", "declare", "local", "readonly", "typeset"))
 OPERATORS: Final = (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#")
-"""Operators of `${NAME...}`, longest first where one begins with another; others are not followed."""
+"""Supported operators of `${NAME...}`; an operator comes before its prefixes."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,9}|[@*#?$!-]")
 _ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]\n]*\])?(\+?)=")
 _FUNCTION = re.compile(
@@ -69,10 +69,10 @@ _CLOSING = frozenset(("then", "do", "done", "fi", "elif", "else", "esac", "}"))
 
 
 def parse_script(text: str) -> tuple[Node, ...]:
-    """Read a script.
+    """Parse a script.
 
     Raises:
-        SyntaxProblem: quotation or brackets stay open, or a keyword stands where none can.
+        SyntaxProblem: a quotation or bracket is not closed, or a keyword is misplaced.
     """
     parser = _Parser(text.replace("\r\n", "\n"))
     nodes = parser.commands(frozenset())
@@ -82,17 +82,17 @@ def parse_script(text: str) -> tuple[Node, ...]:
 
 
 class _Parser:
-    """Reads a text from left to right; every method leaves the place behind what it read."""
+    """Parses a text from left to right; every method advances `_place` past the text that it has read."""
 
     def __init__(self, text: str, line: int = 1) -> None:
         self._text, self._place, self._nested = text, 0, 0
         self._counted, self._lines = 0, line
         self._behind: dict[int, int] = {}
-        """Place of a line end -> the place behind the here-documents that follow it."""
+        """Place of a line end -> the place after the here-documents that follow it."""
 
     @property
     def line(self) -> int:
-        """The number of the line that is being read; places only grow, so each line end is counted once."""
+        """The number of the current line. Each line end is counted once, because places only increase."""
         if self._place > self._counted:
             self._lines += self._text.count("\n", self._counted, self._place)
             self._counted = self._place
@@ -100,7 +100,7 @@ class _Parser:
 
     @property
     def at_end(self) -> bool:
-        """Whether everything is read."""
+        """Whether the text is read to its end."""
         return self._place >= len(self._text)
 
     @property
@@ -111,7 +111,7 @@ class _Parser:
     # Commands
 
     def commands(self, stops: frozenset[str]) -> tuple[Node, ...]:
-        """Commands up to one of the keywords or operators of `stops`, which is left to the caller."""
+        """Commands up to one of the keywords or operators in `stops`, which the caller reads."""
         self._nested += 1
         if self._nested > MOST_NESTED:
             raise SyntaxProblem(self.line, f"is nested more than {MOST_NESTED} deep")
@@ -128,7 +128,7 @@ class _Parser:
         return tuple(nodes)
 
     def _separators(self) -> None:
-        """Skip what stands between commands: blanks, comments, line ends, `;` and `&`."""
+        """Skip separators of commands: blanks, comments, line ends, `;` and `&`."""
         while True:
             self._blanks()
             if self._is_next("\n"):
@@ -195,23 +195,23 @@ class _Parser:
 
     def _simple(self) -> Simple:
         """Assignments, words and redirections up to the end of a command."""
-        line, assignments, words = self.line, list[Assignment](), list[Word]()
+        line, assignments, tokens = self.line, list[Assignment](), list[Word]()
         document: Word | None = None
         while True:
-            is_redirected, given = self._redirection()
+            is_redirected, here_document = self._redirection()
             if is_redirected:
-                document = given or document
+                document = here_document or document
                 continue
             if self.at_end or self._text[self._place] in "\n;&|()":
                 break
-            may_assign = not words or words[0].plain in DECLARING
+            may_assign = not tokens or tokens[0].plain in DECLARING
             assigned = _ASSIGNED.match(self._text, self._place) if may_assign else None
             if assigned is not None:
                 self._place = assigned.end()
                 assignments.append(self._assignment(assigned))
             else:
-                words.append(self._word())
-        return Simple(line, tuple(assignments), tuple(words), document)
+                tokens.append(self._word())
+        return Simple(line, tuple(assignments), tuple(tokens), document)
 
     def _assignment(self, assigned: re.Match[str]) -> Assignment:
         line, (name, subscript, sign) = self.line, assigned.groups()
@@ -234,7 +234,7 @@ class _Parser:
         return Assignment(line, name, bool(sign), tuple(values), is_array, subscript is not None)
 
     def _redirection(self) -> tuple[bool, Word | None]:
-        """Whether a redirection was read, and the here-document that it names."""
+        """Whether a redirection was read, and its here-document, if any."""
         self._blanks()
         match = _REDIRECTION.match(self._text, self._place)
         if match is None or self._text.startswith(("<(", ">("), match.start()):
@@ -245,7 +245,7 @@ class _Parser:
         return True, self._document(target, sign == "<<-") if sign in ("<<", "<<-") else None
 
     def _document(self, target: Word, strips: bool) -> Word:
-        """The here-document behind the line that is being read; the parser jumps over it when it reads the line's end."""
+        """The here-document after the current line; the parser skips it when it reads the line end."""
         end = "".join(piece.text for piece in target.pieces if isinstance(piece, Text))
         line_end = self._text.find("\n", self._place)
         place, lines = self._behind.get(line_end, line_end + 1) if line_end >= 0 else len(self._text), list[str]()
@@ -364,10 +364,10 @@ class _Parser:
     # Words
 
     def _word(self, is_pattern: bool = False) -> Word:
-        """A word up to a blank or an operator; empty where there is none.
+        """A word up to a blank or an operator; an empty word if there is none.
 
         Args:
-            is_pattern: a regular expression of `[[ =~ ]]`, whose brackets belong to it.
+            is_pattern: whether it is a regular expression of `[[ =~ ]]`, which may contain operators and brackets.
         """
         pieces, line, has_quotes, begin = list[Piece](), self.line, False, self._place
         text, ends = self._text, frozenset(" \t\n") if is_pattern else _ENDS
@@ -394,7 +394,7 @@ class _Parser:
             elif text.startswith("$'", self._place) or text.startswith('$"', self._place):
                 self._place += 1
                 if letter == "$" and text[self._place] == "'" and "\\" in self._ahead_to("'"):
-                    pieces.append(Substitution(f"printf {self._upto(chr(39))}"))  # Escapes are not worked out.
+                    pieces.append(Substitution(f"printf {self._upto(chr(39))}"))  # Escapes are not evaluated.
             elif letter in "$`":
                 pieces.append(self._expansion(is_quoted=False))
             else:
@@ -405,16 +405,17 @@ class _Parser:
         return Word(line, tuple(pieces), has_quotes)
 
     def _escaped(self) -> list[Piece]:
-        """Text behind a backslash; a line that goes on adds nothing."""
+        """The character after a backslash; a continued line adds nothing."""
         letter = self._text[self._place + 1 : self._place + 2]
         self._place += 2
         return [] if letter == "\n" else [Text(letter)]
 
     def _quoted(self, ends: str = '"') -> list[Piece]:
-        """The inside of double quotes, or with `}` the argument of `${NAME:-...}`, and the closing character.
+        """The content of double quotes, or with `}` the argument of `${NAME:-...}`; also reads the closing character.
 
         Args:
-            ends: the closing character; "" for a here-document, whose quotes are plain characters, up to the text's end.
+            ends: the closing character; "" for a here-document, which ends with the text and in which quotes are plain
+                characters.
         """
         pieces, line = list[Piece](), self.line
         while True:
@@ -467,13 +468,13 @@ class _Parser:
         if name is None:
             self._place += 1
             return Text("$")
-        # Of $12 the shell reads $1.
+        # A shell reads $12 as $1 followed by 2.
         ends = begin + 2 if name[0].isdigit() else name.end()
         self._place = ends
         return Parameter(text[begin + 1 : ends], None, "", None, is_quoted)
 
     def _braced(self, is_quoted: bool) -> Parameter:
-        """The inside of `${...}` and its bracket."""
+        """The content of `${...}`, and the closing bracket."""
         self._nested += 1
         if self._nested > MOST_NESTED:
             raise SyntaxProblem(self.line, f"is nested more than {MOST_NESTED} deep")
@@ -504,7 +505,7 @@ class _Parser:
     # Characters
 
     def _balanced(self, close: str, rule: str) -> str:
-        """The text up to the bracket that closes one before the place, over brackets and quotes in between."""
+        """The text up to the closing bracket `close`, which is read as well; nested brackets and quotes are skipped."""
         begin, line, depth, text = self._place, self.line, 0, self._text
         while not self.at_end:
             letter = text[self._place]
@@ -518,24 +519,24 @@ class _Parser:
                     self._place += 2 if text[self._place] == "\\" else 1
                 self._place += 1
             elif depth == 0 and text.startswith(close, self._place):
-                found = text[begin : self._place]
+                content = text[begin : self._place]
                 self._place += len(close)
-                return found
+                return content
             else:
                 depth += (letter == "(") - (letter == ")")
                 self._place += 1
         raise SyntaxProblem(line, rule)
 
     def _upto(self, quote: str) -> str:
-        """The text between two quotes, the first of which stands at the place."""
+        """The text between the quote at the current place and the next one."""
         close = self._text.find(quote, self._place + 1)
         if close < 0:
             raise SyntaxProblem(self.line, "opens a quotation that is not closed")
-        found, self._place = self._text[self._place + 1 : close], close + 1
-        return found
+        content, self._place = self._text[self._place + 1 : close], close + 1
+        return content
 
     def _backquoted(self) -> str:
-        """The text between backquotes, in which a backslash may stand before another backquote."""
+        """The text between backquotes; a backslash escapes a backquote."""
         begin = self._place + 1
         for match in re.compile(r"\\.|`", re.DOTALL).finditer(self._text, begin):
             if match[0] == "`":
@@ -544,7 +545,7 @@ class _Parser:
         raise SyntaxProblem(self.line, "opens a backquote that is not closed")
 
     def _ahead_to(self, quote: str) -> str:
-        """The text up to the next quote behind the one at the place."""
+        """The text between the quote at the current place and the next one, without reading it; empty if there is no next one."""
         close = self._text.find(quote, self._place + 1)
         return self._text[self._place + 1 : close] if close >= 0 else ""
 
@@ -552,14 +553,14 @@ class _Parser:
         return self._text.startswith(text, self._place)
 
     def _keyword(self) -> str | None:
-        """The plain word at the place, if it could be a keyword; the place stays."""
+        """The word at the current place if it could be a keyword, without reading it."""
         match = _KEYWORD.match(self._text, self._place)
         if match is None or self._text[match.end() : match.end() + 1] not in ("", *_ENDS):
             return None
         return match[0]
 
     def _take(self, keyword: str, line: int | None = None) -> None:
-        """Read a keyword that must stand here."""
+        """Read a required keyword."""
         self._blanks()
         if self._keyword() != keyword:
             rule = f"lacks {keyword}" if line is None else f"begins a command that lacks {keyword}"
@@ -567,7 +568,7 @@ class _Parser:
         self._place += len(keyword)
 
     def _blanks(self) -> None:
-        """Skip blanks, continued lines with the comments behind them, and a comment up to its line's end."""
+        """Skip blanks, line continuations with the comment lines after them, and a comment up to its line end."""
         text = self._text
         while True:
             while text.startswith((" ", "\t"), self._place):
@@ -591,5 +592,5 @@ class _Parser:
             self._blanks()
 
     def _line_end(self) -> None:
-        """Read a line end and the here-documents behind it."""
+        """Read a line end and the here-documents after it."""
         self._place = self._behind.get(self._place, self._place + 1)

@@ -1,4 +1,4 @@
-"""The commands of a shell script as a tree, as shell_syntax.py reads them: words with their quotation, and no values."""
+"""The syntax tree of a shell script, the output of shell_syntax.py: commands of words with their quotation, without values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Parameter:
     """`$NAME`, `${NAME}`, `${NAME[@]}` or `${NAME operator argument}`.
 
     Attributes:
-        subscript: what stands in `[ ]`; None without it.
-        operator: one of `OPERATORS`; "" for the plain value, "?" for one that is not followed.
-        is_quoted: whether it stands in double quotes, where its value is not split into words.
+        subscript: the text in `[ ]`; None without it.
+        operator: one of `OPERATORS`, "" for the plain value, "length" for `${#NAME}`, "not followed" for an unsupported one.
+        is_quoted: whether it is in double quotes, so that its value is not split into words.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """`$((...))`; the variables in it stand with or without `$`."""
+    """`$((...))`; its variables have a `$` or not."""
 
     text: str
 
@@ -51,7 +51,7 @@ class Word:
     """Text that becomes one or several words of a command.
 
     Attributes:
-        has_quotes: whether a part of it is quoted, so that it is a word even where it is empty.
+        has_quotes: whether a part of it is quoted, so that it is a word even if it is empty.
     """
 
     line: int
@@ -60,7 +60,7 @@ class Word:
 
     @property
     def plain(self) -> str | None:
-        """The text of a word without quotes and variables, such as a keyword; None of another word."""
+        """The text of a word without quotes and variables, such as a keyword; None for other words."""
         if self.has_quotes or any(not isinstance(piece, Text) for piece in self.pieces):
             return None
         return "".join(piece.text for piece in self.pieces if isinstance(piece, Text))
@@ -71,7 +71,7 @@ class Assignment:
     """`NAME=value`, `NAME+=value` or `NAME=(value ...)`.
 
     Attributes:
-        values: the one word of a plain variable, or the words of an array.
+        values: the single word of a variable, or the words of an array.
         is_element: whether it sets one element, `NAME[3]=value`.
     """
 
@@ -85,15 +85,16 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Simple:
-    """A command with its words, without redirections.
+    """A simple command, without its redirections.
 
     Attributes:
-        document: the here-document that it reads; None where it reads none.
+        tokens: the command's name and arguments, before expansion.
+        document: its here-document, if any.
     """
 
     line: int
     assignments: tuple[Assignment, ...]
-    words: tuple[Word, ...]
+    tokens: tuple[Word, ...]
     document: Word | None
 
 
@@ -115,7 +116,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Commands joined by `|`; `!` in front turns the status over."""
+    """Commands joined by `|`; a leading `!` negates the status."""
 
     commands: tuple[Node, ...]
     is_negated: bool
@@ -126,7 +127,7 @@ class AndOr:
     """Pipelines joined by `&&` and `||`.
 
     Attributes:
-        rest: the operator in front of each further pipeline, and the pipeline.
+        rest: the other pipelines, each with the operator before it.
     """
 
     first: Node
@@ -161,7 +162,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that is defined, not called."""
+    """The definition of a function."""
 
     name: str
     body: tuple[Node, ...]
@@ -169,7 +170,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`{ ...; }`, or `( ... )`, whose assignments end with it."""
+    """`{ ...; }`, or the subshell `( ... )`, whose assignments are local."""
 
     body: tuple[Node, ...]
     is_subshell: bool

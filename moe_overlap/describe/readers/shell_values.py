@@ -1,7 +1,7 @@
-"""The values of a script's variables, and words with everything filled in as a shell would fill it. Standard library only.
+"""The values of a script's variables, and the expansion of words as a shell does it. Standard library only.
 
-A value that nobody can know without running the script is kept as a mark inside the text (`UNKNOWN`), with line and reason;
-it hurts only where it reaches a flag. A variable without a value stays a mark as well, of what the script expects from outside.
+A value that only running the script could reveal becomes a mark inside the text (`UNKNOWN`), with line and reason; it is an error
+only in a flag. A variable without a value, which the script expects from its environment, becomes a mark as well.
 
 Source: POSIX.1-2017, Shell Command Language, section 2.6, word expansions.
 """
@@ -20,26 +20,26 @@ from moe_overlap.describe.readers.shell_program import UNKNOWN
 from moe_overlap.describe.readers.shell_tree import Parameter, Substitution, Sum, Text, Word
 
 _MOST_FILLED = 1 << 22
-"""Characters that all expansions of a script may make: `A=$A$A` in 40 lines would make 2⁴⁰."""
+"""Most characters of all expansions of a script: `A=$A$A` in 40 lines would produce 2⁴⁰."""
 _MOST_CUT = 4096
-"""Characters of a value from whose ends a pattern is cut."""
+"""Most characters of a value in `${value%pattern}` and similar."""
 _BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
 
 Values = tuple[str, ...]
-"""The elements of an array, or the one value of a plain variable."""
+"""The elements of an array, or the single value of a variable."""
 
 
 class TooLong(Exception):
-    """A script whose text grows without end while its variables are filled in."""
+    """A script whose expansions exceed a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A value that is not known.
+    """An unknown value.
 
     Attributes:
-        name: of the variable, or the text of a command.
-        rule: why it cannot be known; "" for a variable from outside.
+        name: the variable, or the text of a command.
+        rule: why it is unknown; "" for a variable from the environment.
     """
 
     line: int
@@ -48,30 +48,30 @@ class Unknown:
 
 
 class Expansion:
-    """Variables, and the words that are made with them.
+    """The variables of a script, and the expansion of its words.
 
     Args:
-        environment: values that win over the script's own.
-        given: values that hold until the script assigns others.
+        environment: values that override assignments in the script.
+        defaults: initial values, which the script may reassign.
     """
 
-    def __init__(self, environment: Mapping[str, str], given: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], defaults: Mapping[str, str]) -> None:
         self.line = 1
         self.unknowns: list[Unknown] = []
         self.assigned: set[str] = set()
-        """Variables that the script assigns somewhere: before that they are empty, not from outside."""
+        """Variables that the script assigns somewhere; before the assignment they are empty, not from the environment."""
         self._environment = environment
-        self._values: dict[str, Values] = {name: (value,) for name, value in {**given, **environment}.items()}
+        self._values: dict[str, Values] = {name: (value,) for name, value in {**defaults, **environment}.items()}
         self._arguments: Values | None = None
-        """Those of the function that is followed; None outside of functions."""
+        """Arguments of the current function; None outside of functions."""
         self._undecided: int | None = None
-        """The line of the condition or loop, around what is followed, that cannot be decided."""
+        """Line of the outermost condition or loop around the current command whose outcome is unknown."""
         self._filled = 0
         self.empty: dict[str, None] = {}
-        """Variables without a value that conditions have read, in order."""
+        """Variables without a value that conditions have read, in order; the values are None."""
 
     def assign(self, name: str, values: Values) -> None:
-        """Set a variable; inside what may be executed or not it becomes unknown."""
+        """Set a variable; to an unknown value if it is unknown whether the assignment is executed."""
         if name in self._environment:
             return
         if self._undecided is not None:
@@ -80,17 +80,18 @@ class Expansion:
 
     # Words
 
-    def fields(self, words: Iterable[Word], is_condition: bool = False, is_read_again: bool = False) -> list[str]:
-        """The words of a command with everything filled in and split.
+    def fields(self, tokens: Iterable[Word], is_condition: bool = False, is_read_again: bool = False) -> list[str]:
+        """The words of a command after expansion and splitting.
 
         Args:
-            is_read_again: `eval` parses the words once more, so quotes inside a variable's value stay in place.
+            is_condition: whether they are a condition, in which a variable without a value is empty.
+            is_read_again: whether `eval` parses the result again, so that quotes inside values are kept.
         """
         split = str.split if is_read_again else blank_split
-        return [field for word in words for field in self._split(word, is_condition, split)]
+        return [field for word in tokens for field in self._split(word, is_condition, split)]
 
     def _split(self, word: Word, is_condition: bool, split: Callable[[str], list[str]]) -> list[str]:
-        """The fields of one word: values that stand outside quotes are split at blanks, elements of quoted arrays apart."""
+        """The fields of one word: unquoted values are split at blanks, quoted arrays into their elements."""
         if not word.has_quotes and any(isinstance(piece, Text) and _BRACES.search(piece.text) for piece in word.pieces):
             return [self.no_value("".join(piece.text for piece in word.pieces if isinstance(piece, Text)))]
         fields = list[str]()
@@ -110,7 +111,7 @@ class Expansion:
         return fields if open_field is None else [*fields, open_field]
 
     def text(self, word: Word | None, is_condition: bool = False) -> str:
-        """A word with everything filled in, not split, as in an assignment."""
+        """A word after expansion, without splitting, as in an assignment."""
         return "" if word is None else "".join(self._piece(piece, is_condition) for piece in word.pieces)
 
     def _piece(self, piece: Text | Parameter | Substitution | Sum, is_condition: bool) -> str:
@@ -137,31 +138,31 @@ class Expansion:
         operator, argument = piece.operator.removeprefix(":"), piece.argument
         is_empty = values is None or (piece.operator.startswith(":") and not any(values))
         if operator == "":
-            found = values
+            result = values
         elif operator in "-=":
-            found = (self.text(argument, is_condition),) if is_empty else values
-            if operator == "=" and is_empty and found is not None:
-                self.assign(name, found)
+            result = (self.text(argument, is_condition),) if is_empty else values
+            if operator == "=" and is_empty and result is not None:
+                self.assign(name, result)
         elif operator == "+":
-            found = () if is_empty else (self.text(argument, is_condition),)
+            result = () if is_empty else (self.text(argument, is_condition),)
         elif operator == "?":
-            found = values
+            result = values
         elif operator == "length" and values is not None and not UNKNOWN.search("".join(values)):
-            found = (str(len(values) if piece.subscript else len("".join(values))),)
+            result = (str(len(values) if piece.subscript else len("".join(values))),)
         elif operator in ("#", "##", "%", "%%") and values is not None:
             cut = tuple(_cut(value, operator, self.text(argument, is_condition)) for value in values)
-            found = tuple(value if value is not None else self.no_value(f"${{{shown}{operator}...}}") for value in cut)
+            result = tuple(value if value is not None else self.no_value(f"${{{shown}{operator}...}}") for value in cut)
         else:
             return (self.no_value(f"${{{shown}{'' if operator == 'not followed' else operator}...}}"),)
-        if is_condition and not any(found or ()) and name not in self.assigned:
+        if is_condition and not any(result or ()) and name not in self.assigned:
             self.empty[name] = None
-        if found is None:
-            found = () if is_condition or name in self.assigned else (self.mark(Unknown(self.line, name, "")),)
-        self.spend(sum(map(len, found)))
-        return found
+        if result is None:
+            result = () if is_condition or name in self.assigned else (self.mark(Unknown(self.line, name, "")),)
+        self.spend(sum(map(len, result)))
+        return result
 
     def _value_of(self, name: str, is_condition: bool) -> Values | None:
-        """The values of a variable; None for one that has none yet."""
+        """The values of a variable; None if it has none."""
         if name in ("@", "*"):
             return self._arguments or ()
         if name.isdigit() and name != "0" and self._arguments is not None:
@@ -171,7 +172,7 @@ class Expansion:
         return self._values.get(name)
 
     def sum(self, text: str, is_condition: bool = False) -> int | None:
-        """The value of an expression in whole numbers; None where it is not known."""
+        """The value of an expression in whole numbers; None if it is unknown."""
 
         def number(match: re.Match[str]) -> str:
             values = self._value_of(match[1], is_condition)
@@ -185,11 +186,11 @@ class Expansion:
     # Unknown values
 
     def unknown(self, line: int, name: str) -> str:
-        """The mark of a variable that a condition or loop sets."""
+        """The mark of a variable that is set under a condition or in a loop."""
         return self.mark(Unknown(line, name, f"decides ${{{name}}}, and cannot be read without running it"))
 
     def no_value(self, shown: str) -> str:
-        """The mark of an expansion that nothing but a shell can make."""
+        """The mark of an expansion that only a shell can evaluate."""
         shown = printable(UNKNOWN.sub("…", shown), 60)
         return self.mark(Unknown(self.line, shown, f"has {shown}, which cannot be read without running it"))
 
@@ -198,10 +199,10 @@ class Expansion:
         return f"\0{len(self.unknowns) - 1}\0"
 
     def spend(self, characters: int) -> None:
-        """Count the characters that expansions make.
+        """Count the characters of expansions.
 
         Raises:
-            TooLong: they are too many.
+            TooLong: there are more than _MOST_FILLED.
         """
         self._filled += characters
         if self._filled > _MOST_FILLED:
@@ -209,13 +210,13 @@ class Expansion:
 
 
 def _is_all_elements(word: Word) -> bool:
-    """Whether a word is "${A[@]}" or "$@" and nothing else: of no elements it makes no word."""
+    """Whether a word is just "${A[@]}" or "$@", which gives no word if there are no elements."""
     (piece, *others) = word.pieces or (Text(""),)
     return not others and isinstance(piece, Parameter) and (piece.subscript == "@" or piece.name == "@")
 
 
 def blank_split(value: str) -> list[str]:
-    """A value split at blanks. Quotes in it count as in `eval` and `bash -c`, since launch scripts are written for either."""
+    """A value split at blanks. Quotes inside it group words, as in `eval` and `bash -c`, which launch scripts often use."""
     if "'" in value or '"' in value:
         try:
             return shlex.split(value)
@@ -225,12 +226,12 @@ def blank_split(value: str) -> list[str]:
 
 
 def _cut(value: str, operator: str, pattern: str) -> str | None:
-    """`${value%pattern}` and the like: the shortest or longest match goes from one end; None where that is not known."""
+    """`${value%pattern}` and similar: the value without the shortest or longest match at one end; None if that is unknown."""
     if UNKNOWN.search(value + pattern) or len(value) > _MOST_CUT:
         return None
     ends = range(len(value) + 1)
     if operator.startswith("#"):
-        kept = [value[end:] for end in ends if fnmatchcase(value[:end], pattern)]
+        remainders = [value[end:] for end in ends if fnmatchcase(value[:end], pattern)]
     else:
-        kept = [value[:end] for end in reversed(ends) if fnmatchcase(value[end:], pattern)]
-    return value if not kept else kept[-1] if len(operator) == 2 else kept[0]
+        remainders = [value[:end] for end in reversed(ends) if fnmatchcase(value[end:], pattern)]
+    return value if not remainders else remainders[-1] if len(operator) == 2 else remainders[0]

@@ -1,13 +1,12 @@
-"""The flags of upstream Megatron-LM: what they are, and the answer to those that configure nothing in this fork.
+"""The flags of upstream Megatron-LM, and how this fork treats those that it does not implement.
 
-A generated table (upstream_flags.json) knows every flag by name. A flag that is no field of our configuration has one of three
-fates, each with a stated reason:
-    without effect   it chooses a faster implementation of the same mathematics, concerns logging, files or robustness, or is a
-                     setting of a feature that is refused by its own flag
-    awaited          megatron-core 0.16.1 can do it and this fork does not execute it yet: a dry run accepts it, a start
+A generated table (upstream_flags.json) lists every flag. A flag that is no field of this fork's configuration belongs to one of
+three groups, with a reason:
+    without effect   it selects a faster implementation of the same mathematics, concerns logging, files or robustness, or is a
+                     setting of a feature whose own flag is refused
+    awaited          megatron-core 0.16.1 supports it, but this fork does not execute it yet: a dry run accepts it, a start
                      refuses it
-    refused          it asks for other mathematics than megatron-core 0.16.1 has, for another program, or for a sharding that
-                     plans do
+    refused          it selects mathematics that megatron-core 0.16.1 lacks, another program, or a sharding that plans decide
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ class UpstreamFlag:
     in_head_2026_08: bool
 
     def is_default(self, values: tuple[str, ...]) -> bool:
-        """Whether these values leave the flag at upstream's default, or switch its feature off."""
+        """Whether these values are upstream's default, or switch the feature off."""
         if self.kind == "BooleanOptional":
             return self.names[0].startswith("--no-")
         if self.kind != "Store":
             return False
         if self.default in (None, "False", "[]"):
             return values in ((), ("0",), ("none",), ("None",))
-        given = values[0] if len(values) == 1 else str(list(values))
-        return given == self.default or _same_number(given, self.default)
+        text = values[0] if len(values) == 1 else str(list(values))
+        return text == self.default or _same_number(text, self.default)
 
     def reads(self, text: str) -> bool:
-        """Whether upstream's parser reads this value: numbers are checked, other types are not; `${...}` is its user's."""
+        """Whether upstream's parser accepts a value. Only numbers are checked; `${...}` is a variable of the user's shell."""
         if self.type not in ("int", "float") or text.startswith("$"):
             return True
         try:
@@ -59,9 +58,9 @@ class UpstreamFlag:
         return True
 
 
-def _same_number(left: str, right: str) -> bool:
+def _same_number(first: str, second: str) -> bool:
     try:
-        return float(left) == float(right)
+        return float(first) == float(second)
     except ValueError:
         return False
 
@@ -90,7 +89,7 @@ def _row(row: list[object]) -> UpstreamFlag:
     )
 
 
-# Fates. Names are patterns (`fnmatch`); the first group that matches a flag decides, in this order.
+# Groups. Names are patterns (`fnmatch`); the first group that matches a flag decides, in this order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,32 +345,32 @@ DROPPED = {
     "--expert-parallel": "use --expert-model-parallel-size N",
     "--num-layers-per-stage": "use --num-layers-per-virtual-pipeline-stage",
 }
-"""Flags of older releases of upstream, which its parser no longer knows -> advice."""
+"""Flags that newer releases of upstream have removed -> advice."""
 DROPPED_CHOICES = {("--moe-token-dispatcher-type", "alltoall_seq"): "use alltoall"}
-"""Choices of older releases of upstream -> advice."""
+"""Choices that newer releases of upstream have removed -> advice."""
 
 
 def without_effect_reason(name: str) -> str | None:
-    """The reason why an upstream flag is accepted without effect; None if it is not."""
+    """Why an upstream flag is accepted without effect; None if it is not."""
     group = _first(WITHOUT_EFFECT, name)
     return group.reason if group else None
 
 
 def awaited(name: str) -> str | None:
-    """The feature behind an upstream flag that a dry run accepts and a start refuses; None if it is no such flag."""
+    """The feature of an upstream flag that a dry run accepts and a start refuses; None for other flags."""
     group = _first(AWAITED, name)
     return group.reason if group else None
 
 
 @functools.cache
 def refusal(name: str) -> tuple[str, str] | None:
-    """Reason and fix of an upstream flag that is refused."""
+    """Reason and fix for a refused upstream flag; None for other flags."""
     group = _first(REFUSED, name)
     return (group.reason, group.fix or _DROP) if group else None
 
 
 def choice_refusal(name: str, value: str) -> str | None:
-    """The reason why this fork lacks a choice that upstream has; None where it does not."""
+    """Why this fork lacks a choice of upstream; None if it has the choice."""
     return CHOICES.get((name, value)) or CHOICE_GROUPS.get(name)
 
 
