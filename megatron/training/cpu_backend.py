@@ -1,9 +1,8 @@
 """Stand-ins for CUDA, so that megatron-core runs on a machine without it.
 
-megatron-core asks torch.cuda for devices, streams and generators in places that a CPU run reaches too. `install()` answers
-those calls, each listed below with the caller it is for, and replaces the few functions of megatron-core that touch CUDA
-generators or split sizes directly. Call it before megatron.core is imported. It refuses to run where CUDA is there, so
-nothing is ever patched on a GPU machine.
+megatron-core asks torch.cuda for devices, streams and generators in places that a CPU run reaches too. `install()` replaces
+those calls, each listed below with its callers, and the few functions of megatron-core that touch CUDA generators or split sizes
+directly. Call it before megatron.core is imported. It refuses to run on a machine with CUDA, so GPU runs are never patched.
 
 Callers are megatron-core 0.16.1 files, relative to `megatron/core/`.
 """
@@ -25,7 +24,7 @@ _CUDA_TYPE_NAMES = {
 
 
 class HostStream:
-    """A stream of a machine that has only one: every stream equals every other, waiting is already over."""
+    """A stream of a machine with only one: every stream equals every other, and nothing is left to wait for."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostStream)
@@ -34,13 +33,13 @@ class HostStream:
         return 0
 
     def wait_stream(self, stream: HostStream) -> None:
-        """Nothing runs beside the host."""
+        """Nothing to wait for."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing runs beside the host."""
+        """Nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing runs beside the host."""
+        """Nothing to wait for."""
 
     def record_event(self, event: object = None) -> HostEvent:
         """An event that has already happened."""
@@ -70,7 +69,7 @@ def is_needed() -> bool:
 
 
 def install() -> None:
-    """Answer megatron-core's CUDA calls on this process. Idempotent.
+    """Replace megatron-core's CUDA calls in this process. Idempotent.
 
     Raises:
         RuntimeError: CUDA is available, or megatron.core was imported before.
@@ -111,7 +110,7 @@ def _answer_torch_cuda() -> None:
 
 
 def _map_cuda_devices() -> None:
-    """Make tensors on the host that are asked for on CUDA, and answer with CUDA's names for their types.
+    """Create tensors for CUDA on the host, and answer with CUDA's names for their types.
 
     `device="cuda"` in factories: schedules.py, optimizer/clip_grads.py, optimizer/optimizer.py, utils.py, moe_utils.py,
     dist_checkpointing/exchange_utils.py (--ckpt-fully-parallel-load).
@@ -133,7 +132,7 @@ def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
-        # Pinning asks the CUDA driver for pages, and there is none.
+        # Pinning asks the CUDA driver for pages, and there is no driver.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -150,12 +149,12 @@ def _import_without_compilation() -> None:
         import megatron.core.pipeline_parallel
         import megatron.core.transformer.moe.moe_layer  # noqa: F401
     finally:
-        # Only what megatron-core binds at import is replaced: torch.compile of the caller's own code stays as it is.
+        # Only the functions that megatron-core binds at import are replaced: the caller's own torch.compile stays as it is.
         torch.compile = compile_function
 
 
 def _mark_compiled(function: Any = None, **_: Any) -> Any:
-    """Return the function unchanged, with a mark that tells the tuner's capture which functions are one kernel on a GPU."""
+    """Return the function unchanged, with a mark by which the tuner's capture finds functions that are one kernel on a GPU."""
     if function is None:
         return _mark_compiled
     function.is_compiled_on_cuda = True
@@ -177,7 +176,7 @@ def _replace_in_megatron_core() -> None:
 def make_rng_tracker() -> Any:
     """megatron-core's tracker of generator states, on the host's one generator.
 
-    The stock `fork` logs a warning whenever the CPU generator moves, which here is its purpose.
+    The stock `fork` logs a warning whenever the CPU generator moves, which is intended here.
     """
     from megatron.core.tensor_parallel import random
 
@@ -216,7 +215,7 @@ def _uneven_gather(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         longest = max(output_split_sizes)
         padded = input_.new_zeros((longest, *input_.shape[1:]))
         padded[: input_.shape[0]] = input_
-        # Every rank pads to the longest part, which all know from the split sizes: no further collective has to agree on it.
+        # Every rank pads to the longest part; all ranks know it from the split sizes, without another collective.
         gathered = input_.new_empty((longest * group.size(), *input_.shape[1:]))
         torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
         parts = gathered.split(longest)
@@ -226,7 +225,7 @@ def _uneven_gather(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def _uneven_reduce_scatter(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Reduce-scatter into unequal parts: reduce everything and keep one's own part."""
+    """Reduce-scatter into unequal parts: reduce all of them and keep this rank's part."""
 
     def reduce_scatter(
         input_: torch.Tensor,

@@ -1,7 +1,7 @@
-"""A running process from flags: device, process group, seeds. Stores nothing.
+"""Starts this process from flags: device, process group, seeds. Stores nothing.
 
 Two helpers keep ranks together: `on_first_rank` for work that one process does for all, `on_every_rank` for checks on which all
-must agree. In both an error of one rank is raised by every rank, so that none waits for a peer that has gone.
+must agree. In both, every rank raises the error of one rank, so that no rank waits for a peer that has stopped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 class AnotherRankFailed(RuntimeError):
-    """Work that ranks do together failed on another one, by an error that is no user's mistake."""
+    """Work of all ranks failed on another rank, by an error that is no user's mistake."""
 
 
 def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
     """Run `work` on rank 0; every rank returns its result. Without a process group: just run it.
 
-    Collective. The result is what JSON holds: strings, numbers, lists, dictionaries, None.
+    Collective. The result is a JSON value: strings, numbers, lists, dictionaries, None.
     Args:
-        group: every rank of the run; the default group unless given.
+        group: every rank of the run; None: the default group.
     Raises:
         ConfigError: on every rank, when `work` raised it on rank 0.
         AnotherRankFailed: on the other ranks, when `work` raised anything else.
@@ -49,11 +49,11 @@ def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
     if dist.get_rank() == 0:
         try:
             message[0] = work()
-        except Exception as error:  # the others wait in the broadcast: they must hear of any failure
+        except Exception as error:  # the other ranks wait in the broadcast: they must learn of any failure
             failure, message[1] = error, _portable(error)
     message = from_first(message, group)
     if failure is not None:
-        # After the broadcast, which the other ranks are waiting in.
+        # After the broadcast, in which the other ranks wait.
         raise failure
     if message[1] is not None:
         raise _restored(message[1])
@@ -69,7 +69,7 @@ def on_every_rank(work: Callable[[], T], group: Any = None) -> T:
     result: T | None = None
     try:
         result = work()
-    except Exception as error:  # the others must hear of any failure here, too
+    except Exception as error:  # the other ranks must learn of any failure here, too
         failure = error
     failures = of_all(_portable(failure) if failure is not None else None, group)
     if failure is not None:
@@ -83,7 +83,7 @@ def on_every_rank(work: Callable[[], T], group: Any = None) -> T:
 
 def _portable(error: Exception) -> tuple[Any, ...]:
     if isinstance(error, ConfigError):
-        # As fields: exceptions of libraries need not survive pickling, and their classes need not import on another rank.
+        # As fields: library exceptions may not survive pickling, and another rank may not be able to import their classes.
         return (error.subject, str(error.value), error.rule, error.fix)
     return (f"{type(error).__name__}: {error}",)
 
@@ -96,7 +96,7 @@ def _restored(message: tuple[Any, ...]) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """This process among its peers."""
+    """This process and its peers."""
 
     rank: int
     world_size: int
@@ -128,17 +128,17 @@ def start_process(config: Config) -> Process:
         torch.cuda.set_device(local_rank)
     backend = config.parallel.distributed_backend if has_cuda else "gloo"
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    # NCCL's communicators are then made when their groups are, in one order on all ranks, and not at their first use.
+    # NCCL then creates communicators together with the groups, in one order on all ranks, and not at their first use.
     device = torch.device("cuda", local_rank) if has_cuda and backend == "nccl" else None
-    alone = "RANK" not in os.environ
+    is_single = "RANK" not in os.environ
     try:
-        if alone:
+        if is_single:
             store, rank, world_size = dist.HashStore(), 0, 1
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device)
         else:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
-            # torch's agent keeps its store over a restart (--max-restarts): addresses of the attempt before are no peers' now.
+            # torch's agent keeps its store over a restart (--max-restarts): addresses of the previous attempt are stale.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt-{attempt}", store)
             dist.init_process_group(
@@ -170,5 +170,5 @@ def seed_everything(seed: int, groups: ProcessGroupCollection) -> None:
         stage_seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank()
     )
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        # Nothing else of parallel_state is used: this is a scratch buffer of the tensor-parallel linears.
+        # parallel_state is used for this only: a scratch buffer of the tensor-parallel linears.
         parallel_state._set_global_memory_buffer()

@@ -1,4 +1,4 @@
-"""Collectives of JSON values, sent as tensors. torch's own collectives of objects unpickle what arrives, and so may run it.
+"""Collectives of JSON values, sent as tensors. torch's collectives of objects unpickle received bytes, which may execute them.
 
 Tuples arrive as lists. Every function is collective over its group, by default the world.
 """
@@ -40,12 +40,12 @@ def of_all_on_first(value: Any, group: Any = None) -> list[Any] | None:
 
 
 def _padded(value: Any, group: Any) -> tuple[Tensor, list[int]]:
-    """A value as long as the longest of all ranks', and how long each is."""
+    """A value padded to the longest of all ranks, and the length of each rank's value."""
     sent = _encoded(value, group)
     size = torch.tensor([sent.numel()], device=sent.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    lengths = [int(each) for each in sizes]
+    lengths = [int(length) for length in sizes]
     return torch.nn.functional.pad(sent, (0, max(lengths) - sent.numel())), lengths
 
 

@@ -32,12 +32,12 @@ def wrap_chunks(
     bucket_marks: Sequence[torch.nn.Parameter] = (),
     weight_gradients_come_later: bool = False,
 ) -> list[DistributedDataParallel]:
-    """Give every chunk gradient buffers that are reduced over the data-parallel ranks, and its products the sums to add to.
+    """Wrap every chunk in DDP: gradient buffers that the data-parallel ranks reduce, and the sums of fused products.
 
     Args:
-        plan: says the precision.
-        bucket_marks: parameters that begin a new bucket each; reductions and gathers are then started from outside, not by DDP.
-        weight_gradients_come_later: modules announce their weights' gradients themselves, after their backward pass.
+        plan: gives the precision.
+        bucket_marks: parameters that begin a new bucket each; the instruction list then starts reductions and gathers, not DDP.
+        weight_gradients_come_later: whether modules announce their weights' gradients themselves, after their backward pass.
     """
     parallel = config.parallel
     # With marks the instruction list starts every reduction and every gather. DDP's hooks would start them again, in the
@@ -60,7 +60,7 @@ def wrap_chunks(
                 config=get_model_config(chunk),
                 ddp_config=ddp_config,
                 module=chunk,
-                # Like upstream: only the chunk that is needed first overlaps its buckets one by one.
+                # As upstream: only the chunk that is needed first overlaps its buckets one by one.
                 disable_bucketing=index > 0 and not bucket_marks,
                 pg_collection=groups,
             )
@@ -77,7 +77,7 @@ def machine_of_process() -> Machine:
 
 @contextmanager
 def _alone_in_their_buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Have DDP close the bucket before and behind each of these, as it does for tied embeddings (param_and_grad_buffer.py)."""
+    """Make DDP close the bucket before and after each of these, as it does for tied embeddings (param_and_grad_buffer.py)."""
     unmarked = [parameter for parameter in parameters if not getattr(parameter, "shared_embedding", False)]
     for parameter in unmarked:
         parameter.shared_embedding = True  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def make_optimizer(
     )
     for sharded in optimizer.chained_optimizers:
         if not sharded.is_stub_optimizer and any(g["is_expert_parallel"] for g in sharded.optimizer.param_groups):
-            # The norm counts what every rank of this group holds once; megatron-core gives experts the dense layers' group.
+            # The norm counts parameters once per rank of this group; megatron-core gives experts the dense layers' group.
             sharded.tp_group = groups.expt_tp
     if flags.optimizer == "sgd":
         _step_by_sgd(optimizer, flags, next(chunks[0].parameters()).device)
@@ -132,7 +132,7 @@ def make_optimizer(
 
 
 def _loss_scale_fields(config: Config) -> dict[str, Any]:
-    """The fields of megatron-core's loss scale, which fp16 has."""
+    """The fields of megatron-core's loss scale; only fp16 has one."""
     precision = config.precision
     names = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     return {"fp16": True} | {name: getattr(precision, name) for name in names}
@@ -160,29 +160,29 @@ def _gpu_fields(config: Config) -> dict[str, Any]:
 
 
 def _step_by_sgd(optimizer: Any, flags: OptimizerFlags, device: torch.device) -> None:
-    """Replace the inner optimizers: megatron-core 0.16.1 constructs its distributed optimizer around an Adam only.
+    """Replace the inner optimizers: megatron-core 0.16.1 builds its distributed optimizer around an Adam only.
 
-    It asks the inner optimizer for parameter groups and steps, which every optimizer of torch has.
+    It uses the inner optimizer's parameter groups and steps, which every optimizer of torch has.
 
     Args:
-        device: of the parameters. A fused SGD keeps a flag that its kernel reads where the parameters lie that its constructor
-            sees: on the host, the first step would be an illegal memory access.
+        device: device of the parameters. A fused SGD allocates a flag for its kernel on the device of the parameters in its
+            constructor; with a flag on the host, the first step would be an illegal memory access.
     """
     for sharded in optimizer.chained_optimizers:
         if sharded.is_stub_optimizer:
             continue
         sgd = sgd_class()([torch.empty(0, device=device)], lr=flags.lr or 0.0, momentum=flags.sgd_momentum)
-        # Set from outside, as megatron-core does it: torch's constructors refuse shards, which are views.
+        # Set from outside, as megatron-core does: torch's constructors refuse shards, which are views.
         sgd.param_groups = sharded.optimizer.param_groups
         for group in sgd.param_groups:
             for name, value in sgd.defaults.items():
-                # The groups were made for Adam: momentum, nesterov and the like are missing, rates and decay are there.
+                # The groups were made for Adam: they lack momentum, nesterov and the like, but have rates and decay.
                 group.setdefault(name, value)
         sharded.optimizer = sgd
 
 
 def sgd_class() -> Any:
-    """Transformer Engine's or apex's SGD where megatron-core found one and there is a GPU for it, else torch's."""
+    """Transformer Engine's or apex's SGD if megatron-core found one and there is a GPU, else torch's."""
     return megatron_optimizer.SGD if torch.cuda.is_available() else torch.optim.SGD
 
 
@@ -199,12 +199,12 @@ def make_scheduler(config: Config, optimizer: Any, global_batch_size: int, train
             return by_samples
         return default if by_iterations is None else by_iterations * global_batch_size
 
-    # By default the decay lasts as long as the run: all samples that were asked for, though they may not fill the last step.
-    whole = config.training.train_samples or train_steps * global_batch_size
-    decay = samples(flags.lr_decay_samples, flags.lr_decay_iters, whole)
+    # By default the decay lasts as long as the run: all requested samples, even if they do not fill the last step.
+    run_samples = config.training.train_samples or train_steps * global_batch_size
+    decay = samples(flags.lr_decay_samples, flags.lr_decay_iters, run_samples)
     warmup: float = flags.lr_warmup_samples or flags.lr_warmup_iters * global_batch_size
     if flags.lr_warmup_fraction is not None:
-        # Not rounded to a sample: it only divides, and short runs have few samples.
+        # Not rounded to a sample: it is only a divisor, and short runs have few samples.
         warmup = flags.lr_warmup_fraction * decay
     wsd_decay = samples(flags.lr_wsd_decay_samples, flags.lr_wsd_decay_iters, 0)
     constant = flags.weight_decay_incr_style == "constant"
@@ -218,7 +218,7 @@ def make_scheduler(config: Config, optimizer: Any, global_batch_size: int, train
         lr_decay_style=flags.lr_decay_style,
         start_wd=flags.weight_decay if constant else flags.start_weight_decay,
         end_wd=flags.weight_decay if constant else flags.end_weight_decay,
-        wd_incr_steps=whole,
+        wd_incr_steps=run_samples,
         wd_incr_style=flags.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=flags.override_opt_param_scheduler,

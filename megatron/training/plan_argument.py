@@ -1,7 +1,7 @@
-"""`--plan FILE` on a command line: the plan decides what it says, and flags that were written must agree with it.
+"""`--plan FILE` on a command line: the plan's values apply, and written flags must agree with them.
 
-A plan says the parallel layout, the batch, the precision, recomputation and overlap of a run. What it does not say stays with the
-flags: the model (its gate and router included) and the settings of training.
+A plan holds the parallel layout, the batch, the precision, recomputation and overlap of a run. The flags give the rest: the
+model (its gate and router included) and the settings of training.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SHAPE_FLAGS = (
     ("parallel.expert_model_parallel_size", "expert"),
     ("parallel.expert_tensor_parallel_size", "expert_tensor"),
 )
-"""Configuration fields by which flags say a field of the stages."""
+"""Configuration fields whose flags set a field of the stages."""
 
 
 def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedArguments:
-    """A command line completed by its --plan: layout, batch, precision and recomputation that were not written.
+    """A command line completed by its --plan: layout, batch, precision and recomputation of flags that were not written.
 
-    The gate stays a fact of the model that flags state, because it changes the mathematics.
+    The gate stays a fact of the model that only flags set, because it changes the mathematics.
 
     Args:
-        world_size: processes of a run; a dry run takes its own --world-size, or the plan's.
+        world_size: number of processes of a run; a dry run takes its own --world-size, or the plan's.
     Raises:
         ConfigError: the plan cannot be read or executed, is of another model or for another number of processes, or disagrees
             with a written flag.
@@ -61,17 +61,17 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
     else:
         require_world(plan, source, world_size, "world size", "start")
     written = parsed.written_fields()
-    # Flags say one shape: of stages that differ in it, that of the first as if it were alone.
+    # Flags can describe one shape only: with stages of different shape, that of the first as if it were the only stage.
     said_by_flags = alone(plan, 0) if plan.transfers else plan
     values = layout_values(said_by_flags, parsed.config.model.mtp_num_layers or 0)
     if plan.transfers:
         _require_no_layout_flags(plan, source, parsed, written)
     for path, field, planned, expected in _written_as_flags(said_by_flags):
-        said = _value_at(parsed.config, path)
-        if path in written and said != expected:
-            refuse_flag(f"{source} {field}", planned, spelling(path), said)
+        written_value = _value_at(parsed.config, path)
+        if path in written and written_value != expected:
+            refuse_flag(f"{source} {field}", planned, spelling(path), written_value)
     _require_precision(plan, source, parsed.config, written)
-    if not written.isdisjoint(CHUNK_FIELDS):  # `plan_of_run` compares the chunks that they make together.
+    if not written.isdisjoint(CHUNK_FIELDS):  # `plan_of_run` compares the chunks that these flags make together.
         values = {path: value for path, value in values.items() if path not in CHUNK_FIELDS}
     if "parallel.tensor_model_parallel_size" in written:  # --sequence-parallel belongs to it, and has no off switch.
         del values["parallel.sequence_parallel"]
@@ -105,17 +105,17 @@ def _require_no_layout_flags(plan: Plan, source: str, parsed: ParsedArguments, w
 
 
 def plan_of_flag(source: str) -> Plan:
-    """The plan of --plan FILE; a file that is no plan is refused under the flag that names it."""
+    """The plan of --plan FILE; a file that is no plan is refused under the name of the flag."""
     try:
         return load_plan(source)
     except ConfigError as error:
-        if error.subject != source or error.value != "":  # A field of the plan is to be corrected, not the flag.
+        if error.subject != source or error.value != "":  # The user must correct a field of the plan, not the flag.
             raise
         raise ConfigError("--plan", source, error.rule, error.fix) from error
 
 
 def _written_as_flags(plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
-    """Configuration field, plan field, its value, and the value that a flag must have if it is written."""
+    """Yield configuration field, plan field, its value, and the value that the flag must have if it is written."""
     stage, values = plan.stages[0], layout_values(plan, 0)
     yield "model.seq_length", "sequence_length", plan.sequence_length, plan.sequence_length
     yield "training.global_batch_size", "global_batch_size", plan.global_batch_size, plan.global_batch_size
@@ -129,7 +129,7 @@ def _written_as_flags(plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
     for index, stage in enumerate(plan.stages):
         if index and says_recomputation(plan):
             break
-        recompute, said = stage.recompute, recompute_values(stage.recompute)
+        recompute, flag_values = stage.recompute, recompute_values(stage.recompute)
         for name, field, planned in (
             ("granularity", "granularity", recompute.granularity),
             ("method", "granularity", recompute.granularity),
@@ -138,17 +138,17 @@ def _written_as_flags(plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
         ):
             path = f"parallel.recompute_{name}"
             if (
-                name == "granularity" or said[path] is not None
-            ):  # Beside another granularity the flag is listed as idle.
-                yield path, f"stages[{index}].recompute.{field}", planned, said[path]
+                name == "granularity" or flag_values[path] is not None
+            ):  # With another granularity the flag is reported as one without effect.
+                yield path, f"stages[{index}].recompute.{field}", planned, flag_values[path]
 
 
 def _require_precision(plan: Plan, source: str, config: Config, written: frozenset[str]) -> None:
-    """Hold the plan's precision against --bf16, --fp16, --fp8-format and --fp4-format, those that are written."""
+    """Compare the plan's precision with those of --bf16, --fp16, --fp8-format and --fp4-format that are written."""
     for path in ("precision.fp4", "precision.fp8", "precision.fp16", "optimizer.bf16"):
-        said = precision_of(config)
-        if path in written and _value_at(config, path) and said != plan.precision:
-            refuse_flag(f"{source} precision", plan.precision, spelling(path), said)
+        written_value = precision_of(config)
+        if path in written and _value_at(config, path) and written_value != plan.precision:
+            refuse_flag(f"{source} precision", plan.precision, spelling(path), written_value)
 
 
 def _value_at(config: Config, path: str) -> Any:

@@ -1,7 +1,7 @@
-"""The flags that say a plan, as values of configuration fields.
+"""The flags of a plan, as values of configuration fields.
 
 layout_values     plan -> fields of its layout, batch, recomputation and precision
-config_of_stage   one stage of unlike shape as a run of its own
+config_of_stage   one stage of different shape as a run of its own
 arguments_of      fields -> a command line
 """
 
@@ -26,7 +26,7 @@ CHUNK_FIELDS = (
     "parallel.account_for_embedding_in_pipeline_split",
     "parallel.account_for_loss_in_pipeline_split",
 )
-"""Fields that say together which layers a chunk holds; one of them says nothing alone."""
+"""Fields that together give the layers of each chunk; none of them is meaningful without the others."""
 _PRECISIONS: dict[Precision, Values] = {
     "fp32": {},
     "bf16": {"optimizer.bf16": True},
@@ -35,11 +35,11 @@ _PRECISIONS: dict[Precision, Values] = {
     "mxfp8": {"optimizer.bf16": True, "precision.fp8": "hybrid", "precision.fp8_recipe": "mxfp8"},
     "nvfp4": {"optimizer.bf16": True, "precision.fp4": "e2m1"},
 }
-"""Flags of a precision. A plan tells mxfp8 from the other recipes of fp8, of which `delayed` is the default."""
+"""Flags of a precision. A plan distinguishes mxfp8 from the other recipes of fp8, of which `delayed` is the default."""
 RECOMPUTE_FIELDS = tuple(f"parallel.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules"))
-"""Fields of the flags that recompute."""
+"""Fields of the recomputation flags."""
 _PRECISION_GROUPS = ("precision.", "optimizer.", "parallel.recompute_")
-"""Fields that all stages share, and what flags leave to the file."""
+"""Fields that all stages share, and those that flags leave to the plan's file."""
 
 
 def arguments_of(values: Mapping[str, Any]) -> list[str]:
@@ -92,17 +92,17 @@ def layout_values(plan: Plan, predictions: int) -> Values:
 
 
 def alone(plan: Plan, index: int) -> Plan:
-    """A stage of a plan as a run of its own, with all layers: what flags can say of stages of unlike shape, one by one."""
+    """A stage of a plan as a run of its own, with all layers: flags can describe stages of different shape only one by one."""
     stage = plan.stages[index]
-    layers = (0, max(last for each in plan.stages for _, last in each.chunks))
+    layers = (0, max(last for other in plan.stages for _, last in other.chunks))
     ranks = tuple(range(len(stage.devices.ranks)))
-    one = dataclasses.replace(stage, chunks=(layers,), devices=dataclasses.replace(stage.devices, ranks=ranks))
+    only_stage = dataclasses.replace(stage, chunks=(layers,), devices=dataclasses.replace(stage.devices, ranks=ranks))
     mtp = None if plan.mtp_stage is None else 0
-    return dataclasses.replace(plan, stages=(one,), transfers=(), embedding_stage=0, mtp_stage=mtp, loss_stage=0)
+    return dataclasses.replace(plan, stages=(only_stage,), transfers=(), embedding_stage=0, mtp_stage=mtp, loss_stage=0)
 
 
 def config_of_stage(config: Config, plan: Plan, index: int) -> Config:
-    """The configuration of one stage of unlike shape: the run's, with the sizes of that stage alone."""
+    """The configuration of one stage of different shape: the run's, with the sizes of this stage only."""
     values = layout_values(alone(plan, index), config.model.mtp_num_layers or 0)
     return with_values(
         config, {path: value for path, value in values.items() if not path.startswith(_PRECISION_GROUPS)}
@@ -110,11 +110,11 @@ def config_of_stage(config: Config, plan: Plan, index: int) -> Config:
 
 
 def _chunk_values(plan: Plan, predictions: int) -> Values:
-    """Which layers each chunk holds, by the shortest flags that say it."""
+    """The layers of each chunk, by the shortest flags that describe them."""
     values: Values = dict.fromkeys(CHUNK_FIELDS) | {path: False for path in CHUNK_FIELDS if ".account_" in path}
     sizes = [[last - first for first, last in stage.chunks] for stage in plan.stages]
     virtual, depths = len(sizes[0]), [sum(chunks) for chunks in sizes]
-    # Upstream's flags give the first and the last stage a depth of their own, and all others one depth.
+    # Upstream's flags give the first and the last stage a depth of their own, and one depth to all others.
     middle = set(depths[1:-1]) or {depths[-1]}
     if all(len(set(chunks)) == 1 and chunks[0] > 0 for chunks in sizes) and len(middle) == 1:
         (depth,) = middle
@@ -132,13 +132,13 @@ def _chunk_values(plan: Plan, predictions: int) -> Values:
 
 
 def says_recomputation(plan: Plan) -> bool:
-    """Whether flags say what a plan recomputes: the same on every stage."""
+    """Whether flags can express a plan's recomputation: it is the same on every stage."""
     first, *others = (recompute_values(stage.recompute) for stage in plan.stages)
     return all(values == first for values in others)
 
 
 def recompute_values(recompute: Recompute) -> Values:
-    """The fields of the flags that recompute what one stage of a plan does."""
+    """The recomputation flags' fields for one stage of a plan."""
     granularity, method, layers, modules = {
         "none": (None, None, None, None),
         "selective": ("selective", None, None, recompute.modules),

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluation, saving, stopping.
 
-The loop knows a step runner and its instruction lists (job.py), nothing of the model. Whatever it decides (a step's size, a save,
-an evaluation, an end) every rank decides alike, since all of them are collective.
+The loop knows a step runner and its instruction lists (job.py), and nothing else of the model. Every rank must take the same
+decisions (a step's size, a save, an evaluation, an end), since all of them are collective.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Span, communication_seconds
 
 _PROFILE_END_BYTES = 64
-"""Bytes at the end of a profile that show whether it was written whole."""
+"""Bytes at the end of a profile that show whether it was written completely."""
 
 
 class TrainingFailed(Exception):
@@ -45,10 +45,10 @@ class TrainingLoop:
 
     Attributes:
         progress: steps and samples consumed so far.
-        reason: why the loop ended before its last step; None while it has not.
+        reason: why the loop ended before its last step; None if it has not.
         first_loss: loss of the first step this loop ran.
-        activity: what the loop does now: `start`, `step 3`, `save after step 3`, `evaluation after step 3`.
-        on_activity: is told each of these when it begins.
+        activity: the loop's current activity: `start`, `step 3`, `save after step 3`, `evaluation after step 3`.
+        on_activity: called with each activity when it begins.
     """
 
     def __init__(self, job: Job, progress: Progress) -> None:
@@ -83,7 +83,7 @@ class TrainingLoop:
             try:
                 if not training.skip_train:
                     spans = self._train()
-            # A save under way is of an earlier step and sound. All ranks fail in the same step, so all come to wait for it.
+            # A save in flight belongs to an earlier step and is sound. All ranks fail in the same step, so all wait for it here.
             except TrainingFailed:
                 self._say_what_is_saved(wait=True)
                 raise
@@ -97,7 +97,7 @@ class TrainingLoop:
                 self.evaluate("test")
 
     def _train(self) -> Sequence[Span]:
-        """Execute the steps that are left; returns this rank's spans of the last one."""
+        """Execute the remaining steps; returns this rank's spans of the last one."""
         training, job, total_steps = self._config.training, self.job, self.job.schedule.total_steps
         feed = job.batches("train", self.progress.train_samples)
         assert feed is not None
@@ -112,7 +112,7 @@ class TrainingLoop:
                     self.evaluate("valid")
                 if _is_due(self._config.checkpoint.save_interval, iteration):
                     self.save_now()
-                # A step that is kept needs no second copy to be replaced.
+                # A persistent checkpoint of a step needs no second, non-persistent copy.
                 elif _is_due(self._config.checkpoint.non_persistent_save_interval, iteration):
                     self.save_now(persistent=False)
                 reason = self._exit_reason(iteration)
@@ -122,7 +122,7 @@ class TrainingLoop:
         return spans
 
     def _last_reports(self, spans: Sequence[Span]) -> None:
-        """Expert loads since the last report, and the trace: after the final save, which a full disk must not take away."""
+        """Write the last expert loads and the trace: after the final save, which a full disk must not prevent."""
         reporting, trace = self.job.reporting, self._config.overlap.trace
         reporting.reports.flush_loads(self.progress.iteration)
         if trace is not None and spans:
@@ -134,18 +134,18 @@ class TrainingLoop:
                     reporting.write_trace(by_rank)
                     reporting.log.say("trace", f"{trace}: {len(by_rank)} ranks, for ui.perfetto.dev")
 
-            # Every rank takes part; rank 0 alone writes.
+            # Collective; only rank 0 writes.
             sink.attempt(gather_and_write)
 
     def step(self, iteration: int, feed: Batches) -> Sequence[Span]:
         """Execute, count and log one training step; returns this rank's spans.
 
         Raises:
-            TrainingFailed: loss or gradient norm is not finite, and no dynamic loss scale takes care of it.
+            TrainingFailed: loss or gradient norm is not finite, and no dynamic loss scale handles it.
         """
         self._enter(f"step {iteration}")
         machinery, schedule = self.job.machinery, self.job.schedule
-        # On a CPU the peak is tracked tensor by tensor, which is slow. Later steps repeat it, once the optimizer has its state.
+        # On a CPU the peak is tracked tensor by tensor, which is slow. It stays the same once the optimizer has its state.
         tracker = None if self._peak_is_known else self._memory_tracker()
         size = schedule.batch_sizes.at(self.progress.train_samples)
         instructions = schedule.lowered(size)
@@ -155,11 +155,11 @@ class TrainingLoop:
         seconds = time.perf_counter() - begin
         if tracker is not None:
             self._peak_bytes, self._peak_is_known = tracker.peak_bytes, result.updated
-        # `result` is equal on every rank, so that all stop here and none waits in the next step's collectives.
+        # `result` is equal on every rank, so all stop here and none waits in the next step's collectives.
         if not result.updated and stops_at_nan(self._config):
             raise TrainingFailed(f"step {iteration}: not finite: loss {result.loss}, gradient norm {result.grad_norm}")
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
-        # Read before the scheduler moves it: the log names the rate that this step was made with.
+        # Read before the scheduler changes it: the log shows the rate of this step.
         learning_rate = _learning_rate(machinery.optimizer.param_groups, self._config)
         if result.updated:
             machinery.scheduler.step(increment=size)
@@ -169,10 +169,10 @@ class TrainingLoop:
         return result.spans
 
     def _report(self, result: StepResult, samples: int, seconds: float, learning_rate: float) -> None:
-        """Log the step that `progress` now counts."""
+        """Log the step that `progress` has just counted."""
         sequence_length = self._config.model.seq_length
         assert sequence_length is not None
-        # Like upstream, of every token that was computed, also where a mask leaves its loss out.
+        # As upstream, counts every computed token, even one whose loss is masked.
         tokens_per_second = samples * sequence_length / seconds
         iteration, reporting = self.progress.iteration, self.job.reporting
         communication, exposed = communication_seconds(result.spans)
@@ -205,10 +205,10 @@ class TrainingLoop:
         reporting.reports.after_step(iteration, peak_bytes, resident)
 
     def _by_layer(self, result: StepResult) -> dict[str, float]:
-        """The boards' curves of the balancing losses of every layer, where they are asked for."""
+        """The boards' curves of the balancing losses of every layer, if the flags ask for them."""
         if not self._config.logging.moe_per_layer_logging:
             return {}
-        pairs = ((name, each) for name, losses in result.balance.items() for each in losses.items())
+        pairs = ((name, layer_losses) for name, losses in result.balance.items() for layer_losses in losses.items())
         return {f"moe/{name}_layer_{layer}": loss for name, (layer, loss) in pairs}
 
     def _memory_tracker(self) -> StorageTracker | None:
@@ -248,10 +248,10 @@ class TrainingLoop:
         instructions = job.schedule.lowered(size)
         for _ in range(iterations):
             result = job.machinery.runner.evaluate(instructions, feed, self.progress.iteration)
-            # Weighted by tokens: batches may have unlike numbers of tokens that count.
+            # Weighted by tokens: batches may have different numbers of tokens that count.
             loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
         if not tokens:
-            # Of a whole evaluation: a single batch without such tokens has no weight in the mean.
+            # For the whole evaluation: a single batch without such tokens has no weight in the mean.
             rule = f"no token of these batches of the {split} split counts in the loss"
             raise ConfigError(
                 "--eval-iters", iterations, rule, "give the split other text, or evaluate more batches or 0"
@@ -264,12 +264,12 @@ class TrainingLoop:
         job.reporting.log.log_evaluation(split, loss / tokens, self.progress.iteration, note)
 
     def save_now(self, persistent: bool = True) -> None:
-        """Save the present state, whatever the intervals say, or start to as soon as the former save is complete."""
+        """Save the present state, whatever the intervals say; an asynchronous save starts when the previous one is complete."""
         if self._config.checkpoint.save is None:
             return
         self._enter(f"save after step {self.progress.iteration}")
         self._say_what_is_saved(wait=True)
-        # One save at a time: the former one was waited for, since the writers of both would share a process group.
+        # One save at a time: the previous one has ended, since the writers of both would share a process group.
         self.job.checkpoints.save(self.progress, persistent)
         if persistent:
             self._saved_at = self.progress.iteration
@@ -291,7 +291,7 @@ class TrainingLoop:
         late = training.exit_duration_in_mins is not None and minutes >= training.exit_duration_in_mins
         if training.exit_signal_handler or training.exit_duration_in_mins is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            # Signals and clocks differ by rank; one that stopped alone would leave the others in their next collective.
+            # Signals and clocks differ by rank; a rank that stopped by itself would block the others in their next collective.
             flags = torch.tensor([self._stopped_by_signal, late], dtype=torch.int, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             signalled, late = bool(flags[0]), bool(flags[1])
@@ -306,7 +306,7 @@ class TrainingLoop:
 
 def spans_of_all_ranks(spans: Sequence[Span]) -> dict[int, Sequence[Span]] | None:
     """The spans of a step by rank, on rank 0; None on the other ranks. Collective."""
-    # Over NCCL the spans of all ranks would lie in the first GPU's memory, beside the model; so they go between hosts. Not run.
+    # Over NCCL the spans of all ranks would fill the first GPU's memory, so they travel between hosts. Not yet run on hardware.
     group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     rows = of_all_on_first([dataclasses.astuple(span) for span in spans], group)
     return None if rows is None else {rank: [_span(row) for row in of_rank] for rank, of_rank in enumerate(rows)}
@@ -319,7 +319,7 @@ def _span(row: Sequence[Any]) -> Span:
 
 
 def stops_at_nan(config: Config) -> bool:
-    """Whether a run ends where loss or gradients are not finite: a dynamic loss scale takes that for its signal, as upstream."""
+    """Whether a run ends if loss or gradients are not finite: with a dynamic loss scale it does not, as upstream."""
     dynamic = config.precision.fp16 and config.precision.loss_scale is None
     return config.training.check_for_nan_in_loss_and_grad and not dynamic
 
@@ -333,9 +333,9 @@ def _ends_as_json(path: Path) -> bool:
 
 
 def _learning_rate(groups: Sequence[Mapping[str, Any]], config: Config) -> float:
-    """The learning rate of the layers; word embedding and output layer may have a rate of their own."""
-    peak, apart = config.optimizer.lr, config.optimizer.decoupled_lr
-    rates = [group["lr"] for group in groups if apart is None or group.get("max_lr") == peak]
+    """The learning rate of the layers; word embedding and output layer may have another one."""
+    peak, decoupled = config.optimizer.lr, config.optimizer.decoupled_lr
+    rates = [group["lr"] for group in groups if decoupled is None or group.get("max_lr") == peak]
     return max(rates or [group["lr"] for group in groups])
 
 
@@ -345,12 +345,12 @@ def _is_due(interval: int | None, iteration: int) -> bool:
 
 @contextlib.contextmanager
 def _profiler(config: Config, done: int) -> Iterator[Callable[[int], None]]:
-    """A torch profiler over --profile-step-start to --profile-step-end; yields what to call after each step.
+    """A torch profiler over --profile-step-start to --profile-step-end; yields a function to call after each step.
 
-    The trace is written when the last of these steps is done, or when the run ends among them, however it ends.
+    The trace is written when the last of these steps is done, or when the run ends before that.
 
     Args:
-        done: steps that were executed before.
+        done: number of steps executed before.
     """
     logging = config.logging
     if not (logging.profile and logging.use_pytorch_profiler) or dist.get_rank() not in logging.profile_ranks:
@@ -363,7 +363,7 @@ def _profiler(config: Config, done: int) -> Iterator[Callable[[int], None]]:
 
     def export() -> None:
         profiler.export_chrome_trace(str(path))
-        # torch says in C++ that it could not write, and raises nothing.
+        # torch reports a failed write only on its C++ log, and raises nothing.
         if not _ends_as_json(path):
             raise OSError(errno.ENOSPC, "torch wrote no whole profile; is the disk full?")
 

@@ -26,8 +26,7 @@ from moe_overlap.plan.plan import Plan, StagePlan
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """A stage's place in the pipeline, as megatron-core reads it from a pipeline group; stages of different shape have no
-    group."""
+    """A stage's place in the pipeline, for megatron-core; with stages of different shape it stands in for a process group."""
 
     stage: int
     stages: int

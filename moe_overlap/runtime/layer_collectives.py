@@ -1,5 +1,4 @@
-"""Spans of the collectives inside operators, of tensor, context and expert-tensor ranks: the instruction list does not name
-them.
+"""Spans of the collectives inside operators (tensor, context and expert-tensor ranks), which no instruction names.
 
 megatron-core's modules import functions of torch.distributed under names of their own, so the functions cannot be wrapped. All
 of them call methods of `ProcessGroup`: these are wrapped while a step runs, for the groups of this rank that have a second rank.

@@ -1,5 +1,4 @@
-"""The interface between a training loop and the executor of a step: `StepRunner`, its result, and the error of a failed
-communication.
+"""The interface between training loop and executor of a step: `StepRunner`, its result, and the communication error.
 
 It imports no other part of the runtime, so that every part may import it.
 """

@@ -1,7 +1,7 @@
-"""`--use-checkpoint-args`: a checkpoint carries the flags it was saved with, beside its weights, as JSON. No torch.
+"""`--use-checkpoint-args`: takes flags from a checkpoint, which stores the arguments of its run as JSON. No torch.
 
-From the checkpoint come all flags of the groups "model" and "mixture of experts", the vocabulary, the tokenizer, and if asked
-for the parallel sizes. Where the command line contradicts, one side wins as upstream has it, and the run says which.
+From the checkpoint come all flags of the groups "model" and "mixture of experts", the vocabulary, and on request the tokenizer
+and the parallel sizes. If the command line contradicts, the same side wins as in upstream, and the run reports it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ CHECKPOINT_WINS = frozenset(
         "moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor"
     ).split()
 )
-"""Fields that upstream takes from the checkpoint even where the command line differs; tokenizer and parallel sizes are others."""
+"""Fields that upstream takes from the checkpoint even if the command line differs; so are tokenizer and parallel sizes."""
 
 
 def with_checkpoint_arguments(parsed: ParsedArguments) -> ParsedArguments:
-    """The command line completed by the arguments of the checkpoint it starts from, if it asks for that.
+    """The command line completed by the arguments of the checkpoint it starts from, if --use-checkpoint-args is set.
 
     Raises:
         ConfigError: no folder is named, or the checkpoint has no arguments.
@@ -59,12 +59,14 @@ def with_checkpoint_arguments(parsed: ParsedArguments) -> ParsedArguments:
     start = start_of(flags)
     if start is None:
         line = f"{flags.load} holds no checkpoint: the command line alone counts"
-        return dataclasses.replace(parsed, told=(*parsed.told, ("arguments", line)))
+        return dataclasses.replace(parsed, remarks=(*parsed.remarks, ("arguments", line)))
     config, overruled = _merged(parsed, _saved_config(start))
-    told = [("arguments", f"of {start.stored.path}"), *(("arguments", line) for line in overruled)]
-    # --plan may not overrule parallel sizes that the user asked to be taken from the checkpoint.
-    asked = frozenset(spelling(path) for path in PARALLEL) if flags.use_mp_args_from_checkpoint_args else frozenset()
-    return dataclasses.replace(parsed, config=config, told=(*parsed.told, *told), given=parsed.given | asked)
+    remarks = [("arguments", f"of {start.stored.path}"), *(("arguments", line) for line in overruled)]
+    # --plan may not overrule parallel sizes that the user wants from the checkpoint.
+    written = frozenset(spelling(path) for path in PARALLEL) if flags.use_mp_args_from_checkpoint_args else frozenset()
+    return dataclasses.replace(
+        parsed, config=config, remarks=(*parsed.remarks, *remarks), flag_names=parsed.flag_names | written
+    )
 
 
 def _saved_config(start: Start) -> Config:
@@ -78,22 +80,22 @@ def _saved_config(start: Start) -> Config:
 def _merged(parsed: ParsedArguments, saved: Config) -> tuple[Config, list[str]]:
     """The configuration, and a line for each contradiction."""
     values: dict[str, dict[str, Any]] = {}
-    told = []
+    remarks = []
     for flag in _wanted(parsed.config):
         path = f"{flag.group}.{flag.field}"
         written, stored = (getattr(getattr(config, flag.group), flag.field) for config in (parsed.config, saved))
-        given = not parsed.given.isdisjoint((*flag.names, *([flag.off] if flag.off else [])))
-        # Parallel sizes and tokenizer are only among the wanted if they
-        # were asked for by a flag of their own: then the checkpoint wins.
-        keeps = given and path not in CHECKPOINT_WINS and flag.group != "parallel" and path not in TOKENIZER
-        if given and written != stored:
-            given_text, stored_text = _shown(flag, written), _shown(flag, stored)
-            kept_line = f"{given_text} of the command line holds, not {stored_text}"
-            told.append(kept_line if keeps else f"{stored_text} holds, not {given_text}")
+        is_written = not parsed.flag_names.isdisjoint((*flag.names, *([flag.off] if flag.off else [])))
+        # Parallel sizes and tokenizer are only among the wanted flags if
+        # another flag requests them: then the checkpoint wins.
+        keeps = is_written and path not in CHECKPOINT_WINS and flag.group != "parallel" and path not in TOKENIZER
+        if is_written and written != stored:
+            written_text, stored_text = _shown(flag, written), _shown(flag, stored)
+            kept_line = f"{written_text} of the command line holds, not {stored_text}"
+            remarks.append(kept_line if keeps else f"{stored_text} holds, not {written_text}")
         if not keeps:
             values.setdefault(flag.group, {})[flag.field] = stored
     groups = {group: dataclasses.replace(getattr(parsed.config, group), **new) for group, new in values.items()}
-    return dataclasses.replace(parsed.config, **groups), told
+    return dataclasses.replace(parsed.config, **groups), remarks
 
 
 def _wanted(config: Config) -> Iterator[Flag]:

@@ -1,7 +1,7 @@
 """Saving and loading a run: weights, optimizer, schedule, random-number states, progress.
 
-`folder.py` makes a checkpoint complete or absent, `saver.py` and `optimizer_state.py` say what its tensors are,
-`cli/rules/checkpoint.py` says what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
+`folder.py` makes a checkpoint complete or absent, `saver.py` and `optimizer_state.py` define its tensors,
+`cli/rules/checkpoint.py` defines which checkpoints a run may load. A run that resumes in the saved layout continues bitwise; in
 another layout, within rounding.
 """
 
@@ -67,7 +67,7 @@ from moe_overlap.plan.plan import Plan
 
 
 def scaler_state(optimizer: Any) -> dict[str, float] | None:
-    """The dynamic loss scale and how far it is from moving again, in JSON numbers equal on every rank; None without one.
+    """The dynamic loss scale and its counters, in JSON numbers equal on every rank; None without a dynamic scale.
 
     Args:
         optimizer: megatron-core's chained optimizers; the first one's scaler counts (moe_overlap/runtime/state/optimizer.py).
@@ -79,9 +79,9 @@ def scaler_state(optimizer: Any) -> dict[str, float] | None:
 
 
 def restore_scaler(optimizer: Any, state: dict[str, float] | None) -> None:
-    """Take over a saved loss scale; a scale that is constant now, or was in the saved run, stays as the flags have it.
+    """Restore a saved loss scale; a scale that is constant now, or was in the saved run, follows the flags.
 
-    A window that is shorter than it was may be over: it ends at the next step, as megatron-core waits for equality.
+    A window that has become shorter may be over already: it ends at the next step, since megatron-core tests for equality.
     """
     scaler = optimizer.chained_optimizers[0].grad_scaler
     if state is None or not isinstance(scaler, DynamicGradScaler):
@@ -110,7 +110,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Continue where `random_states` was called; a GPU's state is set where there is one on both sides."""
+    """Continue where `random_states` was called; a GPU's state is restored if both sides have a GPU."""
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -126,7 +126,7 @@ RANDOM_STATES = "random_states"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Progress of a run: steps executed, steps among them that left the weights alone, samples consumed."""
+    """Progress of a run: executed steps, those among them that changed no weight, consumed samples."""
 
     iteration: int = 0
     skipped: int = 0
@@ -135,9 +135,9 @@ class Progress:
 
 
 def layout_of(plan: Plan) -> dict[str, int]:
-    """Returns the sizes of a run's groups: where they are equal, every rank finds its random-number states again.
+    """The sizes of a run's groups: if they equal the saved ones, every rank can restore its random-number states.
 
-    Stages of unlike shape count one by one, since the groups of a rank say its own stage alone.
+    Stages of different shape are listed one by one, since a rank's groups describe only its own stage.
     """
     sizes = ("tensor", "context", "expert", "expert_tensor")
     first = plan.stages[0]
@@ -158,11 +158,11 @@ class Checkpointer:
         scheduler: megatron-core's OptimizerParamScheduler, not yet stepped.
         groups: this rank's process groups.
         plan: the layout of the whole run, equal on every rank.
-        fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
-        facts: what else a run that goes on must share with it (rules/resume.py).
-        gather_weights: called by all ranks before weights are saved, where the update of a step leaves them in shards.
+        fingerprint: values that checkpoint and run must share, JSON values by flag (`model_fingerprint`).
+        facts: further values that a resumed run must share with it (rules/resume.py).
+        gather_weights: called by all ranks before weights are saved, if the update of a step leaves them in shards.
     Attributes:
-        notes: what the user should know of the last load.
+        notes: lines for the user about the last load.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """The folders of this run's checkpoints, as long as they are this job's alone. Collective.
+        """Lock the folders of this run's checkpoints for this job. Collective.
 
         Raises:
             ConfigError: on every rank, when another job has one of them.
@@ -215,10 +215,10 @@ class Checkpointer:
             self._locks.clear()
 
     def save(self, progress: Progress, persistent: bool = True) -> None:
-        """Write `<save>/step-N`, or with --async-save start to; killed at any moment, the step is absent or complete.
+        """Write `<save>/step-N`, or start to with --async-save; killed at any moment, the step is absent or complete.
 
         Args:
-            persistent: keep it; else it replaces the former non-persistent checkpoint, in a folder apart.
+            persistent: whether to keep it; else it replaces the previous non-persistent checkpoint, in a separate folder.
         Raises:
             ConfigError: on every rank, when the folder cannot be written.
         """
@@ -226,7 +226,7 @@ class Checkpointer:
         assert flags.save is not None
         folder, keep = Path(flags.save), Keep(flags.keep_last_checkpoints, flags.save_retain_interval)
         if not persistent:
-            # A folder apart, so that --keep-last-checkpoints never counts these and `prune` never deletes the others.
+            # A separate folder, so that --keep-last-checkpoints never counts these and `prune` never deletes the others.
             folder, keep = non_persistent_folder(flags.save, flags.non_persistent_global_ckpt_dir), Keep(last=1)
         content = {
             "progress": dataclasses.asdict(progress),
@@ -240,8 +240,7 @@ class Checkpointer:
             "versions": _versions(),
         }
         on_first_rank(self._require_folders)
-        # Collective and before anything is gathered: a folder that cannot be written fails on all ranks while nothing
-        # has been done.
+        # Collective, and before any gather: a folder that cannot be written fails on all ranks before any work is done.
         temporary = self._saver.open(folder, progress.iteration)
         with self._gathered_weights():
             state = self._state(not flags.no_save_optim, not flags.no_save_rng, loading=False)
@@ -251,7 +250,7 @@ class Checkpointer:
         """The checkpoint that has become complete since the last call.
 
         Args:
-            wait: until the save under way is complete, if there is one.
+            wait: whether to wait until a save in flight is complete.
         Raises:
             ConfigError: on every rank, when it could not be written.
         """
@@ -260,13 +259,13 @@ class Checkpointer:
     def load(self) -> Progress | None:
         """Load the newest complete checkpoint of --load, or that of --ckpt-step; where there is none, --pretrained-checkpoint.
 
-        --finetune takes the weights alone and starts at step 0; --no-load-optim leaves out optimizer and schedule, as upstream.
-        Random-number states are taken in the layout they were saved in only: elsewhere the run keeps those of its seed.
+        --finetune takes only the weights and starts at step 0; --no-load-optim leaves out optimizer and schedule, as upstream.
+        Random-number states are restored only in the layout in which they were saved: elsewhere the run keeps those of its seed.
 
-        With --max-restarts a damaged checkpoint of --load becomes a note, and the one before is loaded (`verified_start`).
+        With --max-restarts a damaged checkpoint of --load becomes a note, and the previous one is loaded (`verified_start`).
 
         Returns:
-            Where the run stands; None where there is nothing to load.
+            The run's progress; None if there is nothing to load.
         Raises:
             ConfigError: on every rank: incomplete, corrupt, or not a checkpoint of this run.
         """
@@ -298,18 +297,18 @@ class Checkpointer:
         ignored = () if with_optimizer else (KEY_PREFIX,)
         metadata = on_every_rank(lambda: index_of(stored))
         differing = differences(request, tensor_shapes(metadata), ignored)
-        told = checkpoint_rules.require_fit(stored, load, differing, flags.dist_ckpt_strictness)
+        notes = checkpoint_rules.require_fit(stored, load, differing, flags.dist_ckpt_strictness)
         if differing.rows is not None:
-            told = (*told, changed_rows_note(*differing.rows, self._groups.tp.size()))
+            notes = (*notes, changed_rows_note(*differing.rows, self._groups.tp.size()))
         loaded = self._read(stored, metadata, without_keys(request, differing.absent_keys))
-        del request  # It holds what was loaded, too.
+        del request  # It holds the loaded tensors, too.
         dropped = 0
         for index, chunk in enumerate(self._chunks):
             weights, count = without_extra_states(loaded[f"model{index}"])
             unwrap(chunk).load_state_dict(weights, strict=not differing.absent_keys)
             dropped += count
         if dropped:
-            told = (*told, f"the extra states of {dropped} layers begin anew: they are pickles, which are not loaded")
+            notes = (*notes, f"the extra states of {dropped} layers begin anew: they are pickles, which are not loaded")
         if with_optimizer:
             name, steps = self._config.optimizer.optimizer, stored.mark["optimizer"]["steps"]
             restore_optimizer(self._optimizer, name, loaded["optimizer"], steps)
@@ -321,8 +320,8 @@ class Checkpointer:
         if with_random and same_layout:
             on_every_rank(lambda: _take_over_random_states(stored, loaded[RANDOM_STATES]))
         elif with_random:
-            told = (*told, "random-number states begin anew: they were saved in another layout")
-        self.notes += (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *changed, *told)
+            notes = (*notes, "random-number states begin anew: they were saved in another layout")
+        self.notes += (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *changed, *notes)
 
     def _state(self, with_optimizer: bool, with_random: bool, *, loading: bool) -> dict[str, Any]:
         models = {
@@ -334,7 +333,7 @@ class Checkpointer:
             name = self._config.optimizer.optimizer
             state["optimizer"] = optimizer_state(self._optimizer, name, models, loading=loading)
         if with_random:
-            # One object per rank: in another layout there is no rank whose streams these are.
+            # One object per rank: in another layout no rank owns these streams.
             states = None if loading else encoded_states(random_states())
             state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, states, (dist.get_world_size(),), (dist.get_rank(),))
         return state
@@ -354,7 +353,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _gathered_weights(self) -> Iterator[None]:
-        """Fetch the weights of other ranks, which an overlapped gather leaves stale until the next forward pass."""
+        """Gather the weights of other ranks, which an overlapped gather leaves outdated until the next forward pass."""
         self._gather_weights()
         overlapped = [chunk for chunk in self._chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
@@ -375,8 +374,8 @@ class Checkpointer:
         of_run = self._scheduler.state_dict()
         saved = checkpoint_rules.schedule_to_load(stored, load, of_run, self._config.optimizer)
         self._scheduler.load_state_dict(saved)
-        # megatron-core leaves the run's own bounds in the parameter groups, where they win over the schedule's, and sets this
-        # step's weight decay before it takes over the saved one.
+        # megatron-core leaves the run's own bounds in the parameter groups, where they override the schedule's, and sets this
+        # step's weight decay before it restores the saved one.
         for group in self._optimizer.param_groups:
             for bound in ("max_lr", "min_lr"):
                 if group.get(bound) == of_run[bound]:

@@ -3,7 +3,7 @@
     <folder>/step-000300/              a checkpoint; `complete.json` inside is its completion mark
     <folder>/.lock                     the job that saves here (lock.py)
     <folder>/.tmp-step-000300-<hex>/   a checkpoint being written or deleted: never loaded, swept by the next save
-    <folder>/.replaced-step-000300-<hex>/   a checkpoint that a save of the same step displaced; loaded only while step-000300 is
+    <folder>/.replaced-step-000300-<hex>/   a checkpoint that a save of the same step displaced; loaded only if step-000300 is
                                        missing
 
 Steps of a save:
@@ -40,8 +40,8 @@ class Stored:
     """A complete checkpoint.
 
     Attributes:
-        order: 1 for the first save into its folder, larger for every later one; after a return to an earlier step the newest
-            checkpoint is not that of the highest step.
+        order: 1 for the first save into its folder, larger for every later one; after a return to an earlier step, the newest
+            checkpoint need not have the highest step.
         mark: content of its completion mark.
     """
 
@@ -59,7 +59,7 @@ def step_name(step: int) -> str:
 def complete_checkpoints(folder: Path) -> list[Stored]:
     """Every complete checkpoint of a folder, oldest save first."""
     paths = {int(match[1]): path for path, match in _matches(folder, _REPLACED)}
-    # The finished name of a step hides the checkpoint that it displaced.
+    # A complete checkpoint of a step hides the one that it displaced.
     paths |= {int(match[1]): path for path, match in _matches(folder, _FINISHED)}
     stored = []
     for step, path in paths.items():
@@ -69,14 +69,14 @@ def complete_checkpoints(folder: Path) -> list[Stored]:
     return sorted(stored, key=lambda checkpoint: checkpoint.order)
 
 
-def non_persistent_folder(parent: str, given: str | None) -> Path:
-    """The folder of the checkpoints of which only the last is kept.
+def non_persistent_folder(parent: str, named_folder: str | None) -> Path:
+    """The folder of non-persistent checkpoints, of which only the last is kept.
 
     Args:
         parent: folder of the other saves.
-        given: --non-persistent-global-ckpt-dir.
+        named_folder: value of --non-persistent-global-ckpt-dir.
     """
-    return Path(given) if given is not None else Path(parent) / "non_persistent"
+    return Path(named_folder) if named_folder is not None else Path(parent) / "non_persistent"
 
 
 def choose(
@@ -85,10 +85,10 @@ def choose(
     """The checkpoint to load.
 
     Args:
-        load: the folder, as given to --load.
+        load: the folder, value of --load.
         step: --ckpt-step; None takes the newest.
-        exit_on_missing: whether nothing to load is an error.
-        passed_over: damaged checkpoints, which do not count, nor do incomplete ones; None: an incomplete newest one is an error.
+        exit_on_missing: whether it is an error if there is nothing to load.
+        passed_over: damaged checkpoints to skip; incomplete ones are skipped, too. None: an incomplete newest one is an error.
     Returns:
         None when the folder is absent or empty.
     Raises:
@@ -106,7 +106,7 @@ def choose(
         return _of_our_format(by_step[step])
     if step is not None and step not in incomplete:
         raise ConfigError("--ckpt-step", step, f"{load} holds no such step", f"it holds {_steps(by_step)}")
-    # A newer step that is not complete stops the run: going on from the one before would silently repeat steps.
+    # A newer incomplete step stops the run: continuing from the previous one would silently repeat steps.
     is_newer = incomplete and (newest is None or incomplete[-1] > newest.step)
     if step is not None or (is_newer and (newest is None or passed_over is None)):
         raise _incomplete(load, step if step is not None else incomplete[-1], newest)
@@ -177,7 +177,7 @@ def _matches(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.
 def _read_mark(path: Path) -> dict[str, Any] | None:
     """The completion mark of a folder; None where it is missing or damaged.
 
-    A damaged old checkpoint must not stop a run that does not need it: a mark that cannot be read is no error here.
+    A damaged old checkpoint must not stop a run that does not need it: an unreadable mark is no error here.
     """
     try:
         return read_mark(path)
@@ -196,7 +196,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Entries of a folder that saves have left which were killed, or deletions."""
+    """Entries of a folder left by killed saves and deletions."""
     return [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]
 
 
@@ -204,8 +204,8 @@ def open_temporary(folder: Path, step: int) -> Path:
     """Sweep the remains of killed saves and make a fresh folder for this save."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # The folder is locked and a run has one save at a time, so whatever is temporary here belongs to a run that is dead. One
-        # that cannot be removed blocks no save: every save has a name of its own.
+        # The folder is locked and a run has one save at a time, so every temporary entry belongs to a dead run. One that cannot
+        # be removed blocks no save: every save has a name of its own.
         for path in leftovers(folder):
             with contextlib.suppress(OSError):
                 _remove(path)
@@ -215,10 +215,10 @@ def open_temporary(folder: Path, step: int) -> Path:
 
 
 def require_whole(checkpoint: Stored, needed: Iterable[str]) -> None:
-    """Require every entry that a run resumes from, every file that a load needs, and no file that the mark does not list.
+    """Require every entry that a resume reads, every file that a load needs, and no file that is missing from the mark.
 
     Raises:
-        ConfigError: something is missing, or was put into the folder.
+        ConfigError: something is missing, or was added to the folder.
     """
     fix = f"delete {checkpoint.path.name}, or choose another checkpoint by --ckpt-step"
     listed = checkpoint.mark["files"]
@@ -246,7 +246,7 @@ def verify(checkpoint: Stored, names: Sequence[str]) -> None:
             about = path.stat()
             if not stat.S_ISREG(about.st_mode):
                 raise ConfigError("--load", path, "is no regular file", fix)
-            # Before it is read: a link to a device has no end.
+            # Before reading: a link to a device has no end.
             if about.st_size != size:
                 raise ConfigError("--load", path, f"is corrupt: {about.st_size} bytes instead of {size}", fix)
             read_size, read_crc = checksums([path])[name]
@@ -259,14 +259,14 @@ def verify(checkpoint: Stored, names: Sequence[str]) -> None:
 
 
 def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]) -> Path:
-    """Complete a checkpoint whose data files are all there, and give it its name.
+    """Complete a checkpoint whose data files are all written, and give it its name.
 
     Returns:
         The checkpoint's folder.
     """
     final = folder / step_name(step)
     with writing(folder):
-        # Not the step: a run that went back to step 200 saves 300 anew, and an old 400 must not be taken for the newest.
+        # Not the step: a run that returned to step 200 saves 300 again, and an old 400 must not count as the newest.
         order = 1 + max((checkpoint.order for checkpoint in complete_checkpoints(folder)), default=0)
         # Data before mark, mark before name: whatever a crash leaves under the final name has its data on the device.
         for path in temporary.iterdir():
@@ -276,15 +276,15 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
         _sync(temporary / MARK)
         _sync(temporary)
         if os.path.lexists(final):
-            # A checkpoint is replaced by two renames; killed between them, a run still finds the displaced one.
+            # A checkpoint is replaced by two renames; if the job is killed between them, the next run uses the displaced one.
             complete = (final / MARK).is_file()
             final.rename(folder / f".{'replaced' if complete else 'tmp'}-{final.name}-{secrets.token_hex(8)}")
         temporary.rename(final)
-        # The displaced checkpoint goes only when the new name is on the device, too.
+        # The displaced checkpoint is deleted only when the new name is on the device, too.
         _sync(folder)
         for displaced, match in list(_matches(folder, _REPLACED)):
-            # One whose step has no other folder stays, as any checkpoint does until `prune` deletes it: a run was killed
-            # between the two renames.
+            # A displaced checkpoint without a successor stays until `prune` deletes it: a run was killed between the two
+            # renames.
             if (folder / step_name(int(match[1]))).is_dir():
                 _delete(displaced)
     return final
@@ -301,25 +301,25 @@ def prune(folder: Path, written: int, keep_last: int | None, retain_interval: in
     if keep_last is None and retain_interval is None:
         return
     stored = complete_checkpoints(folder)
-    # By order of saving, as in `choose`. The step just saved stays even where its number is no multiple.
-    kept = {written, *(checkpoint.step for checkpoint in stored[-(keep_last or 1) :])}
+    # By order of saving, as in `choose`. The step just saved stays even if it is no multiple.
+    kept_steps = {written, *(checkpoint.step for checkpoint in stored[-(keep_last or 1) :])}
     if retain_interval is not None:
-        kept |= {checkpoint.step for checkpoint in stored if checkpoint.step % retain_interval == 0}
+        kept_steps |= {checkpoint.step for checkpoint in stored if checkpoint.step % retain_interval == 0}
     with writing(folder):
         for checkpoint in stored:
-            if checkpoint.step not in kept:
+            if checkpoint.step not in kept_steps:
                 _delete(checkpoint.path)
 
 
 def _delete(path: Path) -> None:
-    """Delete a checkpoint: a rename makes it absent at once; if the run is killed then, the next save sweeps the rest."""
+    """Delete a checkpoint: a rename makes it absent at once; if the run is killed then, the next save removes the rest."""
     doomed = path.with_name(f".tmp-{path.name.lstrip('.')}-{secrets.token_hex(8)}")
     path.rename(doomed)
     _remove(doomed)
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder with its content. A link, as users leave where they have moved a checkpoint, goes without its target."""
+    """Remove a folder with its content, but of a link (to a moved checkpoint) only the link."""
     if path.is_symlink() or not path.is_dir():
         path.unlink()
     else:

@@ -1,12 +1,12 @@
-"""Reading a checkpoint's tensors and objects with nothing in it executed.
+"""Reading a checkpoint's tensors and objects without executing any of its content.
 
-megatron-core's own loader unpickles the index of tensors and every object. `RestrictedLoad` reads the same files through two
-other doors: the index through `metadata_file.read_metadata`, objects and tensors through torch's loader for weights, which
-makes numbers, text, containers and tensors only.
+megatron-core's own loader unpickles the index of tensors and every object. `RestrictedLoad` reads the same files in two other
+ways: the index by `metadata_file.read_metadata`, objects and tensors by torch's loader for weights, which makes numbers, text,
+containers and tensors only.
 
-The objects that a save of this project holds are random-number states (`encoded_states`), in numbers and tensors; format 1
-wrote NumPy's arrays, whose constructors are therefore allowed. Extra states of single layers are not taken over
-(`without_extra_states`): Transformer Engine keeps pickles in them, and its layers unpickle what they are given.
+A save of this project holds one kind of object: random-number states (`encoded_states`), in numbers and tensors. Format 1 wrote
+NumPy's arrays, whose constructors are therefore allowed. Extra states of single layers are not restored
+(`without_extra_states`): Transformer Engine stores pickles in them, and its layers unpickle them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from moe_overlap.describe.files import Unreadable, bounded_json, printable
 
 COMMON = "common.pt"
 NEEDED_FILES = (METADATA, COMMON, CONFIG_FNAME)
-"""Files beside the ranks' data files."""
+"""Files besides the ranks' data files."""
 _BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -65,13 +65,13 @@ def plain_object(file: Any, name: str) -> Any:
     """An object of numbers, text, containers and tensors.
 
     Args:
-        name: names the object in the error.
+        name: name of the object, for the error.
     Raises:
         Refused: it holds anything else, or is damaged.
     """
     try:
         with torch.serialization.safe_globals(_OF_FORMAT_1):
-            # Said outright: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD changes the default only.
+            # Explicit: TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD changes only the default.
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # A damaged file fails in any operation of the loader, by any exception.
         refused = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -95,7 +95,7 @@ class _Planner(MCoreLoadPlanner):
     """megatron-core's planner, which makes plain objects only."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Put an object where the state dict has its key."""
+        """Store an object under its key in the state dict."""
         name = read_item.dest_index.fqn
         loaded = plain_object(value, name)
         if not isinstance(loaded, list):
@@ -107,10 +107,10 @@ class _Planner(MCoreLoadPlanner):
 
 
 class RestrictedLoad(LoadShardedStrategy):
-    """megatron-core's `torch_dist` format, read without executing what stands in it.
+    """megatron-core's `torch_dist` format, read without executing its content.
 
     Args:
-        metadata: the checkpoint's index, as `index_of` read it.
+        metadata: the checkpoint's index, from `index_of`.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -129,7 +129,7 @@ class RestrictedLoad(LoadShardedStrategy):
         """`index_of` has compared it."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """Load what a sharded state asks for, as megatron-core's strategy does. Collective."""
+        """Load the entries of a sharded state, as megatron-core's strategy does. Collective."""
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
@@ -138,7 +138,7 @@ class RestrictedLoad(LoadShardedStrategy):
             allow_shape_mismatch_sharded_tensors={v.key: v for v in tensors if v.allow_shape_mismatch},
         )
         with warnings.catch_warnings():
-            # Its successor `load` first gathers the keys of all ranks, which each of them knows here: ranks hold unlike keys.
+            # Its successor `load` first gathers the keys of all ranks, which differ; here each rank knows its keys already.
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
             torch_checkpoint.load_state_dict(state, _Reader(checkpoint_dir, self._metadata), planner=planner)
         unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
@@ -147,7 +147,7 @@ class RestrictedLoad(LoadShardedStrategy):
         return loaded
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> Any:
-        """Not asked for: `tensor_shapes` answers from the index."""
+        """Never called: `tensor_shapes` answers from the index."""
         raise NotImplementedError
 
 
@@ -166,7 +166,7 @@ class CommonLoad(LoadCommonStrategy):
         """`index_of` has compared it."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """The entries that are no tensors."""
+        """The entries besides tensors."""
         path = Path(checkpoint_dir) / COMMON
         try:
             loaded = plain_object(path, "common")
@@ -177,7 +177,7 @@ class CommonLoad(LoadCommonStrategy):
         return loaded
 
     def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        """Not asked for: objects are in the data files."""
+        """Never called: objects are in the data files."""
         raise NotImplementedError
 
 
@@ -185,7 +185,7 @@ def index_of(stored: Stored) -> Metadata:
     """The checked index of a checkpoint whose files have been verified.
 
     Raises:
-        ConfigError: `.metadata` or `metadata.json` holds anything but what a save writes.
+        ConfigError: `.metadata` or `metadata.json` holds anything that a save does not write.
     """
     path = stored.path / CONFIG_FNAME
     try:
@@ -207,23 +207,23 @@ def tensor_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
 
 
 def without_extra_states(state: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """A loaded model state whose layers get no extra state, and how many of those had content."""
-    kept, dropped = {}, 0
+    """A loaded model state whose layers get no extra state, and the number of non-empty extra states."""
+    weights, dropped = {}, 0
     for name, value in state.items():
         extra = name.endswith("_extra_state")
         has_content = extra and value is not None and not (isinstance(value, torch.Tensor) and value.numel() == 0)
-        kept[name] = None if extra else value
+        weights[name] = None if extra else value
         dropped += has_content
-    return kept, dropped
+    return weights, dropped
 
 
 def encoded_states(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Random-number states in numbers, text and tensors alone, from those of `random_states`."""
-    version, words, gauss = states["python"]
+    """Random-number states of `random_states`, in numbers, text and tensors only."""
+    version, state_words, gauss = states["python"]
     kind, key, position, has_gauss, cached = states["numpy"]
     return {
         **states,
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(state_words, dtype=torch.int64), gauss],
         "numpy": [kind, torch.from_numpy(key.astype(numpy.int64)), int(position), int(has_gauss), float(cached)],
     }
 
@@ -235,9 +235,9 @@ def decoded_states(states: Any) -> dict[str, Any]:
         KeyError, TypeError, ValueError: they have another form.
     """
     decoded = dict(states)
-    version, words, gauss = states["python"]
-    if isinstance(words, torch.Tensor):
-        decoded["python"] = (version, tuple(words.tolist()), gauss)
+    version, state_words, gauss = states["python"]
+    if isinstance(state_words, torch.Tensor):
+        decoded["python"] = (version, tuple(state_words.tolist()), gauss)
     kind, key, position, has_gauss, cached = states["numpy"]
     if isinstance(key, torch.Tensor):
         decoded["numpy"] = (kind, key.numpy().astype(numpy.uint32), position, has_gauss, cached)

@@ -2,10 +2,10 @@
 
     <folder>/.lock      the host, process and start time of the job that saves here
 
-A job makes the file when it starts to train and deletes it when it ends. A job that is killed leaves it behind, and the next one
-takes it over: at once where it sees that the process is gone (same host, same namespace of processes), else after watching the
-file for BEATS heartbeats without seeing one. A lock is made by a hard link, and a stale one is removed by the job that was the
-first to make a file named after it, so that of many jobs that take over the same stale lock one wins.
+A job makes the file when it starts to train and deletes it when it ends. A killed job leaves it behind, and the next job takes
+it over: at once if it sees that the process is gone (same host, same namespace of processes), else after watching the file for
+BEATS heartbeats without seeing one. A lock is made by a hard link. A stale lock is removed by the first job that makes a claim
+file named after it, so that only one of several jobs takes it over.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Owner:
     """The process that holds a folder.
 
     Attributes:
-        space: boot and process namespace of the host, in which the process number counts.
-        started: start of the process in the kernel's ticks since the boot: numbers of processes are used again.
+        space: boot and process namespace of the host, in which the process number is unique.
+        started: start of the process in the kernel's ticks since the boot: process numbers are reused.
         since: local time when the job took the folder, for the reader.
     """
 
@@ -49,7 +49,7 @@ class Owner:
     since: str
 
     def is_same_process(self, other: Owner) -> bool:
-        """Whether both are of one process."""
+        """Whether both are the same process."""
         return (self.space, self.process, self.started) == (other.space, other.process, other.started)
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class FolderLock:
         """Require that the folder still belongs to this process.
 
         Raises:
-            ConfigError: another job took it while this one stood still, or somebody deleted the lock.
+            ConfigError: another job took it while this one was suspended, or somebody deleted the lock.
         """
         owner = owner_of(self._path)
         if owner is None or not owner.is_same_process(self._own):
@@ -97,7 +97,7 @@ class FolderLock:
             raise ConfigError(self._flag, self._path.parent, rule, "start one job for each folder")
 
     def release(self) -> None:
-        """Give the folder back, if it is still this process's."""
+        """Release the folder, if it still belongs to this process."""
         self._ended.set()
         owner = owner_of(self._path)
         if owner is not None and owner.is_same_process(self._own):
@@ -105,7 +105,7 @@ class FolderLock:
                 self._path.unlink()
 
     def _create(self) -> bool:
-        """Make the lock, complete or not at all; False where there is one."""
+        """Make the lock, completely or not at all; False if there is one."""
         draft = self._aside("new")
         with draft.open("x", encoding="utf-8") as file:
             json.dump({key: getattr(self._own, key) for key in _KEYS}, file)
@@ -124,7 +124,7 @@ class FolderLock:
         return True
 
     def _create_without_links(self, content: bytes) -> bool:
-        """On a file system without hard links the lock is there before its content: whoever reads it then waits for a beat."""
+        """On a file system without hard links the lock exists before its content: a reader then waits for a heartbeat."""
         try:
             with self._path.open("xb") as file:
                 file.write(content)
@@ -133,13 +133,13 @@ class FolderLock:
         return True
 
     def _take_over(self) -> None:
-        """Remove a stale lock; return as well when it has gone by itself."""
+        """Remove a stale lock; also returns if it has been removed by others."""
         try:
             before = self._path.lstat()
         except FileNotFoundError:
             return
         if not stat.S_ISREG(before.st_mode):
-            # A link to nothing is never gone and never made; a pipe is opened when somebody writes to it.
+            # A broken link would never be gone and never be made; opening a pipe waits for a writer.
             rule = f"holds a {LOCK} that is no regular file, and no job makes such a one"
             raise ConfigError(self._flag, self._path.parent, rule, f"delete {self._path}")
         owner = owner_of(self._path)
@@ -147,7 +147,7 @@ class FolderLock:
             rule = f"belongs to another job ({owner or 'whose ' + LOCK + ' cannot be read'})"
             fix = f"choose another folder, or end that job; delete {self._path} if there is none"
             raise ConfigError(self._flag, self._path.parent, rule, fix)
-        # Whoever holds the claim on this lock, as it was seen, may remove it, and nobody else: one that was made since stays.
+        # Only the job that holds the claim on this version of the lock may remove it: a lock made since has another claim.
         claim = self._path.with_name(f"{LOCK}-claim-{before.st_ino}-{before.st_mtime_ns}")
         try:
             claim.touch(exist_ok=False)
@@ -164,7 +164,7 @@ class FolderLock:
             claim.unlink(missing_ok=True)
 
     def _wait_for_claim(self, claim: Path) -> None:
-        """Wait until another job has removed the stale lock; a claim that stays is of a job that was killed."""
+        """Wait until another job has removed the stale lock; a claim that stays belongs to a killed job."""
         for _ in range(round(BEATS * HEARTBEAT_SECONDS / 0.05)):
             time.sleep(0.05)
             if not claim.exists():
@@ -177,7 +177,7 @@ class FolderLock:
         for _ in range(round(BEATS * HEARTBEAT_SECONDS / 0.5)):
             time.sleep(0.5)
             try:
-                # Opened, since a network file system asks its server anew for a file that is opened, not for its status.
+                # Opened, since a network file system refreshes a file when it is opened, not when its status is read.
                 with self._path.open("rb") as file:
                     if os.fstat(file.fileno()).st_mtime_ns != beat_before:
                         return True
@@ -189,7 +189,7 @@ class FolderLock:
         while not self._ended.wait(HEARTBEAT_SECONDS):
             owner = owner_of(self._path)
             if owner is not None and not owner.is_same_process(self._own):
-                return  # Taken while this job stood still: its beat would keep the other's lock alive beyond that job's end.
+                return  # Taken while this job was suspended: a beat would keep the other job's lock alive after its end.
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
@@ -208,12 +208,12 @@ def this_process() -> Owner:
 
 
 def start_of(process: int) -> int | None:
-    """When a process of this host started, in ticks since the boot; None where there is none."""
+    """Start of a process of this host, in ticks since the boot; None if there is no such process."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The name in parentheses may hold anything; the 20th field after it is the start.
+    # The name in parentheses may hold any character; the 20th field after it is the start.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else int(fields[19])
 

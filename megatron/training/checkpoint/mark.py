@@ -2,8 +2,8 @@
 
     {"format": 2, "step": 300, "order": 3, "files": {NAME: [BYTES, CRC-32], ...}, ..., "checksum": SHA-256}
 
-The checksum covers every other entry, so that a bit that flips in the number of steps, in a schedule or in a flag is seen.
-Format 1 has none; its entries are checked by the schema alone. An entry that no version writes is an error in both.
+The checksum covers every other entry, so that a flipped bit in the number of steps, in a schedule or in a flag is detected.
+Format 1 has none; its entries are checked by the schema only. An entry that no version writes is an error in both.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ READABLE = (1, 2)
 CHECKSUM = "checksum"
 _REQUIRED = ("format", "step", "order", "files")
 RESUMABLE = ("progress", "fingerprint", "layout", "scheduler", "optimizer", "random_states")
-"""Entries without which a run cannot go on; `arguments` and `versions` inform."""
+"""Entries without which a run cannot continue; `arguments` and `versions` are for information."""
 _LARGEST = 1 << 62
 
 Check = Callable[[Any], bool]
 
 
 class Damaged(Exception):
-    """A completion mark that is there and does not hold what a save wrote; the message is a phrase that follows its name."""
+    """A completion mark with other content than a save writes; the message is a phrase that follows its name."""
 
 
 def _is_count(value: Any) -> bool:
@@ -45,12 +45,12 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_flag_value(value: Any) -> bool:
-    plain = value is None or type(value) in (str, bool, int, float)
-    return plain or (type(value) is list and all(type(item) in (str, bool, int, float) for item in value))
+    is_scalar = value is None or type(value) in (str, bool, int, float)
+    return is_scalar or (type(value) is list and all(type(item) in (str, bool, int, float) for item in value))
 
 
 def _table(of_value: Check, keys: tuple[str, ...] = ()) -> Check:
-    """A check for dictionaries: of these keys if any are given, with values of one kind."""
+    """A check for dictionaries: only these keys, if any are given, with values of one kind."""
 
     def check(value: Any) -> bool:
         if type(value) is not dict or (keys and set(value) - set(keys)):
@@ -107,7 +107,7 @@ _SCHEMA: dict[str, Check] = {
     "random_states": lambda value: type(value) is bool,
     "versions": _table(_is_text),
 }
-"""Entry -> whether a value is one that a save writes."""
+"""Entry -> check of its values."""
 
 
 def mark_text(content: Mapping[str, Any]) -> str:
@@ -121,17 +121,17 @@ def mark_text(content: Mapping[str, Any]) -> str:
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
-    """The completion mark of a folder, checked; None where there is none, or one that breaks off.
+    """The completion mark of a folder, checked; None if there is none, or a truncated one.
 
     Raises:
-        Damaged: the mark is there and is not one that a save wrote.
+        Damaged: the mark exists, but no save wrote it so.
     """
     path = folder / MARK
     if not path.is_file():
         return None
     try:
         content = bounded_bytes(path)
-        # A mark is one line after the other, and the last one closes it.
+        # A mark has several lines, and the last one closes it.
         if not content.rstrip().endswith(b"}"):
             return None
         mark = plain_json(content)
@@ -146,7 +146,7 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
 def _check(mark: dict[str, Any], folder_name: str) -> None:
     written = mark["format"]
     if written not in READABLE or type(written) is not int:
-        # Another version may write other entries: `choose` says that this one does not read it.
+        # Another version may write other entries: `choose` reports that this version does not read it.
         if type(written) is int and written > FORMAT and _is_count(mark["order"]) and _is_count(mark["step"]):
             return
         raise Damaged("names no format of ours")

@@ -1,14 +1,15 @@
-"""Reading `.metadata`, the index of a checkpoint's tensors, without executing what stands in it.
+"""Reading `.metadata`, the index of a checkpoint's tensors, without executing its content.
 
 torch.distributed.checkpoint writes the index as a pickle, and a pickle may call any function of any module while it is read.
 `read_metadata` therefore works in two steps:
 
     1. `_IndexUnpickler` executes only the opcodes that the writer uses, finds only the classes of `_ALLOWED`, and hashes only
-       short keys. It is Python's own unpickler in Python, not the faster one in C, which allocates what a file tells it to.
-    2. `_checked` builds a fresh index from what was read, field by field, after checking each: types, sizes, and that every
-       piece of data lies inside a data file that the completion mark lists.
+       short keys. It is Python's own unpickler in Python, not the faster one in C, which allocates as much as a file tells it
+       to.
+    2. `_checked` builds a new index from the result, field by field, after checking each: types, sizes, and that every piece of
+       data lies inside a data file that the completion mark lists.
 
-Nothing of the pickle survives but numbers, names and torch's data types.
+Only numbers, names and torch's data types survive from the pickle.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ _MOST_TENSOR_BYTES = 1 << 50
 
 
 class Refused(Exception):
-    """Content that is not loaded; the message is a phrase that follows the file's name. It crosses ranks as a pickle."""
+    """Refused content; the message is a phrase that follows the file's name. It is sent between ranks as a pickle."""
 
 
 def _strided_layout(name: str) -> torch.layout:
-    """Stands for `torch.serialization._get_layout`: dense tensors are the only ones that a save writes."""
+    """Replaces `torch.serialization._get_layout`: a save writes dense tensors only."""
     if name != "torch.strided":
         raise Refused("describes a tensor that is not dense")
     return torch.strided
 
 
 def _dropped(*parts: Any) -> None:
-    """Stands for a path: the folder that the save was written to, which nothing reads."""
+    """Replaces a path: the folder of the save, which nothing reads."""
 
 
 _CHECKPOINT_CLASSES = (
@@ -74,7 +75,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _strided_layout,
     **{(module, name): _dropped for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
 }
-"""(module, name) as the pickle writes it -> what stands for it."""
+"""(module, name) in the pickle -> its replacement."""
 
 _OPCODES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
@@ -85,11 +86,11 @@ _OPCODES = (
 
 
 _InPython: Any = pickle._Unpickler  # type: ignore[attr-defined]
-"""The standard library's unpickler in Python, which typeshed does not know."""
+"""The standard library's unpickler in Python, which typeshed does not declare."""
 
 
 class _IndexUnpickler(_InPython):  # type: ignore[misc]
-    """Python's unpickler for one kind of file: anything that this file never holds raises Refused."""
+    """Python's unpickler for one kind of file: content that no index holds raises Refused."""
 
     dispatch = {getattr(pickle, name)[0]: _InPython.dispatch[getattr(pickle, name)[0]] for name in _OPCODES}
 
@@ -101,7 +102,7 @@ class _IndexUnpickler(_InPython):  # type: ignore[misc]
             raise Refused(f"names {printable(f'{module}.{name}')}, which no index of tensors holds") from None
 
     def load_build(self) -> None:
-        """Set an object's fields; fields of a class would change it for the whole process."""
+        """Set an object's fields; setting fields of a class would change it for the whole process."""
         if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
             raise Refused("sets fields of a class")
         super().load_build()
@@ -117,7 +118,7 @@ class _IndexUnpickler(_InPython):  # type: ignore[misc]
         super().load_setitems()
 
     def _check_entries(self, target: Any, keys: list[Any]) -> None:
-        # Hashing a tuple of tuples of one tuple takes for ever; such a key needs but a few bytes.
+        # Hashing a nested tuple can take for ever, and such a key needs only a few bytes.
         if type(target) is not dict or not all(type(key) is str or _is_index(key) for key in keys):
             raise Refused("has keys that are no names")
 

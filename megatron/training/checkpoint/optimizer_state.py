@@ -1,7 +1,7 @@
 """Optimizer state in the shape of the model's parameters, so that a checkpoint loads at any parallel sizes.
 
-The distributed optimizer (ZeRO-1) cuts gradient buckets, not parameters: a rank holds a flat shard of most parameters, and a
-parameter at a cut is shared by neighbouring ranks. Saving joins the shards on the first of them; loading reads the whole
+The distributed optimizer (ZeRO-1) cuts gradient buckets, not parameters: a rank holds a flat shard of most parameters, and
+neighbouring ranks share a parameter at a cut. Saving joins the shards on the first of these ranks; loading reads the complete
 parameter and keeps the shard. megatron-core's own formats lose Adam's step count or corrupt state with several buckets.
 """
 
@@ -32,7 +32,7 @@ class _Shard:
         group: its parameter group.
         data_parallel_group: the ranks among which the parameter's bucket is cut.
         main: the shard, fp32; for fp32 parameters a view of the parameter.
-        place: index of this rank among `holders`.
+        place: index of this rank in `holders`.
         holders: (rank in the data-parallel group, first, last element) of every rank with a shard.
     """
 
@@ -77,8 +77,10 @@ def _shards(optimizer: Any) -> Iterator[_Shard]:
                     for rank in range(first // length, (last - 1) // length + 1)
                 )
                 group = part.optimizer.param_groups[place[0]]
-                own = [rank for rank, _, _ in holders].index(ranks.rank())
-                yield _Shard(part.optimizer, group, ranks, parameter, group["params"][place[1]], own, holders)
+                place_in_holders = [rank for rank, _, _ in holders].index(ranks.rank())
+                yield _Shard(
+                    part.optimizer, group, ranks, parameter, group["params"][place[1]], place_in_holders, holders
+                )
 
 
 @torch.no_grad()
@@ -100,27 +102,27 @@ def optimizer_state(optimizer: Any, name: str, model_state: Any, *, loading: boo
     Args:
         name: "adam" or "sgd".
         model_state: the chunks' sharded states, whose tensors are the parameters themselves.
-        loading: make empty tensors to load into, instead of joining the shards.
+        loading: whether to make empty tensors to load into, instead of joining the shards.
     Returns:
-        Entries keyed by position and kind; entries that another rank stores are left out.
+        Entries by position and kind; entries that another rank stores are left out.
     """
     sharded = {id(s.data): s for s in nested_values(model_state) if isinstance(s, ShardedBase)}
     state: dict[str, Any] = {}
     for index, shard in enumerate(_shards(optimizer)):
         like = sharded[id(shard.parameter)]
         for kind in shard.kinds(name):
-            # Every holder walks the same shards in the same order: sends meet their receives without tags, and no ranks
+            # Every holder walks the same shards in the same order: sends meet their receives without tags, and ranks never
             # wait for each other in a circle.
-            whole = _empty(shard) if loading else _joined(shard, shard.tensor(kind))
-            if whole is None:
+            parameter_state = _empty(shard) if loading else _joined(shard, shard.tensor(kind))
+            if parameter_state is None:
                 continue
-            # A factory has no such field and takes the type from its data; the tensor's own says that of the parameter.
-            dtype = {} if isinstance(like, ShardedTensorFactory) else {"dtype": whole.dtype}
+            # A factory has no such field and takes the type from its data; a tensor's own field has the parameter's type.
+            dtype = {} if isinstance(like, ShardedTensorFactory) else {"dtype": parameter_state.dtype}
             state[f"{index}.{kind}"] = replace(
                 like,
                 key=f"{KEY_PREFIX}{kind}.{like.key}",
-                data=whole.view(shard.parameter.shape),
-                # The last number counts replicas over the data-parallel ranks; here only the holders ask for the parameter.
+                data=parameter_state.view(shard.parameter.shape),
+                # The last number counts replicas over the data-parallel ranks; here only the holders load the parameter.
                 replica_id=(*like.replica_id[:-1], shard.place),
                 **dtype,
             )
@@ -128,39 +130,41 @@ def optimizer_state(optimizer: Any, name: str, model_state: Any, *, loading: boo
 
 
 def _empty(shard: _Shard) -> torch.Tensor:
-    # On the host: whole parameters of all kinds would be several times what a rank keeps of them, and a run that fits its device
-    # would not fit it when it starts again.
+    # On the host: the complete parameters of all kinds take several times the memory of a rank's shards, so a run that fits its
+    # device might not fit it at a resume.
     return torch.zeros(shard.parameter.numel(), dtype=torch.float32)
 
 
-def _joined(shard: _Shard, own: torch.Tensor) -> torch.Tensor | None:
-    """The whole parameter's flat state on its first holder; None on the others."""
+def _joined(shard: _Shard, own_shard: torch.Tensor) -> torch.Tensor | None:
+    """The complete parameter's flat state on its first holder; None on the others."""
     group = shard.data_parallel_group
     if shard.place > 0:
-        dist.send(own.contiguous(), group=group, group_dst=shard.holders[0][0])
+        dist.send(own_shard.contiguous(), group=group, group_dst=shard.holders[0][0])
         return None
-    parts = [own]
+    parts = [own_shard]
     for rank, first, last in shard.holders[1:]:
-        part = own.new_empty(last - first)
+        part = own_shard.new_empty(last - first)
         dist.recv(part, group=group, group_src=rank)
         parts.append(part)
-    return torch.cat(parts) if len(parts) > 1 else own
+    return torch.cat(parts) if len(parts) > 1 else own_shard
 
 
 @torch.no_grad()
 def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: int) -> None:
-    """Take over a loaded state, after the model's parameters have been loaded.
+    """Restore a loaded state, after the model's parameters have been loaded.
 
     Args:
-        state: the loaded `optimizer_state(..., loading=True)`, which is emptied; a parameter that it lacks keeps a fresh state.
+        state: the loaded `optimizer_state(..., loading=True)`, which is emptied; a parameter without an entry gets a fresh
+        state.
         steps: number of updates so far.
     """
     for index, shard in enumerate(_shards(optimizer)):
         _, first, last = shard.holders[shard.place]
-        # Each whole parameter goes when its shard is there, which is a copy: a slice would keep it alive.
+        # Each complete parameter is freed when its shard exists, which is a copy: a slice would keep it alive.
         stored = {kind: state.pop(f"{index}.{kind}") for kind in shard.kinds(name) if f"{index}.{kind}" in state}
         loaded = {
-            kind: whole.reshape(-1)[first:last].to(shard.main.device, copy=True) for kind, whole in stored.items()
+            kind: parameter_state.reshape(-1)[first:last].to(shard.main.device, copy=True)
+            for kind, parameter_state in stored.items()
         }
         del stored
         loaded |= {kind: torch.zeros_like(shard.main) for kind in MOMENTS[name] if kind not in loaded}

@@ -1,4 +1,4 @@
-"""The padded vocabulary across a resume: the saved number of rows is kept where the layout allows, else a note states the change.
+"""The padded vocabulary at a resume: the saved number of rows is kept if the layout allows it, else a note states the change.
 
 The embedding has the tokenizer's vocabulary rounded up to a multiple of the tensor ranks times --make-vocab-size-divisible-by. A
 resume with other tensor ranks may pad to another size. Added rows start at random values and enter every token's softmax: a small
@@ -24,7 +24,7 @@ FIELD = "model.make_vocab_size_divisible_by"
 def saved_rows(flags: CheckpointConfig) -> int | None:
     """Rows of the embedding in the checkpoint that a run starts from; None without a readable one. Collective.
 
-    An unreadable checkpoint is no error here: loading it names the fault.
+    An unreadable checkpoint is no error here: loading it reports the fault.
     """
 
     def read() -> int | None:
@@ -51,10 +51,10 @@ def config_for_rows(config: Config, plan: Plan, vocabulary: int, rows: int) -> C
 
 
 def changed_rows_note(saved: int, rows: int, tensor: int) -> str:
-    """A note that the embedding has other rows than were saved, and the flag that keeps the saved number.
+    """A note that the embedding has another number of rows than the saved one, and the flag that keeps the saved number.
 
     Args:
-        tensor: ranks that share the rows.
+        tensor: number of ranks that share the rows.
     """
     if rows > saved:
         effect = "they start at random values and enter the softmax, which raises the first losses"

@@ -1,18 +1,18 @@
-"""One save at a time, complete on every rank or not at all: at once, or beside training (--async-save).
+"""One save at a time, complete on every rank or not at all: synchronous, or during training (--async-save).
 
-Steps of a save beside training:
-    1. the loop waits for the former save, and has every rank copy what it will write;
-    2. a thread of each rank writes the copies, in a process group that the threads have to themselves;
+Steps of a save during training:
+    1. the loop waits for the previous save, and every rank copies the tensors that it will write;
+    2. a thread of each rank writes the copies, in a process group that only the threads use;
     3. when all have written, rank 0's thread completes the checkpoint by its rename (`checkpoint_folder.publish`);
-    4. after its next steps the loop asks whether all threads are done, and hears their error if there is one.
-A run killed before 3 leaves the former checkpoint as the last complete one.
+    4. after each of its next steps the loop asks whether all threads are done, and raises their error if there is one.
+A run killed before 3 leaves the previous checkpoint as the last complete one.
 
-Checksums are those of the bytes in memory, summed on their way to a file; its writer reads the file back from the device and
+Checksums are computed from the bytes in memory on their way to a file; the file's writer reads it back from the device and
 compares.
 
 Data files are megatron.core.dist_checkpointing's: tensors under keys by layer, never by rank or stage. `parallel_state` is not
-read: the groups are handed over, and where megatron-core would fetch them the same state is built here. megatron-core's own
-asynchronous callers fork a process with the training process's memory, and wait for ever when it dies.
+read: groups are arguments, and state that megatron-core would build from it is built here. megatron-core's own asynchronous
+callers fork a process with the training process's memory, and wait for ever if it dies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.word_embeddings.weight", "output_lay
 
 
 class _Summing(FileSystem):
-    """torch's file system with new files that are synced, and that sums the bytes written to each."""
+    """torch's file system, which syncs new files and computes a checksum of the bytes written to each."""
 
     def __init__(self) -> None:
         self.sums: Checksums = {}
@@ -70,7 +70,7 @@ class _Summing(FileSystem):
         self.sums[Path(path).name] = stream.sums
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Give a file that is written its name."""
+        """Give a written file its final name."""
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
@@ -78,15 +78,15 @@ class _Summing(FileSystem):
 class DirectSave(AsyncSaveShardedStrategy):
     """The files of megatron-core's `torch_dist` format, written and synced by a thread of this process.
 
-    The stock strategy hands the data to forked writers through a manager process that imports everything anew (seconds per
-    save), and waits for ever when a writer dies.
+    The stock strategy passes the data to forked writers through a manager process that imports everything again (seconds per
+    save), and waits for ever if a writer dies.
 
     Args:
-        copies: write copies of the tensors, so that training may go on meanwhile.
-        group: the ranks that save, for the writing thread alone where there is one; the default group unless given.
+        copies: whether to write copies of the tensors, so that training can continue meanwhile.
+        group: the ranks that save, in a group for the writing thread only if there is one; None: the default group.
 
     Attributes:
-        sums: checksums of the files that this rank has written last, of their bytes in memory.
+        sums: checksums of the files that this rank has written last, from their bytes in memory.
     """
 
     def __init__(self, copies: bool, group: Any = None) -> None:
@@ -100,16 +100,16 @@ class DirectSave(AsyncSaveShardedStrategy):
         return True
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
-        """A request that writes, in its present state, every shard of which this rank holds the main replica.
+        """A request that writes the present state of every shard whose main replica is on this rank.
 
-        The request's function is collective. It raises CheckpointException on every rank when a rank could not write.
+        The request's function is collective. It raises CheckpointException on every rank if one rank could not write.
         """
         by_key: dict[str, list[Any]] = {}
         for shard in nested_values(sharded_state_dict):
             if not is_main_replica(shard.replica_id):
                 continue
             if self._copies and isinstance(shard, ShardedTensor):
-                # Main replicas only, and before the loop goes on: the next step changes weights and moments in place.
+                # Main replicas only, and before the loop continues: the next step changes weights and moments in place.
                 shard.data = shard.data.detach().to("cpu", copy=True)
             by_key.setdefault(shard.unique_key if isinstance(shard, ShardedObject) else shard.key, []).append(shard)
         return AsyncRequest(self._write, (by_key, checkpoint_dir), [])
@@ -127,7 +127,7 @@ class DirectSave(AsyncSaveShardedStrategy):
 
 
 def first_reason(error: CheckpointException) -> str:
-    """The error of the first rank that failed, in a line."""
+    """The error of the first rank that failed, in one line."""
     failure = next(iter(error.failures.values()))[0]
     return str(getattr(failure, "strerror", None) or failure).splitlines()[0]
 
@@ -135,10 +135,10 @@ def first_reason(error: CheckpointException) -> str:
 def model_state(model: Any, groups: ProcessGroupCollection, tied_blocks: int = 1) -> dict[str, Any]:
     """The sharded state of one GPTModel chunk; tensors are the parameters and buffers themselves.
 
-    It equals GPTModel.sharded_state_dict, which for tied embeddings on several stages reads a global group.
+    It equals GPTModel.sharded_state_dict, which reads a global group for tied embeddings on several stages.
 
     Args:
-        tied_blocks: shards of rows that a tied embedding of this rank is cut into.
+        tied_blocks: number of blocks into which a tied embedding of this rank is cut.
     """
     metadata = {"dp_cp_group": groups.dp_cp, "non_homogeneous_layers": True}
     state: dict[str, Any] = MegatronModule.sharded_state_dict(model, "", (), metadata)
@@ -157,7 +157,7 @@ def model_state(model: Any, groups: ProcessGroupCollection, tied_blocks: int = 1
         )
     for key in (OUTPUT, OUTPUT_BIAS) if model.post_process else ():
         if key in state:
-            # The vocabulary is padded to a multiple of the tensor-parallel size: its rows may differ from the file's.
+            # The vocabulary is padded to a multiple of the tensor-parallel size: the number of rows may differ from the file's.
             state[key].allow_shape_mismatch = True
     if tied_blocks > 1 and model.share_embeddings_and_output_weights:
         tied = {key: value for key, value in state.items() if getattr(value, "key", None) == EMBEDDING}
@@ -166,7 +166,7 @@ def model_state(model: Any, groups: ProcessGroupCollection, tied_blocks: int = 1
 
 
 def _in_blocks(shard: ShardedTensor, blocks: int) -> ShardedTensorFactory:
-    """A shard of rows as several: all shards of a tensor have one shape, and ends with unlike tensor ranks hold unlike shares."""
+    """Cut a shard of rows into blocks: shards of a tensor need one shape, but ends with different TP have unequal shares."""
     place, shares = shard.global_offset[0] // shard.local_shape[0], shard.axis_fragmentations[0]
 
     def build(key: str, rows: torch.Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
@@ -190,26 +190,28 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 
 def differences(state: Any, stored: Mapping[str, tuple[int, ...]], ignored: Sequence[str]) -> Differences:
-    """Compare a checkpoint with the state a run asks for. Collective.
+    """Compare a checkpoint with the state that a run loads. Collective.
 
     Args:
         stored: key -> shape of every tensor of the checkpoint.
-        ignored: beginnings of keys that the checkpoint may hold without being asked for.
+        ignored: prefixes of keys that the checkpoint may hold although the run does not load them.
     """
     of_rank = {shard.key: (tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)}
-    wanted = {key: (tuple(shape), padded) for asked in of_all(of_rank) for key, (shape, padded) in asked.items()}
+    requested = {
+        key: (tuple(shape), padded) for of_one_rank in of_all(of_rank) for key, (shape, padded) in of_one_rank.items()
+    }
     shapes, rows = [], None
-    for key in sorted(wanted.keys() & stored.keys()):
-        shape, padded = wanted[key]
+    for key in sorted(requested.keys() & stored.keys()):
+        shape, padded = requested[key]
         if stored[key] != shape and padded and stored[key][1:] == shape[1:]:
             rows = stored[key][0], shape[0]
         elif stored[key] != shape:
             shapes.append(f"{key} is {list(stored[key])} in the checkpoint, {list(shape)} here")
-    absent = sorted(wanted.keys() - stored.keys())
-    extra = sorted(key for key in stored.keys() - wanted.keys() if not key.startswith(tuple(ignored)))
+    absent = sorted(requested.keys() - stored.keys())
+    extra = sorted(key for key in stored.keys() - requested.keys() if not key.startswith(tuple(ignored)))
     return Differences(
         tuple(shapes),
-        tuple(f"{key} {list(wanted[key][0])} is not in the checkpoint" for key in absent),
+        tuple(f"{key} {list(requested[key][0])} is not in the checkpoint" for key in absent),
         tuple(f"{key} {list(stored[key])} is only in the checkpoint" for key in extra),
         frozenset(absent),
         rows,
@@ -220,11 +222,11 @@ def without_keys(state: Any, keys: Collection[str]) -> Any:
     """A state to load without the tensors of some keys."""
     if not isinstance(state, dict):
         return state
-    kept = {}
+    remaining = {}
     for name, value in state.items():
         if not (isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key in keys):
-            kept[name] = without_keys(value, keys)
-    return kept
+            remaining[name] = without_keys(value, keys)
+    return remaining
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +238,14 @@ class Keep:
 
 
 def _on_device(device: torch.device) -> Callable[[], None]:
-    """Work of a new thread: each has a current device of its own, at first GPU 0, where torch's writer would open a context."""
+    """Work of a new thread: it starts with GPU 0 as its current device, where torch's writer would open a context."""
     return partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
 
 
 def replica_range(groups: ProcessGroupCollection) -> tuple[int, int]:
-    """Fewest and most replicas of a stage: ranks agree on what replicas share over the world. Collective."""
-    own = groups.dp_cp.size()
-    extremes = torch.tensor([-own, own], device=device_of_this_process())
+    """Smallest and largest number of replicas of any stage, over the world. Collective."""
+    replicas = groups.dp_cp.size()
+    extremes = torch.tensor([-replicas, replicas], device=device_of_this_process())
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     fewest, most = extremes.tolist()
     return -fewest, most
@@ -264,30 +266,30 @@ class Saver:
         if flags.async_save and flags.save is not None:
             begin = _on_device(device_of_this_process())
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=begin)
-            # Every rank makes the group, in the same place. Threads communicate whenever their disk is done: in a group
-            # of training those calls would meet the ones of a step. The data is on the host, hence gloo.
+            # Every rank makes the group, at the same point. Threads communicate whenever their disk is done: in a training group
+            # their calls would meet those of a step. The data is on the host, hence gloo.
             self._group = dist.new_group(backend="gloo")
         self._direct = DirectSave(copies=self._thread is not None, group=self._group)
         self._strategy: Any = self._direct
         fewest, most = replica_range(groups) if flags.ckpt_fully_parallel_save else (1, 1)
         if most > 1:
-            # Stages without replicas keep no distribution, and would exchange it at every save.
+            # Stages without replicas store no distribution, and would compute it again at every save.
             keep = flags.ckpt_assume_constant_structure and fewest > 1
             self._strategy = FullyParallelSaveStrategyWrapper(self._direct, groups.dp_cp, keep)
 
     def open(self, folder: Path, step: int) -> Path:
-        """A fresh place for a save's files, seen by every rank. The former save must be completed."""
+        """A new folder for a save's files, seen by every rank. The previous save must be complete."""
         assert self._under_way is None
         temporary = Path(on_first_rank(lambda: str(checkpoint_folder.open_temporary(folder, step))))
         on_every_rank(lambda: _require_shared(folder, temporary))
         return temporary
 
     def save(self, state: dict[str, Any], temporary: Path, step: int, content: Mapping[str, Any], keep: Keep) -> None:
-        """Write a state, or start to; `completed` tells when it is done.
+        """Write a state, or start to; `completed` reports when it is done.
 
         Args:
             state: sharded; with --async-save it may change as soon as this returns.
-            temporary: what `open` returned.
+            temporary: result of `open`.
             content: entries of the completion mark.
             keep: the folder's checkpoints that stay.
         Raises:
@@ -300,8 +302,8 @@ class Saver:
                 str(temporary),
                 sharded_strategy=self._strategy,
                 validate_access_integrity=not (self._has_saved and self._flags.ckpt_assume_constant_structure),
-                # With and without a thread: the request is then executed by
-                # `_finish`, the only place that completes a checkpoint.
+                # With and without a thread, `_finish` executes the request:
+                # only it completes a checkpoint.
                 async_sharded_save=True,
             )
         assert request is not None
@@ -317,7 +319,7 @@ class Saver:
         """The checkpoint that has become complete since the last call.
 
         Args:
-            wait: until the save under way is complete, if there is one.
+            wait: whether to wait until a save in flight is complete.
         Raises:
             ConfigError: on every rank, when it could not be written.
         """
@@ -325,10 +327,10 @@ class Saver:
             return None
         final, writing = self._under_way
         if writing is not None:
-            # Threads end at different times. All ranks give one answer, since they save, log and stop by it together.
+            # Threads end at different times. All ranks must get one answer, since they save, log and stop together.
             if not (wait or _true_on_every_rank(writing.done())):
                 return None
-            # First, so that an error is raised once and does not stand in the way of the next save.
+            # First, so that an error is raised once and does not block the next save.
             self._under_way = None
             writing.result()
         self._under_way = None
@@ -367,7 +369,7 @@ class Saver:
             with checkpoint_folder.writing(folder):
                 save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(temporary))
             files = {name: (size, crc) for of_rank in sums for name, (size, crc) in of_rank.items()}
-            # No rank has summed megatron-core's own files: common.pt and the configuration just written.
+            # No rank has checksums of megatron-core's own files: common.pt and the configuration just written.
             files |= checksums(path for path in temporary.iterdir() if path.name not in files)
             with checkpoint_folder.writing(folder):
                 _require_files(temporary, [*NEEDED_FILES, *files])

@@ -1,8 +1,8 @@
 """The checkpoint that a run starts from: rank 0 finds it, and all ranks verify its files before the run uses any.
 
-A run whose ranks restart by themselves (`--max-restarts`) has no user at hand to choose another checkpoint. It falls back: a
-damaged checkpoint of --load becomes a note, and the one before is verified. If all are damaged the run ends, because it was under
-way and must not begin anew.
+A run whose ranks restart by themselves (`--max-restarts`) has no user who could choose another checkpoint. It falls back: a
+damaged checkpoint of --load becomes a note, and the previous one is verified. If all are damaged the run ends, because it had
+made progress and must not begin at step 0.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from moe_overlap.describe.errors import ConfigError
 
 
 def verified_start(flags: CheckpointConfig) -> tuple[Start | None, tuple[str, ...]]:
-    """The checkpoint, all of its files as they were written, and notes on those that the run falls back from. Collective.
+    """The checkpoint, with verified files, and notes on those that the run falls back from. Collective.
 
     Raises:
-        ConfigError: it is incomplete or damaged, and the run does not fall back or has nothing to fall back to.
+        ConfigError: it is incomplete or damaged, and the run does not fall back or has no other to fall back to.
     """
     damaged: dict[Path, ConfigError] = {}
     while True:

@@ -1,9 +1,9 @@
 """The command line of `pretrain_moe.py`: Megatron-LM's flag names and meanings, `@FILE`, later flags win. No torch.
 
 Steps of `parse`:
-    1. expand `@FILE` and older spellings, so that one flat list of arguments is left;
+    1. expand `@FILE` and older spellings into one flat list of arguments;
     2. group the arguments by flag: a later mention of a flag, or of its off switch, replaces an earlier one;
-    3. put the flags of `--model FILE` in front of the written ones, which thereby win;
+    3. put the flags of `--model FILE` before the written ones, which thereby win;
     4. turn the values into the fields of `Config`, and answer every upstream flag that is no field here.
 `validation.py` checks what the values must fulfil together.
 """
@@ -64,31 +64,31 @@ COMMAND_FLAGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedArguments:
-    """A command line that was understood."""
+    """A command line as it was read."""
 
     config: Config
     name: str
     """The run's name: the model's of --model, else that of the first @FILE, else `model`."""
     model_notes: tuple[str, ...]
-    """Lines that say where megatron-core computes otherwise than the source of the model file."""
+    """Differences between megatron-core's computation and the source of the model file, one line each."""
     without_effect: tuple[tuple[str, str], ...]
     """Accepted upstream flags that change nothing here, each with the reason."""
     awaited: tuple[tuple[str, str], ...]
-    """Upstream flags, with their values, that ask for what is not executed yet, each with what that is."""
-    given: frozenset[str]
+    """Upstream flags, with their values, whose feature is not executed yet, each with that feature."""
+    flag_names: frozenset[str]
     """Names of the configuration flags that were written."""
     dry_run: bool
     world_size: int | None
-    told: tuple[tuple[str, str], ...] = ()
-    """Remarks for the user on how the command line was understood: subject and text."""
+    remarks: tuple[tuple[str, str], ...] = ()
+    """Lines for the user about the reading of the command line: subject and text."""
     layout_world: int | None = None
-    """Processes that the layout flags are held against where a plan's stages have unlike shape: those of the first stage."""
+    """Processes that the layout flags describe if a plan's stages have different shapes: those of the first stage."""
     implied: frozenset[str] = frozenset()
-    """Those names of `given` that only the file of --model states."""
+    """The names in `flag_names` that only the file of --model contains."""
 
     def written_fields(self) -> frozenset[str]:
         """The configuration fields ("group.field") whose flags the user wrote."""
-        written = self.given - self.implied
+        written = self.flag_names - self.implied
         return frozenset(
             f"{flag.group}.{flag.field}"
             for flag in config_flags()
@@ -106,16 +106,16 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         SystemExit: code 0 after `--help` or `--version`.
     """
     arguments = [current for written in expand_files(argv) for current in _current_spelling(written)]
-    own = {name: flag for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
+    fields = {name: flag for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
     upstream = load_upstream_flags()
-    written = _values_by_flag(arguments, own, upstream)
+    written = _values_by_flag(arguments, fields, upstream)
     by_hand = frozenset(written)
     model = read_model(*written["--model"]) if "--model" in written else None
     if model is not None:
-        written = _values_by_flag([*model.arguments, *arguments], own, upstream)
-    for asked in ("--help", "-h"):
-        if asked in written:
-            print(help_about(next(iter(written[asked]), None)))
+        written = _values_by_flag([*model.arguments, *arguments], fields, upstream)
+    for help_flag in ("--help", "-h"):
+        if help_flag in written:
+            print(help_about(next(iter(written[help_flag]), None)))
             raise SystemExit(0)
     if "--version" in written:
         print(VERSION_LINE)
@@ -124,8 +124,8 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
     without_effect: list[tuple[str, str]] = []
     unexecuted: list[tuple[str, str]] = []
     for name, texts in written.items():
-        if name in own:
-            flag = own[name]
+        if name in fields:
+            flag = fields[name]
             _refuse_upstream_choice(flag, name, texts, upstream)
             values.setdefault(flag.group, {})[flag.field] = flag.value(name, texts)
         elif name in upstream:
@@ -144,10 +144,10 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         model_notes=model.notes if model else (),
         without_effect=tuple(without_effect),
         awaited=tuple(unexecuted),
-        given=frozenset(name for name in written if name in own),
+        flag_names=frozenset(name for name in written if name in fields),
         dry_run="--dry-run" in written,
         world_size=_world_size(written) or (script_gpus(argv) if "--dry-run" in written else None),
-        implied=frozenset(name for name in written if name in own and name not in by_hand),
+        implied=frozenset(name for name in written if name in fields and name not in by_hand),
     )
 
 
@@ -162,7 +162,7 @@ def config_to_flags(config: Config) -> list[str]:
 
 
 SCRIPTS = (".sh", ".sbatch", ".slurm")
-"""Ends of the names of files that are read as shell scripts."""
+"""Suffixes of files that are read as shell scripts."""
 MOST_FILES, MOST_DEPTH = 1000, 50
 MOST_ARGUMENT_BYTES = 1 << 18
 """Argument files of one command line: how many, how deep they include each other, and the bytes of each."""
@@ -174,19 +174,19 @@ def expand_files(
     """Replace each `@FILE` of a command line by the arguments in the file.
 
     Files are read as a shell would: quotes, comments after `#`, several arguments per line. `@OTHER` inside a file is
-    relative to that file, and so is a `--plan` whose file lies beside it. A shell script gives the flags of its training command
+    relative to that file, and so is a `--plan` in the same folder. A shell script gives the flags of its training command
     (`shell_script.py`).
 
     Args:
         folder: folder that a relative `@FILE` starts from.
         inside: the files being read, outermost first; none may include itself.
-        read: every file that has been read so far; two files that name each other twice would be read without end.
+        read: every file read so far; two files that name each other twice would otherwise be read without end.
     Raises:
         ConfigError: a file that cannot be read or split, is no list of flags, or includes itself; too many files.
     """
     read = [] if read is None else read
     for argument in argv:
-        if "\0" in argument:  # A file can hold it, and no path or number does.
+        if "\0" in argument:  # Possible in a file, but in no path or number.
             raise ConfigError(argument, "", "holds a NUL character", "correct the file")
         if not argument.startswith("@"):
             yield argument
@@ -201,49 +201,49 @@ def expand_files(
         try:
             text = bounded_text(path, MOST_ARGUMENT_BYTES)
             is_script = path.suffix in SCRIPTS
-            words = script_flags(text, {}, argument).arguments if is_script else _beside(text, path.parent)
+            arguments = script_flags(text, {}, argument).arguments if is_script else _arguments_of(text, path.parent)
         except (Unreadable, OSError) as error:
             reason = str(error).removeprefix("cannot be read: ")
             raise ConfigError(argument, "", f"cannot read {path}: {reason}", "correct the path") from None
         except ValueError as error:
             raise ConfigError(argument, "", f"cannot be split into words: {error}", "close the quotation") from None
-        if words and not words[0].startswith(("-", "@")):
-            rule = f"begins with {words[0][:40]!r}, which is no flag"
+        if arguments and not arguments[0].startswith(("-", "@")):
+            rule = f"begins with {arguments[0][:40]!r}, which is no flag"
             raise ConfigError(argument, "", rule, "give a file of Megatron flags, or a shell script (.sh)")
-        yield from expand_files(words, path.parent, (*inside, path.resolve()), read)
+        yield from expand_files(arguments, path.parent, (*inside, path.resolve()), read)
 
 
 def script_gpus(argv: Sequence[str]) -> int | None:
-    """Nodes times processes per node of the last shell script among the arguments; None where no script says them.
+    """Nodes times processes per node of the last shell script among the arguments; None if no script sets them.
 
     Raises:
         ConfigError: the script cannot be read.
     """
-    found = None
+    gpus = None
     for argument in argv:
         if argument.startswith("@") and Path(argument[1:]).suffix in SCRIPTS:
             try:
                 text = bounded_text(Path(argument[1:]), MOST_ARGUMENT_BYTES)
             except (Unreadable, OSError) as error:
                 raise ConfigError(argument, "", f"cannot be read: {error}", "correct the path") from None
-            found = script_flags(text, {}, argument).num_gpus or found
-    return found
+            gpus = script_flags(text, {}, argument).num_gpus or gpus
+    return gpus
 
 
-def _beside(text: str, folder: Path) -> list[str]:
-    """The words of an argument file in a folder, with the path of a plan that lies there."""
-    words = shlex.split(text, comments=True)
-    for place, (flag, value) in enumerate(zip(words, words[1:], strict=False), 1):
-        # So a folder with a plan and its flags can be moved, and the run started from anywhere.
+def _arguments_of(text: str, folder: Path) -> list[str]:
+    """The arguments of an argument file, with the full path of a plan in the same folder."""
+    arguments = shlex.split(text, comments=True)
+    for place, (flag, value) in enumerate(zip(arguments, arguments[1:], strict=False), 1):
+        # So that a folder with a plan and its flags can be moved, and the run started from anywhere.
         if flag == "--plan" and not value.startswith("--") and (folder / value).is_file():
-            words[place] = str(folder / value)
-    return words
+            arguments[place] = str(folder / value)
+    return arguments
 
 
 def _values_by_flag(
-    arguments: list[str], own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]
+    arguments: list[str], fields: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]
 ) -> dict[str, tuple[str, ...]]:
-    """The values of each flag's last mention, in the order of those mentions."""
+    """The values of each flag's last occurrence, in the order of those occurrences."""
     written: dict[str, tuple[str, ...]] = {}
     position = 0
     while position < len(arguments):
@@ -252,11 +252,11 @@ def _values_by_flag(
         if not name.startswith("-"):
             after = f" (after {next(reversed(written))})" if written else ""
             rule, word = f"a word that belongs to no flag{after}", arguments[position - 1]
-            # Whoever means a file of flags forgets its @.
+            # A user who means a file of flags often forgets its @.
             fix = f"write @{word} for the flags in it" if names_file(word) else "quote values with spaces"
             raise ConfigError(word, "", rule, fix)
         texts: list[str] = [attached] if equals else []
-        fewest, most = _arity(name, own, upstream)
+        fewest, most = _arity(name, fields, upstream)
         while not equals and len(texts) < most and position < len(arguments):
             if arguments[position].startswith("--"):
                 break
@@ -268,25 +268,25 @@ def _values_by_flag(
             raise ConfigError(name, "", "needs a value", f"write {name} VALUE")
         if len(texts) > most:
             raise ConfigError(name, attached, "takes no value", f"write {name} alone")
-        for other in _same_field(name, own):
+        for other in _same_field(name, fields):
             written.pop(other, None)
         written[name] = tuple(texts)
     return written
 
 
-def _same_field(name: str, own: Mapping[str, Flag]) -> tuple[str, ...]:
-    """Every name of a flag, its off switch included: a mention of any of them replaces the former mention."""
-    flag = own.get(name)
+def _same_field(name: str, fields: Mapping[str, Flag]) -> tuple[str, ...]:
+    """Every name of a flag, its off switch included: each occurrence of one replaces earlier occurrences of all."""
+    flag = fields.get(name)
     return (name,) if flag is None else (*flag.names, *([flag.off] if flag.off else []))
 
 
-def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]) -> tuple[int, int]:
-    """Fewest and most values of a flag."""
+def _arity(name: str, fields: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]) -> tuple[int, int]:
+    """Smallest and largest number of values of a flag."""
     many = 1_000_000
     if name in COMMAND_FLAGS:
         return COMMAND_FLAGS[name]
-    if name in own:
-        flag = own[name]
+    if name in fields:
+        flag = fields[name]
         return (0, 0) if flag.kind == "switch" else (1, many if flag.many else 1)
     if name in upstream:
         nargs = upstream[name].nargs
@@ -296,13 +296,13 @@ def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFl
         raise ConfigError(name, "", "upstream has dropped this flag", DROPPED[name])
     if name in LAUNCH_FLAGS:
         raise ConfigError(name, "", "starts the ranks, which an argument file does not", "give it on the command line")
-    known = sorted({*own, *COMMAND_FLAGS, *LAUNCH_FLAGS})
-    near = difflib.get_close_matches(name, known, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
+    names = sorted({*fields, *COMMAND_FLAGS, *LAUNCH_FLAGS})
+    near = difflib.get_close_matches(name, names, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
     raise ConfigError(name, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
 
 
 def _without_brackets(texts: list[str]) -> list[str]:
-    """The entries of `[a b c]`, which upstream's argument lists write as one argument or as several."""
+    """The entries of `[a b c]`, which upstream's argument lists pass as one argument or as several."""
     joined = " ".join(texts).strip()
     if not (joined.startswith("[") and joined.endswith("]")):
         return texts
@@ -317,13 +317,13 @@ def _refuse_upstream_choice(
             if (name, text) in DROPPED_CHOICES:
                 raise ConfigError(name, text, "upstream has dropped this choice", DROPPED_CHOICES[name, text])
             reason = choice_refusal(name, text)
-            known = upstream[name].choices if name in upstream else None
-            if reason is not None and (known is None or text in known):
+            upstream_choices = upstream[name].choices if name in upstream else None
+            if reason is not None and (upstream_choices is None or text in upstream_choices):
                 raise ConfigError(name, text, f"not supported: {reason}", f"use {one_of(flag.choices)}")
 
 
 def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> tuple[str | None, bool]:
-    """The reason why an upstream flag has no effect, and whether its feature is awaited; None where it asks for nothing.
+    """Why an upstream flag has no effect, and whether its feature is not executed yet; None if its value is the default.
 
     Raises:
         ConfigError: the flag is refused, or its value is none that upstream knows.
@@ -351,7 +351,7 @@ def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> tup
 
 
 def _current_spelling(argument: str) -> tuple[str, ...]:
-    """An argument, or those that an older spelling stands for."""
+    """An argument, or the current arguments for an older spelling."""
     name, equals, value = argument.partition("=")
     current = ALIASES.get(name, (name,))
     return (*current[:-1], current[-1] + equals + value)

@@ -1,8 +1,8 @@
 """A run as dataclasses. Each field is a flag: name, type, default and choices stand here once, its help below it.
 
 Field names are the attribute names of upstream Megatron-LM, defaults are upstream's; `flags/table.py` makes the flags of them.
-Attention variants and the groups that need a GPU's libraries stand in `config_fields.py`. Nothing here derives or repairs a
-value: derived sizes are computed by `sizes.py`, rules stand in `validation.py`.
+Attention variants and the groups that need a GPU's libraries are in `config_fields.py`. Nothing here derives or repairs a value:
+`sizes.py` computes derived sizes, rules are in `validation.py`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class MoEConfig:
     moe_ffn_hidden_size: int | None = None
     """Width of one expert; default the dense MLP's width."""
     moe_latent_size: int | None = None
-    """Width of what routed experts read and write: tokens are projected to it before the dispatch and back after the combine."""
+    """Width of the routed experts' input and output: tokens are projected to it before the dispatch, back after the combine."""
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of the shared experts."""
     moe_shared_expert_gate: bool = False
@@ -351,11 +351,11 @@ class DataConfig:
     data_args_path: str | None = None
     """File with the values of --data-path."""
     train_data_path: tuple[str, ...] | None = None
-    """Like --data-path, for training alone; a part without a path of its own is left out."""
+    """Like --data-path, for training only; a split without a path of its own is left out."""
     valid_data_path: tuple[str, ...] | None = None
-    """Like --data-path, for validation alone."""
+    """Like --data-path, for validation only."""
     test_data_path: tuple[str, ...] | None = None
-    """Like --data-path, for the test alone."""
+    """Like --data-path, for the test only."""
     per_split_data_args_path: str | None = None
     """JSON file with the values of --train-data-path and the other two as lists under train, valid and test."""
     split: str | None = None
@@ -391,7 +391,7 @@ class DataConfig:
     vocab_size: int | None = None
     """Vocabulary before padding; default the tokenizer's."""
     reset_position_ids: bool = False
-    """Count positions anew after an end of document."""
+    """Restart positions at 0 after an end of document."""
     reset_attention_mask: bool = False
     """No attention across documents."""
     eod_mask_loss: bool = False
@@ -411,11 +411,11 @@ class CheckpointConfig:
     save: str | None = None
     """Folder to save checkpoints to."""
     load: str | None = None
-    """Folder to load the last complete checkpoint from; an empty one starts afresh."""
+    """Folder to load the last complete checkpoint from; if it is empty, training starts from step 0."""
     save_interval: int | None = None
     """Steps between saves; with --save one more at the end."""
     async_save: bool = False
-    """Write beside training, which waits only while each rank copies its part of the state."""
+    """Write during training, which waits only while each rank copies its part of the state."""
     ckpt_fully_parallel_save: bool = flag(True, "--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save")
     """Share the writing of replicated weights among the data-parallel ranks."""
     ckpt_assume_constant_structure: bool = False
@@ -427,7 +427,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = None
     """Folder whose last weights the run starts from, as with --finetune, if --load holds nothing."""
     non_persistent_save_interval: int | None = None
-    """Steps between saves of which only the last is kept, in a folder of their own."""
+    """Steps between non-persistent saves, of which only the last one is kept, in a separate folder."""
     non_persistent_ckpt_type: Literal["global"] | None = None
     """Kind of the non-persistent checkpoints: like the others. A load takes the later of both kinds."""
     non_persistent_global_ckpt_dir: str | None = flag(None, of="checkpoint.non_persistent_ckpt_type")
@@ -435,9 +435,9 @@ class CheckpointConfig:
     ckpt_step: int | None = None
     """Load this step instead of the last one."""
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp"] = "torch_dist"
-    """Format of the files; torch_dist is written whatever is asked for."""
+    """Format of the files; only torch_dist is written."""
     finetune: bool = False
-    """Load the weights alone and start at step 0."""
+    """Load only the weights and start at step 0."""
     no_load_optim: bool = False
     """Do not load optimizer state."""
     no_load_rng: bool = False
@@ -447,7 +447,7 @@ class CheckpointConfig:
     no_save_rng: bool = False
     """Do not save random-number states."""
     resume_with_changes: bool = False
-    """Resume although data, batch size, seed or other flags are not those of the checkpoint; what differs is listed."""
+    """Resume although data, batch size, seed or other flags differ from the checkpoint's; the differences are listed."""
     exit_on_missing_checkpoint: bool = False
     """An empty --load is an error."""
     use_checkpoint_args: bool = False
@@ -459,7 +459,7 @@ class CheckpointConfig:
     )
     """Take the tokenizer from the checkpoint's arguments as well."""
     ckpt_fully_parallel_load: bool = False
-    """Have each data-parallel rank read a part of the weights that they share, and send it to the others."""
+    """Each data-parallel rank reads a part of the replicated weights and sends it to the others."""
     dist_ckpt_strictness: (
         Literal["assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "ignore_all"]
         | None
@@ -544,20 +544,20 @@ class OverlapConfig:
     moe_overlap_micro_batches: int = 1
     """With 2, the backward pass of a micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
     moe_overlap_forward_send: Literal["early", "late"] = "early"
-    """When the forward pass of two that run together sends to the next stage: before the other's last computation, or behind
-    it, which then hides the forward pass's last all-to-all: where that is long, as between nodes."""
+    """When the forward pass of a pair sends to the next stage: early, before the last computation of the backward pass; late,
+    after it, so that this computation hides the forward pass's last all-to-all: for long ones, as between nodes."""
     moe_overlap_capacity_chunks: int | None = None
     """Run dispatch, experts and combine in 2, 4 or 8 chunks of each expert's rows, in place of partitions (Tutel's pipeline)."""
     defer_weight_gradients: bool = False
     """Compute weight gradients while a backward all-to-all is under way."""
     max_deferred_bytes: int = 1 << 30
-    """Most bytes that deferred weight gradients may hold; the instruction list computes early what does not fit."""
+    """Largest number of bytes that deferred weight gradients may hold; the instruction list computes the excess early."""
     moe_overlap_device_connections: int | None = None
     """Hardware queues that the streams of a GPU share; default CUDA_DEVICE_MAX_CONNECTIONS where that is set, else 32 with
     --plan or flags that overlap something, and CUDA's 8 without."""
     moe_overlap_nccl_ctas: int | None = None
-    """Thread blocks of an NCCL kernel that runs beside others; default NCCL_MAX_CTAS where that is set, else as many as those of
-    all communicators of a rank fit the GPU together; NCCL's own number where nothing overlaps."""
+    """Thread blocks of an NCCL kernel that runs beside others; default NCCL_MAX_CTAS where that is set, else the largest number
+    at which the kernels of all communicators of a rank fit the GPU together; without overlap NCCL's own number."""
     moe_overlap_cuda_graphs: bool = flag(False, needs="CUDA")
     """Replay the operators of overlapping layers whose shapes never change as CUDA graphs: attention and gates; experts
     too, with --moe-pad-expert-input-to-capacity. Captured once, in the fourth step. Predicted, not yet run on hardware."""
@@ -567,7 +567,7 @@ class OverlapConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A run. Every flag stands in exactly one of these groups."""
+    """A run. Every flag belongs to exactly one of these groups."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)

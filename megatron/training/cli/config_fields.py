@@ -1,8 +1,8 @@
-"""Groups of `Config` whose fields say more about their flags than name, type and default, and the function to say it (`flag`).
+"""Groups of `Config` whose flags need more than name, type and default, and the function that adds it (`flag`).
 
 Attention variants, number formats, offloading and GPU dispatchers: flags, defaults and meanings are upstream's,
-`model/stage_config.py` and `optimizer.py` hand the values to megatron-core. A field names what it needs (`needs=`) or the field
-it is a setting of (`of=`): a dry run accepts it anywhere and says so, a start on a machine that lacks it is refused
+`model/stage_config.py` and `optimizer.py` pass the values to megatron-core. A field names its need (`needs=`) or the field whose
+setting it is (`of=`): a dry run accepts it anywhere and reports the need; a start on a machine without it is refused
 (`start.py`). Attention variants and fp16 run anywhere; nothing that needs a GPU has run on one so far.
 """
 
@@ -27,8 +27,8 @@ def flag(
         default: the field's default.
         names: the flag's names, the documented one first; none for `--field-name`.
         off: for a field that is true by default: the flag that turns it off.
-        needs: the device or library that a machine must have for another value than the default.
-        of: the field ("group.field") whose setting this is: without effect while that one has its default.
+        needs: the device or library that a machine must have for any value but the default.
+        of: the field ("group.field") whose setting this is: without effect while that field has its default.
     """
     return field(default=default, metadata={"names": names, "off": off, "needs": needs, "of": of})
 

@@ -38,10 +38,10 @@ _COLUMN = 14
 
 
 def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> None:
-    """Check a command line and print what it would train, on how many ranks, and what this machine lacks for it.
+    """Check a command line and print the run: the model, the ranks, and what this machine lacks for it.
 
     Args:
-        parsed: what `parse` returned.
+        parsed: result of `parse`.
         world_size: number of processes; None takes the smallest that the parallel sizes allow.
     Raises:
         ConfigError: the error the run would give.
@@ -72,7 +72,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         *([_line("in flight", in_flight_line(plan))] if plan.has_pairs else []),
         *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
         _line("kernels", kernels_line(config, plan, machine)),
-        *(_line(subject, text) for subject, text in parsed.told),
+        *(_line(subject, text) for subject, text in parsed.remarks),
         "",
         "flags that differ from the defaults",
         *_changed_flags(config),
@@ -122,7 +122,7 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
 
 
 def planned_layout_line(plan: Plan, config: Config) -> str:
-    """The same of a plan; of stages of unlike shape `3 processes in 2 unlike stages: DP 2, micro-batch 1 × 8 | TP 1, …`."""
+    """The same for a plan; for stages of different shape `3 processes in 2 unlike stages: DP 2, micro-batch 1 × 8 | TP 1, …`."""
     if not plan.transfers:
         return layout_line(parallel_layout(config, plan.world_size), config)
     stages = []
@@ -137,25 +137,25 @@ def planned_layout_line(plan: Plan, config: Config) -> str:
 
 
 def in_flight_line(plan: Plan) -> str:
-    """The memory that pairs cost: `activations of at most 3, 1 micro-batches (stages 0, 1) and …; 2, 1 without …`.
+    """Memory of micro-batch pairs: `activations of at most 3, 1 micro-batches (stages 0, 1), plus …; 2, 1 without …`.
 
-    In an interleaved pipeline passes of chunks count, as parts of a micro-batch.
+    In an interleaved pipeline the pass of a chunk counts as a part of a micro-batch.
     """
 
-    def held(of: Plan, stage: int) -> str:
+    def in_flight(of: Plan, stage: int) -> str:
         layers = [end - first for first, end in of.stages[stage].chunks]
         return f"{most_in_flight(pipeline_blocks(of, stage), layers):.3g}"
 
     without = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, overlap=NO_OVERLAP) for s in plan.stages))
     stages = range(len(plan.stages))
-    paired, before = (", ".join(held(either, stage) for stage in stages) for either in (plan, without))
+    paired, before = (", ".join(in_flight(either, stage) for stage in stages) for either in (plan, without))
     of_stages = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
-    beside = f"{paired} micro-batches{of_stages} and the layers at work"
-    return f"activations of at most {beside}; {before} without --moe-overlap-micro-batches"
+    held = f"{paired} micro-batches{of_stages}, plus those of the layers being computed"
+    return f"activations of at most {held}; {before} without --moe-overlap-micro-batches"
 
 
 def gate_line(gate: str | None) -> str:
-    """`topk, without --moe-gate: …`: the gate that partitions take where the flags name none."""
+    """`topk, without --moe-gate: …`: the default gate of partitions."""
     return f"{gate}, without --moe-gate: where no token is dropped it decides as megatron-core's router does"
 
 
@@ -168,7 +168,7 @@ def quantity(number: int) -> str:
 
 
 def missing_files(config: Config) -> list[tuple[str, str]]:
-    """Flags whose file or folder does not exist, with its path: training raises, a dry run lists them."""
+    """Flags whose file or folder does not exist, with its path: training raises an error, a dry run lists them."""
     data, missing = config.data, []
     arguments = ((ARGS, data.data_args_path), (PER_SPLIT_ARGS, data.per_split_data_args_path))
     if all(path is None or Path(path).is_file() for _, path in arguments):
@@ -192,7 +192,7 @@ def _line(head: str, text: str) -> str:
 
 
 def _wrapped(head: str, texts: list[str]) -> list[str]:
-    """Lines with the texts in a column of their own, none broken."""
+    """Lines with the texts in a second column, none of them broken."""
     glued = " ".join(text.replace(" ", "\0") for text in texts)
     lines = textwrap.wrap(glued, _WIDTH - _COLUMN - 2, break_long_words=False, break_on_hyphens=False)
     lines = [line.replace(" ", "  ").replace("\0", " ") for line in lines]

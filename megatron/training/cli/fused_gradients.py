@@ -1,8 +1,8 @@
-"""Whether a run adds weight gradients up inside the products that make them, and by whose kernels. No torch.
+"""Whether the matrix products of a run accumulate weight gradients themselves, and with whose kernels. No torch.
 
 The kernel multiplies and adds to the parameter's sum over micro-batches in fp32 (`main_grad`): the product is neither rounded to
-the weights' type nor written, read and added once more. Transformer Engine's modules have one of their own; megatron-core's
-linears call NVIDIA apex's, `fused_weight_gradient_mlp_cuda`.
+the weights' type nor written, read and added separately. Transformer Engine's modules have a kernel of their own;
+megatron-core's linears call NVIDIA apex's, `fused_weight_gradient_mlp_cuda`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ KERNEL = "fused_weight_gradient_mlp_cuda"
 
 @dataclass(frozen=True, slots=True)
 class GradientFusion:
-    """Whose products add their weight gradients to the sum themselves.
+    """The modules whose products add their weight gradients to the sum themselves.
 
     Attributes:
-        by_transformer_engine: those of Transformer Engine's modules.
-        by_apex: those of megatron-core's linears.
-        why_not: the reason where neither do.
+        by_transformer_engine: Transformer Engine's modules do.
+        by_apex: megatron-core's linears do.
+        why_not: the reason if neither does.
     """
 
     by_transformer_engine: bool = False
@@ -36,7 +36,7 @@ class GradientFusion:
 
 
 def gradient_fusion(config: Config, plan: Plan, machine: Machine) -> GradientFusion:
-    """The choice for a run: on where a kernel is there, as upstream's, unless a flag or the machine says otherwise."""
+    """The choice for a run: on if there is a kernel, as in upstream, unless a flag or the machine forbids it."""
     engine, apex = "transformer_engine" in machine.packages, KERNEL in machine.packages
     why_not = None
     if not config.optimizer.gradient_accumulation_fusion:
@@ -53,7 +53,7 @@ def gradient_fusion(config: Config, plan: Plan, machine: Machine) -> GradientFus
 def weight_kind(config: Config, plan: Plan) -> str:
     """The type of weights and activations, `fp32`, `bf16` or `fp16`; master weights are fp32.
 
-    A plan of fp8 or fp4 names the type of the products; which type the weights have then is a setting of training.
+    A plan of fp8 or fp4 gives the type of the products; the type of the weights is then a setting of training.
     """
     if plan.precision in NARROW:
         return "fp16" if config.precision.fp16 else "bf16" if config.optimizer.bf16 else "fp32"
@@ -69,7 +69,7 @@ def sums_in_fp32(config: Config, plan: Plan) -> bool:
 
 
 def kernels_line(config: Config, plan: Plan, machine: Machine) -> str:
-    """`Transformer Engine 2.9, no apex; weight gradients are added up in the products of Transformer Engine's modules`."""
+    """`Transformer Engine 2.9, no apex; weight gradients are accumulated inside the products of …`."""
     engine = f"Transformer Engine {_version()}" if "transformer_engine" in machine.packages else "no Transformer Engine"
     apex = "apex" if KERNEL in machine.packages else "no apex"
     if "apex" in machine.packages and apex == "no apex":
@@ -83,8 +83,8 @@ def kernels_line(config: Config, plan: Plan, machine: Machine) -> str:
         )
         if on
     ]
-    fused = f"in the products of {' and '.join(owners)}" if owners else f"behind the products ({fusion.why_not})"
-    return f"{engine}, {apex}; weight gradients are added up {fused}"
+    fused = f"inside the products of {' and '.join(owners)}" if owners else f"by a separate addition ({fusion.why_not})"
+    return f"{engine}, {apex}; weight gradients are accumulated {fused}"
 
 
 def _version() -> str:

@@ -1,10 +1,11 @@
 """The launcher's flags, and the checks that one process makes for all ranks before it starts them. No torch.
 
 `pretrain_moe.py --nproc-per-node N [flags]` starts its own ranks (`moe_overlap/commands/launcher.py`). The flags are torchrun's,
-under torchrun's names. They stand on the command line itself, not in an argument file: a file says what is trained, not where.
+under torchrun's names. They belong on the command line, not in an argument file: a file describes the training, not its
+machines.
 
 1. `split_launch` takes the launcher's flags out of a command line.
-2. `require_launchable` asks everything that would stop every rank of the job, once.
+2. `require_launchable` makes, once, all checks whose failure would stop every rank of the job.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Launch:
 
     Attributes:
         backend: `static`: the node of rank 0 is known; `c10d`: the nodes number themselves when they meet.
-        endpoint: HOST:PORT of the meeting; empty where one node finds a free port itself.
-        job: name of the job at the meeting.
+        endpoint: HOST:PORT of the rendezvous; empty if a single node finds a free port itself.
+        job: name of the job at the rendezvous.
     """
 
     processes_per_node: int
@@ -64,79 +65,82 @@ class Launch:
 
 
 def split_launch(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Launch | None, list[str]]:
-    """The launcher's part of a command line, None where it has none, and the other words in their order.
+    """The launcher's part of a command line, None without launcher flags, and the other arguments in their order.
 
     Raises:
         ConfigError: a launcher's flag is wrong, contradicts another, or the process is a rank already.
     """
-    given: dict[str, str] = {}
-    words: list[str] = []
+    flags: dict[str, str] = {}
+    arguments: list[str] = []
     position = 0
     while position < len(argv):
         name, equals, value = argv[position].partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         position += 1
         if name not in LAUNCH_FLAGS:
-            words.append(argv[position - 1])
+            arguments.append(argv[position - 1])
         elif name == STANDALONE:
             require(not equals, name, value, "takes no value", f"write {name}")
-            given[name] = ""
+            flags[name] = ""
         else:
             if not equals:
                 follows = position < len(argv) and not argv[position].startswith(("--", "@"))
                 require(follows, name, "", "needs a value", f"write {name} VALUE")
                 value, position = argv[position], position + 1
-            given[name] = value
-    if not given:
-        return None, words
-    first = next(iter(given))
-    shown = " ".join(filter(None, (first, printable(given[first], 40))))
+            flags[name] = value
+    if not flags:
+        return None, arguments
+    first = next(iter(flags))
+    shown = " ".join(filter(None, (first, printable(flags[first], 40))))
     require("RANK" not in environment, shown, "", "torchrun or Slurm has started this rank already", "drop it")
-    require(PROCESSES in given, shown, "", f"{PROCESSES} says that this process starts the ranks", f"add {PROCESSES} N")
-    return _launch(given, environment), words
+    require(PROCESSES in flags, shown, "", f"{PROCESSES} says that this process starts the ranks", f"add {PROCESSES} N")
+    return _launch(flags, environment), arguments
 
 
-def _launch(given: Mapping[str, str], environment: Mapping[str, str]) -> Launch:
-    processes, nodes = _processes(given[PROCESSES], environment), _whole(given, NODES, 1, 1)
-    node_rank, port = _whole(given, NODE_RANK, 0, 0), _whole(given, PORT, DEFAULT_PORT, 1)
-    restarts = _whole(given, RESTARTS, 0, 0)
+def _launch(flags: Mapping[str, str], environment: Mapping[str, str]) -> Launch:
+    processes, nodes = _processes(flags[PROCESSES], environment), _whole(flags, NODES, 1, 1)
+    node_rank, port = _whole(flags, NODE_RANK, 0, 0), _whole(flags, PORT, DEFAULT_PORT, 1)
+    restarts = _whole(flags, RESTARTS, 0, 0)
     require(port < 2**16, PORT, port, "is no port", "use 1 to 65535")
     require(
         node_rank < nodes, NODE_RANK, node_rank, f"{NODES} says {nodes}: they count from 0", f"use 0 to {nodes - 1}"
     )
-    endpoint, backend = given.get(ENDPOINT, ""), given.get(BACKEND)
+    endpoint, backend = flags.get(ENDPOINT, ""), flags.get(BACKEND)
     require(backend in (None, "c10d", "static"), BACKEND, backend, "unknown choice", "use c10d or static")
     for flag in (ENDPOINT, ADDRESS):
-        require(given.get(flag) != "", flag, "", "needs a value", f"write {flag} HOST")
+        require(flags.get(flag) != "", flag, "", "needs a value", f"write {flag} HOST")
         require(
-            STANDALONE not in given or flag not in given, STANDALONE, "", f"is set together with {flag}", "drop one"
+            STANDALONE not in flags or flag not in flags, STANDALONE, "", f"is set together with {flag}", "drop one"
         )
-        host = given.get(flag, "").rpartition(":")[0] or given.get(flag, "")
+        host = flags.get(flag, "").rpartition(":")[0] or flags.get(flag, "")
         require(not set(host) & set(" /@\t\n"), flag, printable(host, 60), "is no host", "write a name or an address")
-    require(STANDALONE not in given or nodes == 1, STANDALONE, "", f"is for one node, {NODES} says {nodes}", "drop it")
-    both = ENDPOINT in given and (ADDRESS in given or PORT in given)
-    require(not both, ENDPOINT, endpoint, f"is set together with {ADDRESS if ADDRESS in given else PORT}", "drop one")
-    if nodes > 1 and not endpoint and ADDRESS not in given:
+    require(STANDALONE not in flags or nodes == 1, STANDALONE, "", f"is for one node, {NODES} says {nodes}", "drop it")
+    both = ENDPOINT in flags and (ADDRESS in flags or PORT in flags)
+    require(not both, ENDPOINT, endpoint, f"is set together with {ADDRESS if ADDRESS in flags else PORT}", "drop one")
+    if nodes > 1 and not endpoint and ADDRESS not in flags:
         raise ConfigError(
             NODES, nodes, "the nodes must know where to meet", f"add {ENDPOINT} HOST:PORT, the same on all"
         )
     if backend is None:
-        # torchrun reads an endpoint by its default, `static`, which needs the node's rank.
-        backend = "static" if ADDRESS in given or PORT in given or NODE_RANK in given else "c10d"
-    if backend == "c10d" and NODE_RANK in given and nodes > 1:
+        # torchrun's default for an endpoint is `static`, which needs the node's rank.
+        backend = "static" if ADDRESS in flags or PORT in flags or NODE_RANK in flags else "c10d"
+    if backend == "c10d" and NODE_RANK in flags and nodes > 1:
         raise ConfigError(NODE_RANK, node_rank, "c10d numbers the nodes itself", f"drop it or use {BACKEND} static")
-    if backend == "static" and nodes > 1 and NODE_RANK not in given:
+    if backend == "static" and nodes > 1 and NODE_RANK not in flags:
         raise ConfigError(f"{BACKEND} static", "", "every node must know its rank", f"add {NODE_RANK} 0 to {nodes - 1}")
-    if ADDRESS in given or (backend == "static" and not endpoint):
-        endpoint = f"{given.get(ADDRESS, '127.0.0.1')}:{port}"
+    if ADDRESS in flags or (backend == "static" and not endpoint):
+        endpoint = f"{flags.get(ADDRESS, '127.0.0.1')}:{port}"
     elif endpoint:
         host, _, text = endpoint.rpartition(":")
-        plain = not host
+        has_no_port = not host
         require(
-            plain or text.isascii() and text.isdigit() and 0 < int(text[:9]) < 2**16, ENDPOINT, endpoint, *_PORT_RULE
+            has_no_port or text.isascii() and text.isdigit() and 0 < int(text[:9]) < 2**16,
+            ENDPOINT,
+            endpoint,
+            *_PORT_RULE,
         )
-        endpoint = f"{endpoint}:{DEFAULT_PORT}" if plain else endpoint
-    job = given.get(JOB, "none")
+        endpoint = f"{endpoint}:{DEFAULT_PORT}" if has_no_port else endpoint
+    job = flags.get(JOB, "none")
     require(job != "", JOB, "", "needs a value", f"write {JOB} NAME")
     return Launch(
         processes_per_node=processes,
@@ -163,8 +167,8 @@ def _processes(text: str, environment: Mapping[str, str]) -> int:
     return number
 
 
-def _whole(given: Mapping[str, str], flag: str, default: int, least: int) -> int:
-    text = given.get(flag)
+def _whole(flags: Mapping[str, str], flag: str, default: int, least: int) -> int:
+    text = flags.get(flag)
     if text is None:
         return default
     number = whole_number(text)
@@ -174,7 +178,7 @@ def _whole(given: Mapping[str, str], flag: str, default: int, least: int) -> int
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """GPUs that torch would count: the driver's, or those that CUDA_VISIBLE_DEVICES leaves."""
+    """GPUs that torch would count: the driver's, restricted by CUDA_VISIBLE_DEVICES."""
     if not cuda_is_there():
         return 0
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
@@ -186,10 +190,10 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
 
 
 def require_launchable(parsed: ParsedArguments, launch: Launch) -> None:
-    """Ask what every rank would ask, once: packages, devices, plan, data, checkpoint, outputs, port.
+    """Make the checks of every rank once: packages, devices, plan, data, checkpoint, outputs, port.
 
     Raises:
-        ConfigError: the first thing that stops the job.
+        ConfigError: the first obstacle to the job.
     """
     config = parsed.config
     require_packages(config)
@@ -199,7 +203,7 @@ def require_launchable(parsed: ParsedArguments, launch: Launch) -> None:
         raise ConfigError(PROCESSES, launch.processes_per_node, rule, fix)
     _require_inputs(config)
     plan_of_run(config, describe_model(config, known_vocab_size(config) or 0, parsed.name), launch.world_size)
-    # Each node looks at its own disks; where nodes number themselves, any node may be that of rank 0.
+    # Each node checks its own disks; if nodes number themselves, any node may hold rank 0.
     first = launch.node_rank * launch.processes_per_node
     for rank in range(first, first + launch.processes_per_node):
         prove_places(config, rank)
@@ -212,7 +216,7 @@ def _require_inputs(config: Config) -> None:
         check_indexed_dataset(prefix)
     start_of(config.checkpoint)
     for flag, path in missing_files(config):
-        # A run without --exit-on-missing-checkpoint may begin where --load will find it the next time.
+        # Without --exit-on-missing-checkpoint, the folder of --load may be created by this run.
         if flag not in ("--load", "--pretrained-checkpoint"):
             raise ConfigError(flag, path, "does not exist", "correct the path")
 
@@ -224,9 +228,9 @@ def _require_free_port(endpoint: str) -> None:
             pass
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            return  # Another machine's: whoever keeps it answers there.
+            return  # The address of another machine, which checks it itself.
         fix = f"choose a free one, or drop the flag: {PROCESSES} alone finds one"
-        # Python writes the address behind the system's reason; a name that is not known has none.
+        # Python appends the address to the system's reason; an unknown host name has no reason of the system.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise ConfigError(f"port of {endpoint}", "", f"cannot be opened: {reason or error}", fix) from None
 

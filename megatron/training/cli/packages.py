@@ -20,12 +20,12 @@ TOKENIZER_PACKAGES = {
 def packages_of(config: Config) -> tuple[tuple[str, str, str], ...]:
     """(flag, its value, package) for every optional package that a run of this configuration imports."""
     logging, tokenizer = config.logging, config.data.tokenizer_type
-    asked = (
+    requests = (
         ("--tokenizer-type", tokenizer, TOKENIZER_PACKAGES.get(tokenizer or "")),
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
         ("--wandb-project", logging.wandb_project, "wandb"),
     )
-    return tuple((flag, value, package) for flag, value, package in asked if value and package)
+    return tuple((flag, value, package) for flag, value, package in requests if value and package)
 
 
 def is_installed(package: str) -> bool:

@@ -2,7 +2,7 @@
 
 In order: the global batch of every step (constant, growing evenly with --rampup-batch-size, or in steps with
 --step-batch-size-schedule); the layers of each pipeline stage and virtual stage; the ranks of the parallel layout; the model.
-A batch size depends on nothing but the samples trained so far, so that a resumed run goes on as if it had not stopped.
+A batch size depends only on the samples trained so far, so that a resumed run continues as if it had not stopped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BatchSizes:
         return self.sizes[bisect_right(self.first_samples, trained_samples) - 1]
 
     def steps(self, samples: int) -> int:
-        """Steps that fit into so many samples; what is left is less than a step."""
+        """Steps that fit into so many samples; the remainder is less than a step."""
         steps = trained = 0
         for size, end in zip(self.sizes, (*self.first_samples[1:], samples), strict=True):
             count = max(0, min(math.ceil((min(end, samples) - trained) / size), (samples - trained) // size))
@@ -52,7 +52,7 @@ def batch_sizes(config: Config, data_size: int) -> BatchSizes:
     """The global batch sizes of a configuration.
 
     Args:
-        data_size: data-parallel ranks; without any flag the batch is one micro-batch on each.
+        data_size: number of data-parallel ranks; without any flag the batch is one micro-batch on each.
     Raises:
         ConfigError: a flag that cannot be read.
     """
@@ -72,7 +72,7 @@ def batch_sizes(config: Config, data_size: int) -> BatchSizes:
 
 
 def largest_batch(config: Config, data_size: int) -> int:
-    """The global batch that plan and memory must hold; also that of an evaluation."""
+    """The global batch for which plan and memory are sized; also that of an evaluation."""
     return max(batch_sizes(config, data_size).sizes)
 
 
@@ -159,7 +159,7 @@ def stage_chunks(sizes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, int], 
     Chunk c of stage s is virtual stage c · stages + s: the model passes all stages once per chunk.
 
     Args:
-        sizes: layers of every chunk, as `chunk_sizes` has them.
+        sizes: layers of every chunk, from `chunk_sizes`.
     """
     chunks: list[list[tuple[int, int]]] = [[] for _ in sizes]
     first = 0
@@ -217,7 +217,7 @@ class ParallelLayout:
 
 
 def uses_sequence_parallel(config: Config) -> bool:
-    """Whether norms and dropout are split along the sequence: asked for, and there are ranks to split over."""
+    """Whether norms and dropout are split along the sequence: the flag is set, and there are ranks to split over."""
     return config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
 
 
@@ -272,7 +272,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
 
 
 def known_vocab_size(config: Config) -> int | None:
-    """The vocabulary before padding, where the flags alone tell it; None where a tokenizer's files do.
+    """The vocabulary before padding, if the flags determine it; None if it is in a tokenizer's files.
 
     Raises:
         ConfigError: --vocab-file is there and is no vocabulary.
@@ -313,9 +313,9 @@ def moe_layers(config: Config) -> tuple[bool, ...]:
 
 
 def windows(config: Config) -> tuple[int | None, ...]:
-    """One entry per layer, prediction layers behind the decoder's: keys that a query attends to at most; None for all before it.
+    """For each layer, prediction layers after the decoder's: the largest number of keys that a query attends to; None for all.
 
-    A number N for --window-attn-skip-freq frees layers N, 2N, … of 1, 2, …; a list has 1 for a window.
+    A number N for --window-attn-skip-freq gives layers N, 2N, … of 1, 2, … no window; a list has 1 for a window.
     """
     size, frequency = config.attention.window_size, config.attention.window_attn_skip_freq
     assert config.model.num_layers is not None
@@ -330,7 +330,7 @@ def windows(config: Config) -> tuple[int | None, ...]:
 
 
 def dense_width(config: Config) -> int:
-    """Width of the dense MLP: 4 · hidden; gated, 8/3 · hidden rounded down to a multiple of 64, as upstream has it."""
+    """Width of the dense MLP: 4 · hidden; gated, 8/3 · hidden rounded down to a multiple of 64, as in upstream."""
     model = config.model
     assert model.hidden_size is not None
     if model.ffn_hidden_size is not None:

@@ -1,4 +1,4 @@
-"""Obstacles to a start that a dry run accepts: what this machine lacks, and what this fork does not execute yet. No torch.
+"""Obstacles to a start that a dry run accepts: missing devices or packages, features not executed yet. No torch.
 
 A dry run lists them all (`obstacles`); a start raises the first (`require_startable`).
 """
@@ -24,7 +24,7 @@ from moe_overlap.describe.readers.shell_script import VARIABLE
 from moe_overlap.plan.capabilities import shares_scales
 
 PACKAGES = ("transformer_engine", "deep_ep", "apex", "fused_weight_gradient_mlp_cuda")
-"""Packages with kernels for GPUs; the last is part of apex, where apex was built with it."""
+"""Packages with kernels for GPUs; the last is an optional part of apex."""
 DRY_RUN = "drop the flag; --dry-run accepts it"
 
 
@@ -39,7 +39,7 @@ class Machine:
     """Whether Triton finds a C compiler."""
 
     def lacks(self, need: str) -> str | None:
-        """The GPU or package that is missing for a need of `cli/config_fields.py`; None if nothing is."""
+        """The missing GPU or package for a need of `cli/config_fields.py`; None if nothing is missing."""
         package = {"Transformer Engine": "transformer_engine", "DeepEP": "deep_ep"}.get(need)
         missing = ([] if self.cuda else ["a GPU"]) + ([package] if package and package not in self.packages else [])
         return " and ".join(missing) or None
@@ -64,14 +64,14 @@ def require_startable(parsed: ParsedArguments, machine: Machine) -> None:
 
 
 def obstacles(parsed: ParsedArguments, machine: Machine) -> list[ConfigError]:
-    """Everything that stops a start of a valid configuration on this machine."""
+    """Every obstacle to a start of a valid configuration on this machine."""
     config = parsed.config
     awaited = (ConfigError(flag, "", f"{feature}: not executed yet", DRY_RUN) for flag, feature in parsed.awaited)
     return [*_not_given(config), *_needed(config, machine), *_no_compiler(machine), *awaited, *_not_executed(config)]
 
 
 def _not_given(config: Config) -> Iterator[ConfigError]:
-    """Flags that training needs, and a look at a model and its layout does not."""
+    """Flags that training needs, and a dry run does not."""
     training = config.training
     if training.skip_train:
         return
@@ -91,7 +91,7 @@ def _not_given(config: Config) -> Iterator[ConfigError]:
 
 
 def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
-    """Fields and choices that need what the machine lacks."""
+    """Fields and choices whose needs the machine lacks."""
     for flag in config_flags():
         value = getattr(getattr(config, flag.group), flag.field)
         if value == flag.default:
@@ -120,7 +120,7 @@ def _lacking(flag: str, need: str, machine: Machine) -> Iterator[ConfigError]:
 
 
 def _not_executed(config: Config) -> Iterator[ConfigError]:
-    """Values of fields that this fork executes in part."""
+    """Values of fields that this fork executes only in part."""
     parallel, layout = config.parallel, config.parallel.pipeline_model_parallel_layout
     if layout is not None and layout_parts(layout)[-1].count("m") != (config.model.mtp_num_layers or 0):
         rule, fix = "prediction layers m train in the part of the loss", "move m before L; --dry-run accepts it"
@@ -138,7 +138,7 @@ def _not_executed(config: Config) -> Iterator[ConfigError]:
 
 
 def _optimizers_not_executed(config: Config) -> Iterator[ConfigError]:
-    """States of the optimizer that are kept, stepped or gathered in a way that this fork does not follow."""
+    """Settings of the optimizer whose states this fork cannot store, step or gather."""
     precision, parallel = config.precision, config.parallel
     if config.device.optimizer_cpu_offload:
         rule = "parameters are updated layer by layer, and this optimizer updates all of them at once"
@@ -156,8 +156,8 @@ def _optimizers_not_executed(config: Config) -> Iterator[ConfigError]:
 def quiet_libraries() -> None:
     """Silence the import-time remarks of torch and megatron-core (missing apex, missing Transformer Engine, spec types).
 
-    `torch.utils.cpp_extension`, which megatron-core imports, remarks that no CUDA runtime is found where torch is a CUDA
-    build, a CUDA toolkit is installed, and no GPU is there.
+    `torch.utils.cpp_extension`, which megatron-core imports, prints a remark about a missing CUDA runtime if torch is a CUDA
+    build and a CUDA toolkit is installed, but there is no GPU.
     """
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b.*")
     warnings.filterwarnings("ignore", message=r".*(Apex|apex|Transformer Engine|nvidia_resiliency|multi-storage).*")
@@ -167,6 +167,6 @@ def quiet_libraries() -> None:
 
 
 def _tell_of_thread(failed: threading.ExceptHookArgs) -> None:
-    """Leave out the traceback of TensorBoard's writing thread: the next call of its writer raises the same error."""
+    """Drop the traceback of TensorBoard's writing thread: the next call of its writer raises the same error."""
     if not type(failed.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(failed)

@@ -17,10 +17,10 @@ OF_MODELS = (*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES)
 
 
 def validate_model(config: Config) -> None:
-    """Check what a configuration says of the model alone.
+    """Check only the model of a configuration.
 
     Raises:
-        ConfigError: as `validate`.
+        ConfigError: see `validate`.
     """
     for rule in OF_MODELS:
         rule(config)
@@ -30,10 +30,10 @@ def validate(config: Config, world_size: int | None) -> None:
     """Check a configuration.
 
     Args:
-        config: what `parse` returned.
-        world_size: processes of the run; None leaves out the rules that need it.
+        config: result of `parse`.
+        world_size: number of processes of the run; None skips the rules that need it.
     Raises:
-        ConfigError: the first rule that does not hold, with flag, value, rule and fix.
+        ConfigError: the first rule that is broken, with flag, value, rule and fix.
     """
     after = (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES, graphs_capture_what_repeats)
     for rule in (sizes_are_positive, *OF_MODELS, *PARALLEL_RULES, *after):

@@ -1,7 +1,7 @@
 """Micro-batches of a run: megatron.core datasets of the right size, and iterators that start at any consumed sample.
 
-The order of samples is a function of flags alone (seed, sequence length, samples asked for), so the number of samples consumed is
-the whole state of the data: a run resumes at the exact sample, also at another data-parallel size or micro-batch.
+The order of samples is a function of flags alone (seed, sequence length, number of samples), so the number of consumed samples
+is the complete state of the data: a run resumes at the exact sample, also at another data-parallel size or micro-batch.
 
 In order: the datasets of training, validation and test, with their indices in a cache (`build_datasets`); the samples of a rank's
 micro-batches (`BatchSampler`) and their tensors (`batches`); all of it for a run (`BatchSource`).
@@ -50,14 +50,14 @@ from moe_overlap.describe.errors import ConfigError
 Dataset: TypeAlias = GPTDataset | BlendedDataset
 PARTS = ("train", "validation", "test")
 ORIGIN = "dataset_id"
-"""megatron-core's name for the number of the dataset, in a blend, that a sample is from."""
+"""megatron-core's key for the number of a sample's dataset in a blend."""
 FIRST_SAMPLES = 4
-"""Samples that name the order of a text."""
+"""Number of samples whose digest identifies the order of a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """The three parts; a part is None where no sample of it is wanted or --split leaves it out."""
+    """The three parts; a part is None if no sample of it is needed or --split leaves it out."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -65,9 +65,9 @@ class Datasets:
     source: str
     """A line for the user: the text, how it is tokenized and split."""
     digest: str
-    """Names the content of the text; "mock" for mock data."""
+    """Identifies the content of the text; "mock" for mock data."""
     order: str
-    """Names the first samples of training: seed, split, sequence length and the number of epochs decide which they are."""
+    """Identifies the first samples of training, which depend on seed, split, sequence length and number of epochs."""
     files: WatchedFiles
     """Files that the samples are read from."""
 
@@ -82,7 +82,7 @@ def build_datasets(
         tokenizer: gives end of document and vocabulary; it tokenizes the built-in corpus.
         sequence_length: tokens of a sample.
         seed: decides the order of documents and samples.
-        samples: numbers wanted for train, validation, test; a short text is repeated in epochs.
+        samples: numbers needed for train, validation, test; a short text is repeated in epochs.
     Raises:
         ConfigError: on every rank, for data that are missing, corrupt, too few or not of this vocabulary, a wrong
             split, or a cache that cannot be written.
@@ -91,7 +91,7 @@ def build_datasets(
     source, split, shown = _source(data, tokenizer, cache)
     parts = None
     if source.parts is not None:
-        parts = [_as_pair(blend) if wanted else None for blend, wanted in zip(source.parts, samples, strict=True)]
+        parts = [_as_pair(blend) if count else None for blend, count in zip(source.parts, samples, strict=True)]
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=sequence_length,
@@ -107,11 +107,11 @@ def build_datasets(
         # A causal mask needs no tensor; only masks that end at documents are built.
         create_attention_mask=data.reset_attention_mask,
     )
-    # megatron-core would split mock data evenly whatever the flag says, and build a whole epoch of parts nobody reads.
+    # megatron-core would split mock data evenly, ignoring the flag, and build a whole epoch of parts that nobody reads.
     matrix = [(0.0, 1.0)] * len(PARTS)
     if parts is None:
         matrix = convert_split_vector_to_split_matrix([part / sum(parse_split(split)) for part in parse_split(split)])
-    config.split_matrix = [part if wanted else None for part, wanted in zip(matrix, samples, strict=True)]
+    config.split_matrix = [part if count else None for part, count in zip(matrix, samples, strict=True)]
     on_every_rank(lambda: _check_parts(source, split, config.split_matrix, tokenizer))
 
     key = [
@@ -136,7 +136,7 @@ def build_datasets(
 
 
 def _first_samples(train: Dataset | None) -> str:
-    """A digest of the first samples of a training set; megatron-core orders a text anew for every number of epochs."""
+    """A digest of the first samples of a training set; megatron-core reorders a text for every number of epochs."""
     digest = hashlib.sha256()
     for number in range(0 if train is None else min(len(train), FIRST_SAMPLES)):
         digest.update(train[number]["tokens"].numpy().tobytes())  # type: ignore[index]
@@ -165,7 +165,7 @@ def _source(data: DataConfig, tokenizer: Tokenizer, cache: Path) -> tuple[DataSo
 
 
 def _check_parts(source: DataSource, split: str, matrix: list[Any], tokenizer: Tokenizer) -> None:
-    """Require files that fit together, known ids, and tokens in every wanted part (without them megatron-core never ends)."""
+    """Require files that fit together, known ids, and tokens in every needed part (without them megatron-core never ends)."""
     for prefix in source.prefixes:
         facts = check_indexed_dataset(prefix)
         lengths = numpy.memmap(prefix + ".idx", "<i4", "r", offset=HEADER.size, shape=(facts.sequences,))
@@ -203,7 +203,7 @@ def _check_vocabulary(lowest: int, highest: int, vocab_size: int, prefix: object
 
 
 def _state(source: DataSource) -> list[Any]:
-    """An identification of the blends' content, rewritten files included, which megatron-core's own key misses."""
+    """Identifies the blends' content, including rewritten files, which megatron-core's own key misses."""
     files = [Path(prefix + suffix).stat() for prefix in source.prefixes for suffix in (".bin", ".idx")]
     return [asdict(source), [(f.st_size, f.st_mtime_ns) for f in files]]
 
@@ -213,18 +213,18 @@ def _check_lengths(parts: tuple[Dataset | None, ...], samples: tuple[int, int, i
         raise ConfigError("--train-data-path", "", "is missing: the parts have paths of their own", "name it as well")
     if samples[0] and parts[0] is None:
         raise ConfigError("--split", "", "leaves nothing for training", "give its first number a value")
-    for name, dataset, wanted in zip(PARTS, parts, samples, strict=True):
-        if dataset is not None and len(dataset) < wanted:
+    for name, dataset, needed in zip(PARTS, parts, samples, strict=True):
+        if dataset is not None and len(dataset) < needed:
             raise ConfigError(
                 "--data-path",
                 "",
-                f"without weights each text is read once: {len(dataset)} {name} samples, the run needs {wanted}",
+                f"without weights each text is read once: {len(dataset)} {name} samples, the run needs {needed}",
                 "put a weight before each prefix, or train fewer steps",
             )
 
 
 class BatchSampler:
-    """The samples of each micro-batch of one data-parallel rank. Resumable: `consumed_samples` is the whole state.
+    """The samples of each micro-batch of one data-parallel rank. Resumable: `consumed_samples` is the complete state.
 
     The stream of samples is cut into chunks of micro_batch_size · data_parallel_size; rank r takes the r-th micro-batch
     of each chunk, as Megatron does. An incomplete last chunk is dropped. The stream:
@@ -289,12 +289,12 @@ def batches(
 
     Args:
         num_workers: loader processes; 0 reads in this one.
-        seed: seeds the loader's own generator; the global one, which dropout draws from, is left alone.
-        vocab_size: the tokenizer's; an id beyond it would crash or corrupt the embedding.
-        files: what the samples are read from.
+        seed: seeds the loader's own generator; the global one, from which dropout draws, stays unchanged.
+        vocab_size: the tokenizer's; a larger id would crash or corrupt the embedding.
+        files: the files that the samples are read from.
     Yields:
         tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32; with --reset-attention-mask also
-        attention_mask [B, 1, S, S], true where attention is forbidden. On `device`, where one is given.
+        attention_mask [B, 1, S, S], true where attention is forbidden. On `device`, if it is not None.
     Raises:
         ConfigError: a token id outside the vocabulary, or a file that was cut since the run began.
     """
@@ -312,7 +312,7 @@ def batches(
     while True:
         try:
             batch = next(ahead, None)
-        except RuntimeError:  # torch's, where a worker was killed: by SIGBUS if a file was cut while it read.
+        except RuntimeError:  # torch's, for a killed worker: by SIGBUS if a file was truncated while it read.
             files.check_all()
             raise
         if batch is None:
@@ -344,7 +344,7 @@ def _check_ids(batch: dict[str, Tensor], dataset: Dataset, origins_B: Tensor, vo
 
 
 def unigram_entropy(dataset: Dataset | numpy.ndarray, max_tokens: int = 1 << 26) -> float:
-    """Nats per token of a model that knows only how often each id occurs: the bar for a trained loss.
+    """Nats per token of a model that knows only the frequency of each id: the baseline for a trained loss.
 
     Args:
         dataset: a part (each of its documents is counted once), or an array of ids.
@@ -373,7 +373,7 @@ class BatchSource:
     Args:
         sequence_length: tokens of a sample.
         micro_batch_size: samples of a micro-batch.
-        total_steps, global_batch_size: size the datasets.
+        total_steps, global_batch_size: determine the size of the datasets.
         data_rank, data_size: this rank's place among the replicas.
         context_rank, context_size: its place among the ranks that share a sequence.
     Raises:
@@ -419,16 +419,16 @@ class BatchSource:
 
     @property
     def digest(self) -> str:
-        """A name for the content of the text."""
+        """A digest of the content of the text."""
         return self._datasets.digest
 
     @property
     def order(self) -> str:
-        """A name for the samples that training reads first."""
+        """A digest of the samples that training reads first."""
         return self._datasets.order
 
     def unigram_entropy(self, split: str) -> float | None:
-        """Nats per token of a model that knows only how often each token occurs in the split; None without text."""
+        """Nats per token of a model that knows only the frequency of each token in the split; None without text."""
         dataset: Dataset | None = getattr(self._datasets, split)
         if dataset is None or self._config.data.mock_data:
             return None
@@ -437,7 +437,7 @@ class BatchSource:
         return self._entropies[split]
 
     def __call__(self, split: str, consumed_samples: int) -> Iterator[dict[str, Any]] | None:
-        """Micro-batches of "train", "valid" or "test" from a sample on; None where the split holds none."""
+        """Micro-batches of "train", "valid" or "test" from a sample on; None if the split holds none."""
         dataset: Dataset | None = getattr(self._datasets, split)
         if dataset is None:
             return None
@@ -450,7 +450,7 @@ class BatchSource:
             order=self._config.data.dataloader_type or "single",
             seed=self._config.training.seed,
         )
-        whole = batches(
+        sample_batches = batches(
             dataset,
             sampler,
             num_workers=self._config.data.num_workers,
@@ -459,4 +459,4 @@ class BatchSource:
             files=self._datasets.files,
             device=self._device,
         )
-        return (part_of_batch(batch, self._context_size, self._context_rank) for batch in whole)
+        return (part_of_batch(batch, self._context_size, self._context_rank) for batch in sample_batches)

@@ -1,10 +1,10 @@
-"""The cache of a text's indices: which samples there are, and in which order. Complete or absent, and read as numbers alone.
+"""The cache of a text's indices: its samples and their order. Complete or absent, and read as numbers only.
 
     <cache>/indices/<name>/              indices of one text, order and length, as megatron-core writes them
     <cache>/indices/<name>/sums.json     size and CRC-32 of each of them
     <cache>/indices/<name>.building-*    indices that a job is writing, or had not finished when it was killed
 
-Users of a cluster may share the folder. megatron-core takes any file that exists for a complete one, and unpickles a file that is
+Users of a cluster may share the folder. megatron-core takes any existing file for a complete one, and unpickles a file that is
 no array: it would run the code of anyone who can write there. So
 1. a job writes new indices to a temporary folder, and renames it once every rank has read them;
 2. rank 0 compares a folder with its sums before any rank reads it: a flipped bit would change the order of the text;
@@ -41,10 +41,10 @@ FLAG = "--data-cache-path"
 
 
 def build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> tuple[Any, ...]:
-    """Datasets with the indices of `folder`, or with new ones, which are then there. Collective.
+    """Datasets with the indices of `folder`, or with new ones, which are then stored there. Collective.
 
     Raises:
-        ConfigError: the cache cannot be written, its files are damaged, or it is not one folder for all machines.
+        ConfigError: the cache cannot be written, its files are damaged, or machines see different folders.
     """
 
     def choose() -> str:
@@ -77,7 +77,7 @@ def build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> tu
     on_every_rank(partial(_check_visible, Path(chosen)))
     try:
         datasets = _built(builder, chosen)
-    except Exception as error:  # megatron-core hides the error of a full disk behind a plain Exception, on rank 0.
+    except Exception as error:  # megatron-core turns the error of a full disk into a bare Exception, on rank 0.
         if not isinstance(error.__cause__ or error.__context__, OSError):
             raise
         reason = error.__cause__ or error.__context__
@@ -89,7 +89,7 @@ def build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> tu
         if dist.is_initialized():
             dist.barrier()
         if not on_first_rank(finish):
-            # Another job was faster. Other machines may have mapped files of this one: NFS takes them away when they are deleted.
+            # Another job was faster. Other machines may have mapped this one's files: NFS removes them when they are deleted.
             datasets = _built(builder, str(folder))
             if dist.is_initialized():
                 dist.barrier()
@@ -124,7 +124,7 @@ class _Numpy:
 
     @staticmethod
     def load(path: str, **_: Any) -> Any:
-        """The array of a file; ConfigError where there is none."""
+        """The array of a file; ConfigError if it holds none."""
         try:
             array = numpy.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
@@ -135,7 +135,7 @@ class _Numpy:
 
 
 def _require_whole(folder: Path) -> None:
-    """Compare the files of a folder with their sums."""
+    """Compare the files of a folder with their checksums."""
     try:
         sums = bounded_json(folder / SUMS)
     except Unreadable as error:

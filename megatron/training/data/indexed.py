@@ -1,4 +1,4 @@
-"""Megatron indexed datasets as they are written, and the built-in corpus as one of them, in a cache.
+"""Writes Megatron's indexed datasets, and the built-in corpus as one of them, in a cache.
 
 A dataset appears when both of its files are complete: a killed writer leaves nothing that looks complete.
 """
@@ -25,7 +25,7 @@ from megatron.training.data.tokenizers import Tokenizer
 from moe_overlap.describe.errors import ConfigError
 
 CORPUS_FORMAT = 1
-"""Raise it when the way documents become tokens changes."""
+"""Version of the corpus: raise it when the conversion of documents to tokens changes."""
 
 
 class IndexedWriter:
@@ -40,10 +40,10 @@ class IndexedWriter:
         self.documents, self.tokens = 0, 0
 
     def add_document(self, ids: Sequence[int] | numpy.ndarray) -> None:
-        """Append a document of token ids; an empty one is left out, as samples cannot be drawn from it."""
+        """Append a document of token ids; an empty one is skipped, since no sample can be drawn from it."""
         if not len(ids):
             return
-        # The annotation of megatron-core names a tensor; it takes whatever numpy.array takes.
+        # megatron-core annotates a tensor, but accepts whatever numpy.array accepts.
         self._builder.add_document(numpy.asarray(ids, dtype=self._dtype), [len(ids)])
         self.documents, self.tokens = self.documents + 1, self.tokens + len(ids)
 
@@ -58,7 +58,7 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Remove the unfinished files."""
-        with contextlib.suppress(OSError):  # A full disk refuses what is left to be written once more.
+        with contextlib.suppress(OSError):  # A full disk refuses the buffered rest again.
             self._builder.data_file.close()
         for path in (self._data, self._index):
             with contextlib.suppress(FileNotFoundError):
@@ -67,13 +67,13 @@ class IndexedWriter:
 
 @contextlib.contextmanager
 def indexed_dataset(prefix: str, vocab_size: int, replaces_equal: bool = False) -> Iterator[IndexedWriter]:
-    """Write a dataset: it appears at `prefix` when the block ends, and not at all when the block fails or is killed.
+    """Write a dataset: it appears at `prefix` when the block ends, and not at all if the block fails or is killed.
 
     Args:
         prefix: path without ending; its folder is made.
         vocab_size: decides the width of an id, 2 bytes below 65,500.
-        replaces_equal: every writer of this prefix writes the same bytes. The old index then stays until the new one takes
-            its place, so that a reader finds a whole dataset however many writers work at once.
+        replaces_equal: whether every writer of this prefix writes the same bytes. The old index then stays until the new one
+            replaces it, so that a reader always finds a complete dataset, whatever the number of writers.
     """
     Path(prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
     writer = IndexedWriter(prefix, vocab_size, replaces_equal)
@@ -102,9 +102,9 @@ def prepare_builtin_corpus(
     """The standard library as an indexed dataset under `cache`, made at its first use.
 
     Args:
-        cache: folder; the file name holds a hash of text, tokenizer and format, so nothing in it is ever stale.
+        cache: folder; the file name contains a hash of text, tokenizer and format, so it is never outdated.
         tokenizer: an end of document follows each file.
-        on_first_rank: runs its argument on one process and gives the result to all.
+        on_first_rank: runs its argument on one process and returns the result on all.
     Raises:
         ConfigError: the cache cannot be written.
     """
@@ -128,7 +128,7 @@ def prepare_builtin_corpus(
 
 
 def cannot_write(cache: Path, error: OSError) -> ConfigError:
-    """The error for a cache folder that refuses files."""
+    """The error for a cache folder that cannot be written."""
     return ConfigError(
         "--data-cache-path",
         cache,

@@ -1,4 +1,4 @@
-"""Text on disk as the data flags name it, checked without torch: indexed datasets, blends, splits, the run's tokenizer.
+"""The text of a run as the data flags name it, checked without torch: indexed datasets, blends, splits, tokenizer.
 
 An indexed dataset is a pair of files, PREFIX.bin (token ids, one after the other) and PREFIX.idx: magic (9 bytes),
 version (u64), type code of the ids (u8), sequences S (u64), document boundaries D (u64), S lengths (i32), S byte
@@ -41,7 +41,7 @@ REBUILD = "make it again with tools/preprocess_data.py"
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Prefixes of indexed datasets; `weights` is None where each contributes what it has."""
+    """Prefixes of indexed datasets; `weights` is None if each contributes all of its tokens."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -49,7 +49,7 @@ class Blend:
 
 @dataclass(frozen=True, slots=True)
 class IndexedFacts:
-    """Facts of a dataset that its index states."""
+    """Facts of a dataset from its index."""
 
     sequences: int
     tokens: int
@@ -60,7 +60,7 @@ def parse_blend(data_path: Sequence[str], subject: str = "--data-path") -> Blend
     """Read `P`, `P1 P2 …`, or `W1 P1 W2 P2 …` as Megatron does, with prefixes P and weights W.
 
     Args:
-        subject: the flag that gave the values.
+        subject: the flag of the values.
     Raises:
         ConfigError: nothing is named, weights and prefixes do not alternate, or a weight is not positive.
     """
@@ -93,10 +93,10 @@ def _number(text: str) -> float | None:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parts of train, validation and test, as they are written ("969,30,1").
+    """Parts of train, validation and test, as the user wrote them ("969,30,1").
 
     Raises:
-        ConfigError: not one to three numbers ≥ 0, separated by commas, of which one is positive.
+        ConfigError: not one to three numbers ≥ 0, separated by commas, at least one of them positive.
     """
     numbers = [_number(part) for part in split.split(",")]
     parts = [n for n in numbers if n is not None and n >= 0 and math.isfinite(n)]
@@ -107,17 +107,17 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def cache_folder(data_cache_path: str | None) -> Path:
-    """The folder of indices and the built-in corpus: the flag's, else `moe_overlap` in the user's cache folder."""
+    """The folder of indices and the built-in corpus: the flag's, or `moe_overlap` in the user's cache folder."""
     if data_cache_path is not None:
         return Path(data_cache_path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap"
 
 
 def check_indexed_dataset(prefix: str, subject: str = "--data-path", *, is_complete: bool = False) -> IndexedFacts:
-    """Compare the sizes of the two files with what the index says, and check what stands in it.
+    """Compare the sizes of the two files with the index, and check the content of the index.
 
     Args:
-        is_complete: every entry of a large index, too, of which samples are checked otherwise.
+        is_complete: whether to check every entry of a large index, too, instead of samples.
 
     Raises:
         ConfigError: a file is missing, is not an index, is empty, or does not fit the other.
@@ -192,7 +192,7 @@ def token_range(prefix: str, subject: str = "--data-path") -> tuple[int, int]:
     try:
         with Path(prefix + ".idx").open("rb") as index:
             _, _, type_code, _, _ = HEADER.unpack(index.read(HEADER.size))
-        # Read, not mapped: a file that is cut meanwhile ends early, and not in SIGBUS.
+        # Read, not mapped: a file that is truncated meanwhile ends early instead of raising SIGBUS.
         with Path(prefix + ".bin").open("rb") as data:
             place = 0
             while len(ids := numpy.fromfile(data, _DTYPES[type_code], _CHUNK_TOKENS)):
@@ -210,10 +210,10 @@ _WHOLE_BYTES, _SAMPLES, _SAMPLE_BYTES = 1 << 24, 64, 1 << 16
 
 
 def dataset_digest(source: DataSource) -> str:
-    """A digest of a run's text: weights, and of every dataset its index and tokens.
+    """A digest of a run's text: weights, and index and tokens of every dataset.
 
-    Files of up to 16 MiB are read whole, of larger ones 64 evenly spread samples of 64 KiB, so that it takes a moment.
-    Paths do not count: data that moved are the same data.
+    Files of up to 16 MiB are read completely, of larger ones 64 evenly spread samples of 64 KiB, so that it takes a moment.
+    Paths do not count: moved data are the same data.
     """
     digest = hashlib.sha256()
     for blend in source.blends:
@@ -236,10 +236,10 @@ _WHOLE_ENTRIES, _BLOCKS, _BLOCK_ENTRIES = 1 << 22, 64, 1 << 14
 
 
 def _wrong_inside(path: str, sequences: int, boundaries: int, token_bytes: int, is_complete: bool) -> str | None:
-    """The first mistake inside an index: a length, a byte offset or a document boundary that no writer writes.
+    """The first error inside an index: a length, a byte offset or a document boundary that no writer writes.
 
-    Of an index of more than 4 million sequences only 64 evenly spread blocks are checked, unless `is_complete`. Sequences lie one
-    after the other, so that each offset follows from the one before; boundaries count sequences and never go back.
+    Of an index of more than 4 million sequences only 64 evenly spread blocks are checked, unless `is_complete`. Sequences follow
+    each other without gaps, so each offset follows from the previous one; boundaries count sequences and never decrease.
     """
     import numpy  # flags are checked without it
 
@@ -266,7 +266,7 @@ def _wrong_inside(path: str, sequences: int, boundaries: int, token_bytes: int, 
 
 
 def _blocks(entries: int, is_complete: bool) -> list[tuple[int, int]]:
-    """First and last + 1 entry of what is checked."""
+    """First entry and last + 1 of each checked block."""
     if is_complete:
         return [(first, min(first + _WHOLE_ENTRIES, entries)) for first in range(0, entries, _WHOLE_ENTRIES)]
     if entries <= _WHOLE_ENTRIES:
@@ -283,14 +283,14 @@ ARGS, PER_SPLIT_ARGS = "--data-args-path", "--per-split-data-args-path"
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Blends of a run; neither for mock data and the built-in corpus."""
+    """Blends of a run; both None for mock data and the built-in corpus."""
 
     whole: Blend | None = None
     parts: tuple[Blend | None, Blend | None, Blend | None] | None = None
 
     @property
     def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
-        """The blend that train, validation and test come from."""
+        """The blends of train, validation and test."""
         return self.parts or (self.whole, self.whole, self.whole)
 
     @property
@@ -313,7 +313,7 @@ def _shown(blend: Blend | None) -> str:
 
 
 def check_data_flags(data: DataConfig) -> None:
-    """Raise ConfigError where flags name text twice, or a blend is wrong; opens no file."""
+    """Raise ConfigError if flags name text twice, or a blend is wrong; opens no file."""
     separate = [flag for flag, values in _separate_flags(data) if values is not None]
     named = [
         *(["--mock-data"] if data.mock_data else []),
@@ -332,7 +332,7 @@ def check_data_flags(data: DataConfig) -> None:
 
 
 def data_source(data: DataConfig) -> DataSource:
-    """The blends that the flags name, files of arguments included.
+    """The blends that the flags name, including those in files of arguments.
 
     Raises:
         ConfigError: text is named twice, a file of arguments cannot be read, or a blend is wrong.
@@ -382,10 +382,10 @@ def _text(flag: str, path: str) -> str:
 
 
 def tokenizer_of_run(data: DataConfig) -> Tokenizer:
-    """The tokenizer that the flags ask for; bytes by default.
+    """The tokenizer of the flags; bytes by default.
 
-    A GPT-2 --vocab-file without a type stands for data that are tokenized already: it has as many ids as entries, unless
-    --vocab-size counts them.
+    A GPT-2 --vocab-file without a type means tokenized data: the vocabulary has as many ids as the file has entries, unless
+    --vocab-size is set.
 
     Raises:
         ConfigError: an unknown type, missing files, a vocabulary that is too small.
@@ -396,14 +396,14 @@ def tokenizer_of_run(data: DataConfig) -> Tokenizer:
 
 
 def tokenizer_files(data: DataConfig) -> TokenizerFiles:
-    """The flags that name a tokenizer's files; those that the type does not read are left alone (a dry run lists them)."""
+    """The flags of a tokenizer's files; files that the type does not read are ignored (a dry run lists them)."""
     return TokenizerFiles(**{field.name: getattr(data, field.name) for field in dataclasses.fields(TokenizerFiles)})
 
 
-# The built-in corpus: the Python standard library's own sources, real text that is on every machine. No torch.
+# The built-in corpus: the sources of Python's standard library, real text that every machine has. No torch.
 #
-# One document per file, as text. Folders of installed packages are left out; test folders are kept (where a distribution
-# ships them they are about two thirds of the text). Documents come in the order of a hash of their path: a dataset is
+# One document per file, as text. Folders of installed packages are left out; test folders are kept (if a distribution
+# ships them they are about two thirds of the text). Documents are ordered by a hash of their path: a dataset is
 # split by position, and in alphabetical order validation would see nothing but xml, zipfile and zoneinfo.
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -411,7 +411,7 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True, slots=True)
 class CorpusSummary:
-    """Size and content of a corpus; `digest` names the content."""
+    """Size and content of a corpus; `digest` identifies the content."""
 
     files: int
     text_bytes: int
@@ -433,7 +433,7 @@ def builtin_corpus_documents(folder: Path | None = None) -> Iterator[str]:
     """
     root = folder or standard_library_folder()
     paths = []
-    # Every run begins with this walk: folders that are left out are not entered, installed packages hold most of the files.
+    # Every run begins with this walk: excluded folders are not entered, since installed packages hold most of the files.
     for parent, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
         paths += [Path(parent, name) for name in names if name.endswith(".py")]

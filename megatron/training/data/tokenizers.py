@@ -1,8 +1,8 @@
-"""Tokenizers: bytes (the default), a tokenizer's files, or numbers that are ids already.
+"""Tokenizers: bytes (the default), a tokenizer's files, or text that consists of ids.
 
-GPT-2's byte-pair encoding, SentencePiece, tiktoken and Hugging Face's are the libraries' own; ids are those that Megatron-LM's
-tokenizer of the same name gives. A ConfigError says where the library is not installed, or a file is missing or broken.
-No torch is imported, except for tiktoken's.
+GPT-2's byte-pair encoding, SentencePiece, tiktoken and Hugging Face's are the libraries' own; ids equal those of Megatron-LM's
+tokenizer of the same name. A missing library, or a missing or broken file, is a ConfigError. No torch is imported, except for
+tiktoken's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron.training.cli.packages import TOKENIZER_PACKAGES, require_package
 from moe_overlap.describe.errors import ConfigError, one_of
 
 NO_PAD = -1
-"""megatron-core masks tokens equal to `pad`; none of ours ever are, because samples are always full."""
+"""megatron-core masks tokens equal to `pad`; ours never are, because samples are always full."""
 END_OF_TEXT = "<|endoftext|>"
 TIKTOKEN_VOCAB_SIZE = 1 << 17
 """Ids of a TikTokenizer without --vocab-size, special tokens included."""
 MOST_BYTES = 1 << 28
-"""Bytes of the largest file of a tokenizer: those of vocabularies of a quarter of a million tokens have some ten million."""
+"""Largest size of a tokenizer's file: vocabularies of a quarter of a million tokens have about ten million bytes."""
 T = TypeVar("T")
 
 
@@ -30,13 +30,13 @@ class FileTokenizer:
     """Base of the tokenizers that are read from one or two files.
 
     Attributes:
-        vocab_size, eod, pad: those of `Tokenizer`.
+        vocab_size, eod, pad: see `Tokenizer`.
     """
 
     def __init__(self, paths: Sequence[str], vocab_size: int, eod: int, pad: int = NO_PAD) -> None:
         self._paths = [str(Path(path).resolve()) for path in paths]
         self.vocab_size, self.eod = vocab_size, eod
-        # Masking padding that is the end of documents too would hide every one of them.
+        # If padding and end of document had one id, masking it would hide every end of document.
         self.pad = NO_PAD if pad in (eod, NO_PAD) else pad
 
     @property
@@ -98,7 +98,7 @@ class TikTokenizer(FileTokenizer):
     """A tiktoken vocabulary in JSON, as Mistral's Tekken and Nemotron have it, read by megatron-core.
 
     Args:
-        vocab_size: ids in all; the first `special_tokens` of them are special, the rest the file's first tokens.
+        vocab_size: number of ids; the first `special_tokens` of them are special, the others the file's first tokens.
         pattern: `v1` or `v2`, how text is cut into words; default v2.
     """
 
@@ -119,9 +119,12 @@ class TikTokenizer(FileTokenizer):
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
         """The base's entries, and the settings that decide how the file's tokens become ids."""
-        known = super().unique_identifiers
-        known["special_tokens"], known["pattern"] = self._model.num_special_tokens, self._model.tokenizer._pat_str
-        return known
+        identifiers = super().unique_identifiers
+        identifiers["special_tokens"], identifiers["pattern"] = (
+            self._model.num_special_tokens,
+            self._model.tokenizer._pat_str,
+        )
+        return identifiers
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._model.text_to_ids(text))
@@ -131,7 +134,7 @@ class TikTokenizer(FileTokenizer):
 
 
 def _prepare(kind: str, *files: tuple[str, str]) -> None:
-    """Raise ConfigError where the library or a file (flag, path) is missing."""
+    """Raise ConfigError if the library or a file (flag, path) is missing."""
     require_package("--tokenizer-type", kind, TOKENIZER_PACKAGES[kind])
     for flag, path in files:
         if not Path(path).is_file():
@@ -141,7 +144,7 @@ def _prepare(kind: str, *files: tuple[str, str]) -> None:
 
 
 def _read(flag: str, value: str, library: str, read: Callable[[], T]) -> T:
-    """Have the library read a file, and turn its error into a line: it raises a dozen types, bare ones among them."""
+    """Make the library read a file, and turn its error into one line: it raises a dozen types, some without a message."""
     try:
         return read()
     except Exception as error:
@@ -151,14 +154,14 @@ def _read(flag: str, value: str, library: str, read: Callable[[], T]) -> T:
 
 
 SENTENCE_PIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-"""Three names of upstream's for one tokenizer."""
+"""Three upstream names of one tokenizer."""
 MODEL_TYPES = ("HuggingFaceTokenizer", "TikTokenizer", *SENTENCE_PIECE_TYPES)
 """Types that read --tokenizer-model."""
 TYPES = ("ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer", *MODEL_TYPES)
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer, as the datasets and the model builder use it."""
+    """The interface of a tokenizer for the datasets and the model builder."""
 
     @property
     def vocab_size(self) -> int:
@@ -213,7 +216,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Texts that are ids already, separated by spaces. The last id of the vocabulary ends a document."""
+    """Texts that consist of ids, separated by spaces. The last id of the vocabulary ends a document."""
 
     pad = NO_PAD
 
@@ -226,7 +229,7 @@ class NullTokenizer:
         return OrderedDict({"class": "NullTokenizer", "vocab_size": self.vocab_size})
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids that the text spells; raises ConfigError for a word that is not an id of the vocabulary."""
+        """The ids in the text; raises ConfigError for a word that is not an id of the vocabulary."""
         ids = []
         for word in text.split():
             if not (word.isascii() and word.isdigit() and len(word) < 20 and int(word) < self.vocab_size):
@@ -244,7 +247,7 @@ class NullTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer folder as Hugging Face saves it; nothing is downloaded and no code of the folder is run.
+    """A tokenizer folder saved by Hugging Face; nothing is downloaded and no code of the folder is run.
 
     Raises:
         ConfigError: no package `transformers`, the folder is missing or broken, or it names no end of sequence.
@@ -261,7 +264,7 @@ class HuggingFaceTokenizer:
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # the loader raises a dozen types, down to bare Exception, for a broken folder
+        except Exception as error:  # for a broken folder the loader raises a dozen types, down to bare Exception
             reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
             raise ConfigError(
                 "--tokenizer-model",
@@ -287,7 +290,7 @@ class HuggingFaceTokenizer:
 
     @property
     def pad(self) -> int:
-        # Many tokenizers name the end of sequence as padding too; masking it would hide every end of document.
+        # Many tokenizers use the end of sequence as padding too; masking it would hide every end of document.
         pad = self._tokenizer.pad_token_id
         return NO_PAD if pad is None or pad == self.eod else int(pad)
 
@@ -305,7 +308,7 @@ class HuggingFaceTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer's files, and how a tiktoken file becomes ids; each field is the flag of its name."""
+    """A tokenizer's files, and the settings of a tiktoken file; each field is the flag of its name."""
 
     tokenizer_model: str | None = None
     vocab_file: str | None = None
@@ -315,11 +318,11 @@ class TokenizerFiles:
 
 
 def build_tokenizer(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> Tokenizer:
-    """The tokenizer the flags ask for; bytes without any.
+    """The tokenizer of the flags; bytes by default.
 
     Args:
         tokenizer_type: one of TYPES, or None.
-        vocab_size: the vocabulary of `NullTokenizer` and `TikTokenizer`; for the others the least size of the model's
+        vocab_size: the vocabulary of `NullTokenizer` and `TikTokenizer`; for the others the smallest allowed size of the model's
             embedding.
     Raises:
         ConfigError: an unknown type, a flag the type lacks or cannot use, missing files, a vocabulary too small.
@@ -339,7 +342,7 @@ def build_tokenizer(tokenizer_type: str | None, files: TokenizerFiles, vocab_siz
 
 
 def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> None:
-    """Raise ConfigError where a type is unknown or lacks a flag; opens no file."""
+    """Raise ConfigError if a type is unknown or lacks a flag; opens no file."""
     if tokenizer_type is not None and tokenizer_type not in TYPES:
         raise ConfigError("--tokenizer-type", tokenizer_type, "is not supported", f"use {one_of(TYPES)}")
     placeholder = "FOLDER" if tokenizer_type == "HuggingFaceTokenizer" else "FILE"

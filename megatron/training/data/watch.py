@@ -1,9 +1,9 @@
-"""Watches indexed datasets that are mapped into memory: whoever cuts one while it is read must not end a rank without a word.
+"""Watches memory-mapped datasets: truncating one while it is read must not end a rank without an error message.
 
-A page behind the end of a mapped file is a SIGBUS, which no program catches. So the sizes of the files are compared with those of
-the start before samples are read from them, in the process that reads: a file that became shorter, or is gone, is one line. What
-is cut between the comparison and the reading still ends in SIGBUS: of a loader's worker, that is noticed where its next batch is
-taken (`start`), which is a place for one line; of the run's own process it is the end.
+Reading a page past the end of a mapped file raises SIGBUS, which no program catches. So the process that reads samples first
+compares the sizes of the files with those at the start: a file that has become shorter or is gone is a one-line error. A file
+truncated between comparison and reading still raises SIGBUS: in a loader's worker it is reported when the next batch is taken
+(`start`); in the run's own process it ends the run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from moe_overlap.describe.errors import ConfigError
 
 FILES_AT_ONCE = 16
-"""Files compared before a micro-batch; a blend of more takes turns, so that a slow file system is not asked for all each time."""
+"""Files compared before a micro-batch; larger blends take turns, so that a slow file system is not asked for all each time."""
 
 
 class WatchedFiles:
-    """The data files of a run, and their bytes when it began."""
+    """The data files of a run, and their sizes when it began."""
 
     def __init__(self, prefixes: Iterable[str]) -> None:
         paths = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
@@ -35,12 +35,12 @@ class WatchedFiles:
         """Compare the next files.
 
         Raises:
-            ConfigError: a file is shorter than it was, or cannot be looked at.
+            ConfigError: a file is shorter than it was, or its size cannot be read.
         """
         self._compare(islice(self._turns, min(FILES_AT_ONCE, len(self._sizes))))
 
     def check_all(self) -> None:
-        """Compare every file; raises as `check`."""
+        """Compare every file; raises like `check`."""
         self._compare(self._sizes)
 
     def _compare(self, paths: Iterable[str]) -> None:
@@ -63,15 +63,15 @@ class Samples(Protocol):
 class WatchedSamples:
     """The samples of a dataset; its files are compared before each batch is read.
 
-    A loader's worker cannot raise an error that its parent gets as it was: torch makes another one of it, whose message is a
-    traceback. So a batch is an error where one is due, and whoever takes the batch raises it.
+    An exception in a loader's worker does not reach its parent unchanged: torch wraps it in another one whose message is a
+    traceback. So a batch may be an error, which the reader of the batch raises.
     """
 
     def __init__(self, samples: Samples, files: WatchedFiles) -> None:
         self._samples, self._files = samples, files
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any] | ConfigError:
-        """The samples of a batch, or why they are not read."""
+        """The samples of a batch, or the error that prevents reading them."""
         try:
             self._files.check()
         except ConfigError as error:
@@ -80,14 +80,14 @@ class WatchedSamples:
 
 
 def start(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start a loader; the end of one of its workers is a RuntimeError of the iterator, and of nothing else.
+    """Start a loader; the death of one of its workers raises a RuntimeError in the iterator only.
 
-    torch sets a handler of SIGCHLD that raises in whatever line the process is at when a worker dies: in the middle of a step, or
-    of the writing of a checkpoint. The iterator notices a dead worker without it, when it waits for a batch (within 5 s).
+    torch sets a handler of SIGCHLD that raises at whatever line the process executes when a worker dies: in the middle of a
+    step, or while a checkpoint is written. Without it the iterator notices a dead worker when it waits for a batch (within 5 s).
     """
     before = signal.getsignal(signal.SIGCHLD)
     iterator = iter(loader)
-    # Like torch, which sets none elsewhere. None is a handler that Python did not set, and cannot set again.
+    # Only in the main thread, as torch does. None is a handler that Python did not set and cannot set again.
     if threading.current_thread() is threading.main_thread() and before is not None:
         signal.signal(signal.SIGCHLD, before)
     return iterator

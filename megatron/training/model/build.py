@@ -50,7 +50,7 @@ def layer_spec(tc: TransformerConfig, is_moe: bool, has_masks: bool = False) -> 
     """The spec of one decoder layer: Transformer Engine's modules on a GPU that has them, else torch's.
 
     Args:
-        has_masks: micro-batches bring an attention mask, as documents are kept apart (--reset-attention-mask).
+        has_masks: whether micro-batches bring an attention mask that separates documents (--reset-attention-mask).
     """
     arguments: dict[str, Any] = {
         "num_experts": tc.num_moe_experts if is_moe else None,
@@ -60,7 +60,7 @@ def layer_spec(tc: TransformerConfig, is_moe: bool, has_masks: bool = False) -> 
     }
     if uses_transformer_engine():
         spec = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**arguments))
-        # Transformer Engine sends keys and values around the context ranks only for attention without windows and sinks.
+        # Transformer Engine passes keys and values between context ranks only for attention without windows and sinks.
         # Its causal attention reads no mask (`attention_mask` of its DotProductAttention): documents would see each other.
         is_special = tc.window_size is not None or tc.softmax_type != "vanilla"
         if has_masks or (tc.context_parallel_size > 1 and is_special):
@@ -88,7 +88,7 @@ def layer_spec(tc: TransformerConfig, is_moe: bool, has_masks: bool = False) -> 
 
 
 def decoder_layer(tc: TransformerConfig, model: ModelDescription, layer: int, has_masks: bool = False) -> ModuleSpec:
-    """The spec of the decoder's layer of that number, counted from 0; `has_masks` as in `layer_spec`."""
+    """The spec of the decoder's layer of this number, counted from 0; `has_masks`: see `layer_spec`."""
     spec = layer_spec(tc, model.moe_layers[layer], has_masks)
     return (
         spec if model.parallel_block is None else parallel_spec(spec, model.parallel_block, uses_transformer_engine())
@@ -103,16 +103,16 @@ def uses_transformer_engine() -> bool:
 def _configured(
     config: Config, model: ModelDescription, plan: Plan, stage: int, layout: StageLayout | None
 ) -> TransformerConfig:
-    """The configuration of a stage, with what Transformer Engine is told where it is there; arguments of `transformer_config`."""
+    """The configuration of a stage, with Transformer Engine's settings where it is used; arguments of `transformer_config`."""
     tc = transformer_config(config, model, plan, stage, layout)
     if uses_transformer_engine():
         if not plan.follows_lists:
             run_fused(tc)
         overlap = plan.stages[stage].overlap
-        # Set behind the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
+        # Set after the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
         tc.delay_wgrad_compute = any(layer.weight_gradient_slots for layer in overlap.layers)
-        # Where it keeps copies of the weights, the library overwrites the sum of gradients in the backward pass of a module's
-        # first call in a step. Partitions run backward last to first: the gradients of the others would be lost.
+        # With copies of the weights, the library overwrites the gradient sum in the backward pass of a module's first call in a
+        # step. Partitions run backward from last to first: the gradients of the others would be lost.
         tc.disable_parameter_transpose_cache = overlap.cuts_layers
     return tc
 
@@ -128,7 +128,7 @@ def build_model(
     """Build this rank's share of the model.
 
     Args:
-        plan: says which layers each chunk of `stage` holds, how many ranks share them, what is recomputed, and the precision.
+        plan: gives the layers of each chunk of `stage`, the ranks that share them, recomputation and precision.
         groups: the stage's process groups.
         adapt_layer: replaces parts of a layer's spec before it is built.
     Returns:
@@ -170,19 +170,19 @@ def build_model(
             module = LanguageModel(**arguments)
             if not arguments["post_process"]:
                 module.decoder.final_layernorm = (
-                    None  # with prediction layers megatron-core puts it behind the last layer
+                    None  # with prediction layers megatron-core puts it after the last layer
                 )
         if config.model.position_embedding_type == "yarn":
-            # megatron-core hands the context ranks to plain rotary positions only.
+            # megatron-core passes the context ranks only to rotary positions without scaling.
             module.rotary_pos_emb.cp_group = groups.cp
         for name, parameter in module.named_parameters():
             if name.endswith(".softmax_offset"):
-                # Sinks are split by heads, which neither megatron-core nor Transformer Engine says of them.
+                # Sinks are split by heads, but neither megatron-core nor Transformer Engine marks them so.
                 parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
             _default_parallel_attributes(parameter)
             if ".mlp.experts." in name and tc.expert_tensor_parallel_size != tc.tensor_model_parallel_size:
-                # Experts that fewer ranks share have more replicas than the dense layers have; megatron-core reduces them
-                # as experts under expert parallelism only (tensor_parallel/layers.py, `allreduce`).
+                # Experts that fewer ranks share have more replicas than the dense layers; megatron-core reduces them as experts
+                # under expert parallelism only (tensor_parallel/layers.py, `allreduce`).
                 parameter.allreduce = False  # type: ignore[attr-defined]
         modules.append(module if tc.params_dtype == torch.float32 else Float16Module(tc, module))
     return modules
@@ -205,7 +205,7 @@ def _column_linear() -> Any:
 
 
 def _default_parallel_attributes(parameter: torch.nn.Parameter) -> None:
-    """Optimizer and checkpoints read these from every parameter; layers that are not split leave them unset."""
+    """Set the attributes that optimizer and checkpoints read; layers that are not split leave them unset."""
     for name, value in (("tensor_model_parallel", False), ("partition_dim", -1), ("partition_stride", 1)):
         if not hasattr(parameter, name):
             setattr(parameter, name, value)

@@ -1,13 +1,12 @@
-"""Has the products of a model that is wrapped in DDP add their weight gradients to DDP's sums themselves.
+"""Makes the matrix products of a DDP-wrapped model add their weight gradients to DDP's sums themselves.
 
-Not a field of megatron-core's configuration: with it, a linear refuses to be built where apex's kernel is missing, though
-Transformer Engine's modules have one of their own; and products look for a sum that only DDP makes, so that a model that is
-measured without DDP would fail.
+Not set through megatron-core's configuration: there a linear refuses to be built without apex's kernel, though Transformer
+Engine's modules have one of their own; and products need a sum that only DDP makes, so a model measured without DDP would fail.
 
-The contract is DDP's (distributed_data_parallel.py, `_make_backward_post_hook`): a product that added its gradient sets
-`grad_added_to_main_grad` and returns a gradient that means nothing, and DDP then adds none for this parameter until the next
-step. So a parameter's gradients must all be added by products, or none; `zero_out_wgrad` says that a parameter gets both kinds
-and that its products return zeros.
+The contract is DDP's (distributed_data_parallel.py, `_make_backward_post_hook`): a product that has added its gradient sets
+`grad_added_to_main_grad` and returns a dummy gradient, and DDP then adds none for this parameter until the next step. So
+products must add all gradients of a parameter, or none; `zero_out_wgrad` marks a parameter with both kinds, whose products
+return zeros.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from moe_overlap.describe.errors import ConfigError
 
 
 def fuse_weight_gradients(chunks: Iterable[torch.nn.Module], fusion: GradientFusion) -> int:
-    """Switch the products over that `fusion` names.
+    """Switch on fused accumulation in the products that `fusion` names.
 
     Args:
         chunks: this rank's model chunks, wrapped in DDP.
     Returns:
-        How many modules add their gradients themselves.
+        Number of modules that add their gradients themselves.
     Raises:
         ConfigError: apex's kernel is installed and cannot be imported.
     """
@@ -42,7 +41,7 @@ def fuse_weight_gradients(chunks: Iterable[torch.nn.Module], fusion: GradientFus
             if fusion.by_transformer_engine and hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
                 switched += 1
-            # Grouped experts multiply by a product of torch, and one by one where no row came: both would add to one sum.
+            # Grouped experts use torch's grouped product, and single products if no row came: both would add to one sum.
             elif (
                 fusion.by_apex
                 and isinstance(module, ColumnParallelLinear | RowParallelLinear)
@@ -54,6 +53,6 @@ def fuse_weight_gradients(chunks: Iterable[torch.nn.Module], fusion: GradientFus
             for module in modules:
                 if isinstance(module, VocabParallelEmbedding):
                     # A head that shares this weight adds to its sum; the look-up does not. megatron-core sets the mark only
-                    # where both stand on the one stage there is.
+                    # where both are on the only stage.
                     module.weight.zero_out_wgrad = True  # type: ignore[attr-defined]
     return switched

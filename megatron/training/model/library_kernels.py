@@ -1,10 +1,10 @@
-"""Transformer Engine's kernels that megatron-core's own schedule runs where the library has them, as Megatron-LM does.
+"""Transformer Engine's kernels in megatron-core's own schedule, switched on as Megatron-LM does.
 
     rotations of queries and keys     apply_rope_fusion      on in Megatron-LM unless --no-rope-fusion says otherwise
-    rows of tokens sorted by expert   moe_permute_fusion     off there unless asked for; the same rows, in fewer passes
+    rows of tokens sorted by expert   moe_permute_fusion     off in Megatron-LM by default; the same rows, in fewer passes
 
 Without its kernel a rotation is about ten operators in each layer. Instruction lists have kernels of their own for both
-(runtime/executor/rotary.py, runtime/dispatch). The fields are set behind the configuration's constructor, which would refuse a
+(runtime/executor/rotary.py, runtime/dispatch). The fields are set after the configuration's constructor, which would refuse a
 kernel that the library lacks. Not yet run on hardware.
 """
 
@@ -22,11 +22,11 @@ SORTS = (
     "fused_sort_chunks_by_index_with_probs",
     "fused_unpermute",
 )
-"""Functions of the library that megatron-core asks for together."""
+"""Functions of the library that megatron-core requires together."""
 
 
 def run_fused(tc: TransformerConfig) -> None:
-    """Turn on the kernels that the library has for a model."""
+    """Turn on the available kernels for a model."""
     if _rotates(tc):
         tc.apply_rope_fusion = True
     if tc.num_moe_experts and _sorts(tc):
@@ -34,15 +34,15 @@ def run_fused(tc: TransformerConfig) -> None:
 
 
 def _rotates(tc: TransformerConfig) -> bool:
-    """Whether a kernel rotates the queries and keys of this attention."""
+    """Whether there is a kernel that rotates the queries and keys of this attention."""
     if tc.multi_latent_attention:
-        # A kernel of megatron-core's, in Triton, which knows the angles of YaRN alone.
+        # A Triton kernel of megatron-core's, for the angles of YaRN only.
         return tc.rope_type == "yarn" and multi_latent_attention.fused_apply_mla_rope_for_q is not None
-    # Interleaved pairs came to the library later, and are rare.
+    # Not for interleaved pairs, which only later releases of the library support; they are rare.
     return rope_utils.fused_apply_rotary_pos_emb is not None and not tc.rotary_interleaved
 
 
 def _sorts(tc: TransformerConfig) -> bool:
-    """Whether a kernel sorts rows by expert; it knows no places of a static capacity, and its sums no fixed order."""
+    """Whether a kernel sorts rows by expert; it supports neither a static capacity nor sums in a fixed order."""
     has_all = all(getattr(moe_utils, name, None) is not None for name in SORTS)
     return has_all and not (tc.moe_pad_expert_input_to_capacity or tc.deterministic_mode)

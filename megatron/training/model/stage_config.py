@@ -37,7 +37,7 @@ def transformer_config(
         model: the derived sizes (`describe_model`).
         plan: the plan of the run.
         stage: index of the stage.
-        layout: what the stages of a pipeline hold; None without one.
+        layout: the layers of the stages of a pipeline; None without a pipeline.
     """
     dtype = weight_type(config, plan)
     has_cuda = torch.cuda.is_available()
@@ -69,7 +69,7 @@ def transformer_config(
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
         # Experts add their biases themselves: megatron-core's grouped ones refuse the fusion.
         "bias_dropout_fusion": has_cuda and not (model.num_experts and config.model.add_bias_linear),
-        # `fused_gradients.py` switches it on for the products that have a kernel, once there are sums to add to.
+        # `fused_gradients.py` sets it on the products that have a kernel, once DDP has made the sums.
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
         "deallocate_pipeline_outputs": has_cuda,
@@ -81,10 +81,10 @@ def transformer_config(
     if model.num_experts:
         fields |= _moe_fields(config, model)
     if model.latent_attention is None:
-        plain = TransformerConfig(**fields)
+        tc = TransformerConfig(**fields)
         if config.model.position_embedding_type == "yarn":
-            set_yarn(plain, config)
-        return plain
+            set_yarn(tc, config)
+        return tc
     latent = {
         "multi_latent_attention": True,
         "q_lora_rank": model.latent_attention.q_lora_rank,
@@ -108,7 +108,7 @@ def weight_type(config: Config, plan: Plan) -> torch.dtype:
 
 
 def _precision_fields(config: Config, plan: Plan) -> dict[str, Any]:
-    """fp8 and fp4 by Transformer Engine: the plan says whether, the flags choose the recipe. Not run on a GPU so far."""
+    """fp8 and fp4 by Transformer Engine: the plan switches them on, the flags choose the recipe. Not run on a GPU so far."""
     precision = config.precision
     fields: dict[str, Any] = {
         "deterministic_mode": config.training.deterministic_mode,
@@ -129,7 +129,7 @@ def _precision_fields(config: Config, plan: Plan) -> dict[str, Any]:
 
 
 def _offload_fields(config: Config) -> dict[str, Any]:
-    """Fields for activations on the host and for the flex dispatcher's backend."""
+    """Fields for offloaded activations and for the backend of the flex dispatcher."""
     device = config.device
     fields: dict[str, Any] = {}
     if device.fine_grained_activation_offloading:
@@ -161,10 +161,10 @@ def _parallel_fields(config: Config, plan: Plan, stage: int) -> dict[str, Any]:
         "expert_model_parallel_size": planned.expert,
         "expert_tensor_parallel_size": planned.expert_tensor,
         "context_parallel_size": planned.context,
-        # Dense models may leave it out, which no plan says: with a --plan the flags are completed by what the plan means.
+        # Dense models may leave it out, and a plan does not record it: --plan completes the flags with the plan's meaning.
         "sequence_parallel": planned.tensor > 1 and config.parallel.sequence_parallel,
         **_recompute_fields(planned.recompute),
-        # Two stages are each other's next and previous rank: batched transfers would pair up wrongly.
+        # With two stages, the next and the previous rank are the same: batched transfers would pair up wrongly.
         "overlap_p2p_comm": chunks > 1,
         "batch_p2p_comm": chunks == 1,
     }
@@ -174,7 +174,7 @@ def _parallel_fields(config: Config, plan: Plan, stage: int) -> dict[str, Any]:
 
 
 def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
-    """Recomputation in megatron-core's words, which are those of the flags."""
+    """Recomputation in megatron-core's terms, which are those of the flags."""
     if recompute.granularity == "none":
         return {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
     if recompute.granularity == "selective":
@@ -215,7 +215,7 @@ def _moe_fields(config: Config, model: ModelDescription) -> dict[str, Any]:
         "moe_pad_expert_input_to_capacity": moe.moe_pad_expert_input_to_capacity,
         "moe_token_drop_policy": moe.moe_token_drop_policy,
         "moe_apply_probs_on_input": moe.moe_apply_probs_on_input,
-        # megatron-core knows three names; ours takes the place of its all-to-all dispatcher.
+        # megatron-core knows three names; the irregular dispatcher replaces its all-to-all dispatcher.
         "moe_token_dispatcher_type": "alltoall"
         if moe.moe_token_dispatcher_type == "irregular"
         else moe.moe_token_dispatcher_type,
@@ -235,8 +235,8 @@ def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -
         function = quick_gelu
     elif flags.swiglu:
         function = F.silu
-    # megatron-core fuses GELU with a bias only and in no experts, squared ReLU and GELU by tanh not at all, and quick GELU in
-    # routed experts only; its fused SiLU forgets clamp and offset.
+    # megatron-core does not fuse: GELU without bias or in experts, squared ReLU, tanh GELU, quick GELU outside routed experts;
+    # its fused SiLU ignores clamp and offset.
     only_experts = all(model.moe_layers) and not model.shared_expert_hidden_size
     changed = flags.activation_func_clamp_value is not None or flags.glu_linear_offset != 0
     fusible: dict[Callable[..., Tensor], bool] = {
@@ -266,7 +266,7 @@ def attention_fields(config: Config) -> dict[str, Any]:
 
 
 def set_yarn(tc: TransformerConfig, config: Config) -> None:
-    """Add the settings of YaRN, which megatron-core's GPTModel reads from attributes that its configuration does not declare."""
+    """Add YaRN's settings, which megatron-core's GPTModel reads from attributes that its configuration does not declare."""
     attention = config.attention
     values = {
         "rotary_scaling_factor": config.model.rotary_scaling_factor,
@@ -284,10 +284,10 @@ def set_yarn(tc: TransformerConfig, config: Config) -> None:
 class StageLayout(PipelineParallelLayerLayout):
     """The layers of every stage, and the first layer of this rank's stage.
 
-    megatron-core asks for the layers before a stage without naming it, and reads `parallel_state` for the answer.
+    megatron-core asks for the number of layers before a stage without naming it, and reads `parallel_state` for the answer.
 
     Args:
-        predictions: multi-token-prediction layers, which stand with the loss.
+        predictions: number of multi-token-prediction layers, which are on the stage of the loss.
     """
 
     def __init__(self, plan: Plan, stage: int, predictions: int) -> None:
@@ -304,5 +304,5 @@ class StageLayout(PipelineParallelLayerLayout):
     def get_layer_offset(
         self, layer_type: Any = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Layers of that type before a chunk of this rank; all prediction layers stand in one."""
+        """Layers of this type before a chunk of this rank; all prediction layers are in one chunk."""
         return self._chunks[vp_stage or 0][0] if layer_type == LayerType.decoder else 0

@@ -1,6 +1,6 @@
-"""One line of a terminal that is written over and over: how far something is that takes a while.
+"""One line of a terminal that is rewritten in place: the progress of slow work.
 
-Where there is no terminal nothing is shown. Whoever prints a line that stays calls `clear` before.
+Without a terminal nothing is shown. Call `clear` before printing a line that stays.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import shutil
 from typing import TextIO
 
 ERASE = "\r\x1b[K"
-"""To the start of the line, and everything behind it away."""
+"""Moves to the start of the line and deletes it."""
 
 
 class LiveLine:
     """The last line of a terminal.
 
     Args:
-        stream: standard output or error; what is no terminal shows nothing.
+        stream: standard output or error; shows nothing if it is no terminal.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -26,13 +26,13 @@ class LiveLine:
         self._has_text = False
 
     def show(self, text: str) -> None:
-        """Replace the line, cut to the width of the terminal: a longer one would be two, of which one stays."""
+        """Replace the line, cut to the width of the terminal: of a longer one the first part would stay."""
         if self.is_shown:
             self._write(ERASE + text[: shutil.get_terminal_size().columns - 1])
             self._has_text = True
 
     def clear(self) -> None:
-        """Leave an empty line for what is printed next."""
+        """Clear the line for the next output."""
         if self._has_text:
             self._write(ERASE)
             self._has_text = False

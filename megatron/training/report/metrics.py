@@ -1,4 +1,4 @@
-"""Figures of a run and the places that take them: console, JSON lines, TensorBoard and W&B, the file of expert loads."""
+"""Figures of a run and their destinations: console, JSON lines, TensorBoard and W&B, the file of expert loads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from moe_overlap.describe.files import printable
 
 
 class Boards:
-    """TensorBoard and Weights & Biases behind one interface: none of them, one or both, as the flags ask; rank 0 has them.
+    """TensorBoard and Weights & Biases behind one interface: none, one or both, by the flags; only rank 0 has them.
 
     Args:
-        settings: all flags of the run; W&B shows them beside its curves.
+        settings: all flags of the run; W&B shows them next to its curves.
     """
 
     def __init__(self, config: LoggingConfig, settings: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Boards:
             self._wandb.log(dict(values), step=step)
 
     def loads(self, name: str, load: Sequence[int], step: int) -> None:
-        """Draw a bar for every expert: the histogram's bucket e holds the tokens of expert e."""
+        """Draw a bar for every expert: bucket e of the histogram holds the tokens of expert e."""
         if self._tensorboard is None or not any(load):
             return
         self._tensorboard.add_histogram_raw(
@@ -71,7 +71,7 @@ class Boards:
         )
 
     def close(self) -> None:
-        """Write the waiting points."""
+        """Write the buffered points."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -90,7 +90,7 @@ CURVES = {
     "valid": "lm loss validation",
     "test": "lm loss test",
 }
-"""Figure -> its curve in TensorBoard and W&B, named as Megatron-LM names it, so that runs of both lie in one chart; figures that
+"""Figure -> its curve in TensorBoard and W&B, by Megatron-LM's name, so that runs of both share a chart; figures that
 Megatron-LM lacks keep their names."""
 LARGEST_EXPONENT = 20
 """Largest exponent of a perplexity, as upstream bounds it."""
@@ -98,7 +98,7 @@ LARGEST_EXPONENT = 20
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Figures of one step on one rank. Loss, tokens and norm are those of the whole run, the rest this rank's."""
+    """Figures of one step on one rank. Loss, tokens and norm are those of the run, the others are this rank's."""
 
     step: int
     loss: float
@@ -119,11 +119,11 @@ class StepMetrics:
     predictions: tuple[float, ...]
     """Mean loss of every multi-token-prediction layer: figures `mtp_1_loss`, …; Megatron-LM's curves are called `mtp_1 loss`."""
     deferred: dict[str, int]
-    """Deferred weight gradients so far: deferred_peak_bytes they held, deferred_early computed early for lack of memory
-    capacity; empty where none are deferred."""
+    """Deferred weight gradients so far: deferred_peak_bytes, the largest memory they held; deferred_early, how many were computed
+    early for lack of memory capacity; empty where none are deferred."""
 
     @property
-    def beside(self) -> dict[str, float]:
+    def extra_figures(self) -> dict[str, float]:
         """The figures that not every run has, by name, without those of deferred gradients."""
         return {f"mtp_{depth}_loss": loss for depth, loss in enumerate(self.predictions, 1)} | self.optional
 
@@ -131,7 +131,7 @@ class StepMetrics:
 class MetricsLog:
     """Console, TensorBoard, W&B and the file of expert loads on rank 0, JSON lines on every rank.
 
-    A place that fails while the run goes on costs one warning and what would have gone there.
+    A destination that fails costs one warning and its further output; the run goes on.
 
     Args:
         total_steps: end of the console's counter.
@@ -158,9 +158,9 @@ class MetricsLog:
         """Record one training step.
 
         Args:
-            board_only: curves of TensorBoard and W&B beside the metrics' own.
+            board_only: further curves for TensorBoard and W&B only.
         """
-        row = _common(metrics) | metrics.beside | metrics.deferred
+        row = _common(metrics) | metrics.extra_figures | metrics.deferred
         self._write_line(json.dumps({name: _or_null(value) for name, value in row.items()}))
         if metrics.step % self._config.tensorboard_log_interval == 0:
             values = {**_board_values(metrics), **board_only}
@@ -207,7 +207,7 @@ class MetricsLog:
             self._draw(lambda boards: _draw_loads(boards, loads))
 
     def say(self, subject: str, text: str) -> None:
-        """Print lines on the console of rank 0; names in them may come from outside."""
+        """Print lines on the console of rank 0; control characters in names from outside are escaped."""
         lines = (printable(line, len(line)) for line in text.split("\n"))
         shown = "\n".join(lines)
         self._print(f"{subject:<12} {shown}")
@@ -230,7 +230,7 @@ def _draw_loads(boards: Boards, loads: Sequence[ExpertLoad]) -> None:
 
 
 def _appended(path: str | None) -> IO[str] | None:
-    """A file to append to, whose folder is made if it is missing; None without a path."""
+    """A file opened for appending; its folder is made if it is missing. None without a path."""
     if path is None:
         return None
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -238,17 +238,17 @@ def _appended(path: str | None) -> IO[str] | None:
 
 
 def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
-    """Average the losses and times of steps in a row, as Megatron-LM's console does; everything else is the last step's."""
-    last, seconds = steps[-1], [each.step_seconds for each in steps]
-    tokens = [each.tokens_per_second * each.step_seconds for each in steps]
+    """Average the losses and times of consecutive steps, as Megatron-LM's console does; other figures are the last step's."""
+    last, seconds = steps[-1], [step.step_seconds for step in steps]
+    tokens = [step.tokens_per_second * step.step_seconds for step in steps]
     return replace(
         last,
-        loss=fmean(each.loss for each in steps),
-        predictions=tuple(fmean(of_depth) for of_depth in zip(*(each.predictions for each in steps), strict=True)),
+        loss=fmean(step.loss for step in steps),
+        predictions=tuple(fmean(of_depth) for of_depth in zip(*(step.predictions for step in steps), strict=True)),
         step_seconds=fmean(seconds),
         tokens_per_second=sum(tokens) / sum(seconds) if sum(seconds) else last.tokens_per_second,
-        comm_seconds=fmean(each.comm_seconds for each in steps),
-        exposed_comm_seconds=fmean(each.exposed_comm_seconds for each in steps),
+        comm_seconds=fmean(step.comm_seconds for step in steps),
+        exposed_comm_seconds=fmean(step.exposed_comm_seconds for step in steps),
     )
 
 
@@ -256,7 +256,7 @@ def step_line(metrics: StepMetrics, total: int) -> str:
     """The console's line of a step, or of the mean of several."""
     width = len(str(total))
     share = metrics.exposed_comm_seconds / metrics.step_seconds if metrics.step_seconds else 0.0
-    optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.beside.items())
+    optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.extra_figures.items())
     if metrics.deferred:
         held, early = metrics.deferred["deferred_peak_bytes"], metrics.deferred["deferred_early"]
         optional += f"  deferred {held / 2**20:.1f} MiB, {early} early"
@@ -273,7 +273,7 @@ def _thousands(value: float) -> str:
 
 
 def _or_null(value: Any) -> Any:
-    """The value, or None for a number that is not finite (the norm of a step that overflowed): JSON has none for it."""
+    """The value, or None for a number that is not finite (the norm of a step that overflowed): JSON has no such numbers."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,8 +1,8 @@
-"""The places a run writes to: proven writable before the first step, and never a reason to stop after it.
+"""The outputs of a run: proven writable before the first step, and never a reason to stop after it.
 
-`prove_outputs` writes to every place that the flags name, on every rank that will write there. It asks for the folder of the
-checkpoints first: a run that trains for days and cannot save has trained for nothing. `Sink` is what writes reports later: a
-disk that fills up costs one warning and the report, not the run.
+`prove_outputs` writes to every place that the flags name, on every rank that will write there. It checks the folder of the
+checkpoints first: a run that trains for days and cannot save has trained for nothing. `Sink` writes reports later: a full disk
+costs one warning and the report, not the run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _FIX = "free space, correct permissions, or choose another place"
 
 
 class Sink:
-    """A place that takes reports; the first failure is one line on stderr, and then the sink is silent.
+    """A destination of reports; its first failure is one line on stderr, and then it is silent.
 
     Args:
-        flag: the flag that asked for it, and its value.
+        flag: the flag that requested it, and its value.
     Attributes:
         works: whether nothing has failed so far.
     """
@@ -56,9 +56,9 @@ def prove_outputs(config: Config, rank: int) -> None:
     """Write to every place of this rank's outputs, and require one folder of checkpoints for all ranks. Collective.
 
     Raises:
-        ConfigError: on every rank: a place cannot be written, or the folder is another one on some node.
+        ConfigError: on every rank: a place cannot be written, or the folder differs between nodes.
     """
-    # Not at the top: a launcher proves its ranks' places (`prove_places`) without torch.
+    # Not imported at the top: a launcher calls `prove_places` without torch.
     from megatron.training.initialize import on_every_rank, on_first_rank
 
     on_every_rank(lambda: prove_places(config, rank))
@@ -72,7 +72,7 @@ def prove_outputs(config: Config, rank: int) -> None:
 
 
 def places(config: Config, rank: int) -> Iterator[tuple[str, Path, bool]]:
-    """Flag, path and whether it is a folder, of every output of a rank; checkpoints first."""
+    """Yield flag, path and whether it is a folder, for every output of a rank; checkpoints first."""
     logging = config.logging
     for flag, folder in _checkpoint_folders(config):
         yield flag, folder, True
@@ -98,9 +98,9 @@ def _checkpoint_folders(config: Config) -> Iterator[tuple[str, Path]]:
         return
     yield "--save", Path(flags.save)
     if flags.non_persistent_save_interval is not None:
-        apart = flags.non_persistent_global_ckpt_dir
-        flag = "--save" if apart is None else "--non-persistent-global-ckpt-dir"
-        yield flag, non_persistent_folder(flags.save, apart)
+        own_folder = flags.non_persistent_global_ckpt_dir
+        flag = "--save" if own_folder is None else "--non-persistent-global-ckpt-dir"
+        yield flag, non_persistent_folder(flags.save, own_folder)
 
 
 def prove_places(config: Config, rank: int) -> None:
@@ -124,50 +124,50 @@ def least_checkpoint_bytes(config: Config) -> int:
 
 
 def _require_space(flag: str, folder: Path, least_bytes: int) -> None:
-    """Refuse a file system with less free space than a checkpoint needs; what killed saves have left is removed before."""
-    left = sum(path.stat().st_size for place in leftovers(folder) for path in place.rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free + left
+    """Refuse a file system with less free space than a checkpoint needs; the remains of killed saves are removed first."""
+    reclaimed = sum(path.stat().st_size for place in leftovers(folder) for path in place.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free + reclaimed
     if free < least_bytes:
         rule = f"has {free / 1e9:.3g} GB free, and a checkpoint takes at least {least_bytes / 1e9:.3g}"
         raise ConfigError(flag, folder, rule, "make space, or choose another folder")
 
 
 def _prove(flag: str, path: Path, is_folder: bool) -> None:
-    """Write to one place; ConfigError where that fails."""
+    """Write to one place; ConfigError if that fails."""
     try:
         folder = path if is_folder else path.parent
         folder.mkdir(parents=True, exist_ok=True)
         if is_folder or not path.exists():
-            # A file that is not there yet stays so: a probe beside it shows as much.
+            # A missing file is not created: a probe in its folder proves as much.
             _probe(folder).unlink()
         else:
-            # Without O_NONBLOCK a pipe that nobody reads is waited for, in silence.
+            # Without O_NONBLOCK, opening a pipe without reader would wait for ever.
             os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
         raise ConfigError(flag, path, f"cannot be written: {error.strerror or error}", _FIX) from None
 
 
 def refused_places(config: Config) -> Iterator[ConfigError]:
-    """The places of the first rank's outputs that cannot be written, for a look at a run: folders made to see it go again."""
+    """Yield an error for each place of the first rank that cannot be written, without creating any; for a dry run."""
     for flag, path, is_folder in places(config, 0):
         folder = (path if is_folder else path.parent).absolute()
-        made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+        created = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
         try:
             _prove(flag, path, is_folder)
         except ConfigError as error:
             yield error
-        for place in made:
-            with contextlib.suppress(OSError):  # Not made after all, or in use by now.
+        for place in created:
+            with contextlib.suppress(OSError):  # It was not made after all, or is in use by now.
                 place.rmdir()
 
 
 def _probe(folder: Path) -> Path:
-    """A new file with some bytes on the device."""
+    """A new file with some bytes, flushed to the device."""
     path = folder / f".probe-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         written = 0
-        while written < _PROBE_BYTES:  # A disk with less room takes what fits, and says so at the next write.
+        while written < _PROBE_BYTES:  # A full disk takes what fits, and reports the error at the next write.
             written += os.write(descriptor, bytes(_PROBE_BYTES - written))
         os.fsync(descriptor)
     except OSError:

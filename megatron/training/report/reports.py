@@ -1,8 +1,8 @@
-"""Reports of a run beside the figures of its steps: timers, memory and expert loads, each at its interval; first and last lines.
+"""Reports of a run besides its steps' figures: timers, memory, expert loads, each at its interval; first and last lines.
 
-Every report that speaks for all ranks is a collective, in which all ranks take part at the same steps: the intervals alone
-decide. The peak memory of a step is the allocator's figure on a GPU, that of tracked tensor storages on a CPU. Timers are
-seconds per step on every rank; the caller names what is timed, and a window adds steps up until it is shown.
+Every report about all ranks is a collective, in which all ranks take part at the same steps: the intervals alone decide. The
+peak memory of a step is the allocator's figure on a GPU, that of tracked tensor storages on a CPU. Timers are seconds per step
+on every rank; the caller names them, and a window sums them up between two reports.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from moe_overlap.plan.plan import Plan
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of tensor storages that are alive; a storage counts from the operator that first returns it.
 
-    It slows the operators down, so one step is tracked and its peak stands for the run (dropless routing moves it a little).
+    It slows operators down, so one step is tracked and its peak stands for the run (dropless routing changes it a little).
 
     Args:
         held: tensors that are alive from the start: parameters, gradients, optimizer state.
@@ -126,9 +126,9 @@ class TimerWindow:
 
         Collective over the default group; names come in the order of the first rank that has them.
         """
-        own = {name: value / self._steps for name, value in self._sums.items()}
+        own_seconds = {name: value / self._steps for name, value in self._sums.items()}
         self._sums, self._steps = {}, 0
-        ranks: list[dict[str, float]] = of_all(own)
+        ranks: list[dict[str, float]] = of_all(own_seconds)
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: tuple(rank.get(name, 0.0) for rank in ranks) for name in names}
 
@@ -166,7 +166,7 @@ class Reports:
 
     Args:
         phases: (spans of a step, level of --timing-log-level) -> seconds by name.
-        expert_loads: (first step, last step) -> loads since the last call, a collective; None where nobody counts.
+        expert_loads: (first step, last step) -> loads since the last call, a collective; None if nothing counts them.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Reports:
         self._first_uncounted: int | None = None
 
     def curves(self, iteration: int, step_seconds: float, peak_bytes: int, spans: Spans) -> dict[str, float]:
-        """The boards' curves of a step beside its metrics; it counts the step's timers, so call it once for each step."""
+        """The boards' curves of a step besides its metrics; it adds the step's timers, so call it once per step."""
         config, values = self._config, dict[str, float]()
         phases = self._phases(spans, self._level) if self._level else {}
         self._console.add(phases)
@@ -250,7 +250,7 @@ def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, 
     for note in parsed.model_notes:
         log.say("not the same", note)
     log.say("layout", planned_layout_line(plan, parsed.config))
-    for subject, text in parsed.told:
+    for subject, text in parsed.remarks:
         log.say(subject, text)
     idle = idle_flags(parsed)
     if idle:
@@ -261,13 +261,13 @@ def start_command(environment: Mapping[str, str], program: str, world_size: int,
     """The simplest command line that starts this run again on as many ranks.
 
     Args:
-        environment: of this rank; says how many ranks each machine has, where a launcher counts them.
+        environment: of this rank; gives the number of ranks of each machine if a launcher sets it.
         program: the path that this process was started by.
-        argv: flags of the run, without a launcher's.
+        argv: the run's flags, without a launcher's.
     """
-    name, words = Path(program).name, shlex.join(argv)
+    name, arguments = Path(program).name, shlex.join(argv)
     start = start_flags(world_size, int(environment.get("LOCAL_WORLD_SIZE", world_size)))
-    return f"{name if name == 'moe-train' else 'python pretrain_moe.py'} {start}{words}"
+    return f"{name if name == 'moe-train' else 'python pretrain_moe.py'} {start}{arguments}"
 
 
 def announce_end(log: MetricsLog, argv: Sequence[str], config: Config, world_size: int, reason: str | None) -> None:
@@ -284,6 +284,6 @@ def announce_end(log: MetricsLog, argv: Sequence[str], config: Config, world_siz
     command = start_command(os.environ, sys.argv[0], world_size, argv)
     longer = f" --train-iters {2 * (config.training.train_iters or 0)} --override-opt-param-scheduler"
     more = longer if reason is None and config.training.train_iters else ""
-    # Said once, where the run was already told to go on from what it saves.
+    # Not repeated if --load already names the folder of the checkpoints.
     load = "" if config.checkpoint.load == config.checkpoint.save else f" --load {config.checkpoint.save}"
     log.say("next", f"{command}{load}{more}")

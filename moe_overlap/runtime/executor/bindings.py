@@ -151,9 +151,8 @@ class ChunkOperators:
         self._copy_out(instruction, state)
         if not with_graph:
             del state.segments[place]
-            # The recomputation opens a handle of its own. In a pass without graph, merge is the last reader of the handle and of
-            # its
-            # capacity chunks.
+            # The recomputation opens its own handle. In a pass without graph, merge is the last reader of the handle and of
+            # its capacity chunks.
             if operator.kind is MERGE:
                 del state.handles[(layer_of(operator), *place[2:])]
                 state.chunks.pop((layer_of(operator), micro_batch_of(instruction)), None)

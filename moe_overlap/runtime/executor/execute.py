@@ -236,8 +236,7 @@ class PlanExecutor:
                 self._wait(number, started)
             if is_update(i) or self._streams.queues and i.kind == "point-to-point":
                 # An update reads on the host what its channel carries. A transfer on a device holds its tensor until it is
-                # waited
-                # for; waiting here delays nothing, since the transfers of a channel run one after another.
+                # waited for; waiting here delays nothing, since the transfers of a channel run one after another.
                 self._wait_for_channel(i.channel, started)
             with self._streams.running(i):
                 self._streams.uses(i, state.buffers.named)

@@ -31,8 +31,7 @@ def can_delay(module: Any) -> bool:
 
 
 def delayed_parameters(module: Any) -> list[torch.nn.Parameter]:
-    """The parameters whose gradients the module computes late, by its own marks; the weights of a norm inside it are not
-    marked."""
+    """The parameters whose gradients the module computes late, by its own marks; those of a norm inside it have none."""
     return [parameter for parameter in module.parameters() if getattr(parameter, "skip_backward_post_hook", False)]
 
 

@@ -1,17 +1,17 @@
-"""Fits the factors of the interference model to measurements, and writes them down with their error on rows not fitted to.
+"""Fits the factors of the interference model to measurements, and writes them with their error on rows outside the fit.
 
     python -m moe_overlap.tuner.calibrate.interference tests/validation/data/concurrency.csv.gz \\
         moe_overlap/tuner/cost/interference.json
 
 Method, on calibration rows, mean absolute relative error throughout:
-1. Sets of two, then of three, then of four streams, each on the rows in which exactly this set is busy at the start: what
-   follows when its first stream ends is known by then (Mist, section 5.2.2).
-2. All sets again, each on the rows that begin with it or with a larger set, until nothing improves: rows of larger sets tell
-   about the smaller ones, too.
+1. Sets of two, then of three, then of four streams, each on the rows in which exactly this set is busy at the start: the smaller
+   set that remains when its first stream ends has been fitted by then (Mist, section 5.2.2).
+2. All sets again, each on the rows that begin with it or with a larger set, until nothing improves: rows of larger sets
+   constrain the smaller ones, too.
 Each fit is a descent over multiples of 1/256 from coarse to fine, so that the same data gives the same bytes.
 
-Factors are fitted to a whole host; to groups of devices inside a node and across nodes apart, since their all-gathers take
-different ways; and to every group by itself. Each begins with those of the one before, which it keeps where it has no rows.
+Factors are fitted to a whole host; then separately to groups of devices inside a node and across nodes, since their all-gathers
+use different links; and to every group. Each fit starts from the factors of the one before, and keeps them if it has no rows.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from moe_overlap.tuner.cost.interference import (
     serial_share,
 )
 
-# Measurements of streams that run at the same time, and the alone seconds that go with them.
+# Measurements of streams that run at the same time, and the seconds of each stream without the others.
 #
 # A sample is one repeated measurement on one group of devices: `nodes` × `per_node` of them all-gather, each also computes and
-# copies, everything begins together, and `seconds` pass until all has ended. Samples in which one stream is busy give the alone
-# seconds of that stream: latency and seconds per unit of size (rows of the product for computation, MB for the others).
+# copies, everything begins together, and `seconds` pass until all has ended. Samples with only one busy stream give its seconds
+# without interference: latency and seconds per unit of size (rows of the product for computation, MB for the others).
 
 SIZE_KEYS = ("N", "g2g_allgather_MB", "h2d_MB", "d2h_MB")
 """Keys of the sizes in the file, in the order of STREAMS."""
 MOST_SAMPLE_BYTES = 1 << 24
-"""Unpacked bytes of the largest file of samples that is read: a hundred thousand of them."""
+"""Unpacked bytes of the largest file of samples that is read: a hundred thousand samples."""
 HIGHEST_SPREAD = 0.1
 """Samples whose repetitions differ more (standard deviation over mean) are not used (Mist does the same)."""
 
@@ -69,12 +69,12 @@ class Samples:
     """Samples of one host; N of them.
 
     Attributes:
-        gpu: its devices.
+        gpu: name of its devices.
         groups_N: nodes × devices per node, as `2x4`.
-        sizes_SN: per stream, 0 where it is not busy.
-        seconds_N: until all had ended.
+        sizes_SN: size of each stream, 0 if it is idle.
+        seconds_N: seconds until all had ended.
         spread_N: standard deviation over mean of the repetitions.
-        is_test_N: not to be fitted to.
+        is_test_N: whether the sample is excluded from fits.
     """
 
     gpu: str
@@ -102,9 +102,9 @@ class Samples:
 
 
 def read_samples(path: Path) -> dict[str, Samples]:
-    """Samples of a file by host, where they were measured (`source_path`).
+    """Samples of a file, by the host on which they were measured (`source_path`).
 
-    The format stands in tests/validation/data/concurrency.md.
+    The format is described in tests/validation/data/concurrency.md.
 
     Raises:
         ConfigError: the file is not there or a row cannot be read.
@@ -129,13 +129,13 @@ def read_samples(path: Path) -> dict[str, Samples]:
     return {
         host: Samples(
             gpus[host],
-            np.array([group for group, *_ in found]),
-            np.array([[setting[key] for _, setting, *_ in found] for key in SIZE_KEYS]),
-            np.array([seconds for *_, seconds, _ in found]),
-            np.array([setting["std_over_mean"] for _, setting, *_ in found]),
-            np.array([is_test for *_, is_test in found]),
+            np.array([group for group, *_ in samples]),
+            np.array([[setting[key] for _, setting, *_ in samples] for key in SIZE_KEYS]),
+            np.array([seconds for *_, seconds, _ in samples]),
+            np.array([setting["std_over_mean"] for _, setting, *_ in samples]),
+            np.array([is_test for *_, is_test in samples]),
         )
-        for host, found in rows.items()
+        for host, samples in rows.items()
     }
 
 
@@ -165,9 +165,9 @@ def _from_zero(value: object) -> float:
 
 
 def alone_seconds(samples: Samples) -> Floats:
-    """Alone seconds of every stream of every sample, [4, N], from the calibration samples in which one stream is busy.
+    """Seconds of every stream of every sample without the others, [4, N], from calibration samples with one busy stream.
 
-    A group's all-gathers and copies are its own; what a device computes does not depend on its group.
+    All-gathers and copies depend on the group; computation on a device does not.
     """
     alone_SN = np.zeros_like(samples.sizes_SN)
     known_N = (samples.busy_N == 1) & (samples.spread_N <= HIGHEST_SPREAD) & ~samples.is_test_N
@@ -185,7 +185,7 @@ def alone_seconds(samples: Samples) -> Floats:
 
 
 def _line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
-    """Intercept and slope with the least squared relative error; through 0 where all sizes are the same."""
+    """Intercept and slope with the least squared relative error; through 0 if all sizes are equal."""
     # Weighted by 1/seconds², squared errors are relative ones. fsum rounds once, so that equal rows give equal bytes in
     # any order.
     weights = 1 / seconds**2
@@ -199,12 +199,12 @@ def _line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Which samples are used, and how many were dropped why.
+    """The samples that are used, and the number of those dropped, by reason.
 
     Attributes:
-        mixed_N: more than one stream is busy, and neither of the two below.
-        noisy: spread above HIGHEST_SPREAD.
-        slower_than_serial: took longer than the streams one after the other, which no factors allow.
+        mixed_N: whether more than one stream is busy, and no reason below applies.
+        noisy: number with a spread above HIGHEST_SPREAD.
+        slower_than_serial: number that took longer than the streams one after the other, which no factors allow.
     """
 
     mixed_N: Mask
@@ -213,11 +213,11 @@ class Used:
 
 
 def used_samples(samples: Samples, alone_SN: Floats) -> Used:
-    """Leave out what Mist leaves out."""
+    """Drop the samples that Mist drops."""
     mixed_N = samples.busy_N > 1
     noisy_N = samples.spread_N > HIGHEST_SPREAD
-    # The model's contract: streams together do at least as much as in a row. Such rows would only pull factors to that
-    # edge.
+    # The model's contract: concurrent streams progress at least as fast as one after the other. Such rows would only pull
+    # factors to that limit.
     slower_N = mixed_N & ~noisy_N & (samples.seconds_N > alone_SN.sum(axis=0))
     return Used(mixed_N & ~noisy_N & ~slower_N, int(noisy_N.sum()), int(slower_N.sum()))
 
@@ -225,13 +225,13 @@ def used_samples(samples: Samples, alone_SN: Floats) -> Used:
 # 1/2 to 1/256: sums of them are exact in binary, whatever steps lead to a factor.
 STEPS = tuple(2.0**-n for n in range(1, 9))
 GRID = (1.0, 1.5, 2.5, 4.0)
-"""Factors of the grid from which fits begin; the error has more than one valley."""
+"""Factors of the grid from which fits begin; the error has several local minima."""
 STARTS = 3
-"""Best places of the grid from which it descends."""
+"""Number of the best grid points from which it descends."""
 HIGHEST_FACTOR = 50.0
 PREFERENCE = 2e-4
-"""Error that a factor may be larger by 1 for. Rows in which the same stream always ends first tell only how the factors of
-a set combine; of those that fit equally well the most even are taken."""
+"""Error that outweighs a factor larger by 1. Rows in which the same stream always ends first determine only a combination of the
+factors of a set; of equally good ones the fit takes the most even."""
 FactorLists = dict[str, list[float]]
 
 
@@ -239,19 +239,19 @@ def fit_factors(alone_SN: Floats, seconds_N: Floats, start: Factors) -> FactorLi
     """Factors with the least mean error on these rows.
 
     Args:
-        alone_SN: alone seconds of the four streams.
-        seconds_N: measured.
-        start: kept for sets that no row begins with or passes through.
+        alone_SN: seconds of the four streams without the others.
+        seconds_N: measured seconds.
+        start: factors kept for sets that no row begins with or passes through.
     """
     factors = {word: list(start[word]) for word in SETS}
-    # A set as the number that its word in SETS is in binary.
+    # A set as the number that its entry in SETS is in binary.
     set_N = np.array([8, 4, 2, 1]) @ (alone_SN > 0)
-    # 1. Pairs first: what begins as a set of three goes on as a pair, whose factors must be known by then.
+    # 1. Pairs first: a set of three becomes a pair when a stream ends, whose factors must be fitted by then.
     for word in reversed(SETS):
         exact_N = set_N == int(word, 2)
         if exact_N.any():
             _search(factors, word, alone_SN[:, exact_N], seconds_N[exact_N])
-    # 2. From where step 1 ended, hence without its coarse steps. It ends: every round but the last lowers the error.
+    # 2. Starts at the end of step 1, hence without its coarse steps. It terminates: every round but the last lowers the error.
     before, now = math.inf, mean_error(Interference(factors), alone_SN, seconds_N)
     while now < before:
         for word in SETS:
@@ -265,20 +265,20 @@ def fit_factors(alone_SN: Floats, seconds_N: Floats, start: Factors) -> FactorLi
 
 
 def mean_error(model: Interference, alone_SN: Floats, seconds_N: Floats) -> float:
-    """Mean absolute relative error, summed exactly; 0 of no rows."""
+    """Mean absolute relative error, summed exactly; 0 without rows."""
     errors = np.abs(model.seconds(*alone_SN) / seconds_N - 1)
     return math.fsum(errors.tolist()) / max(1, len(errors))
 
 
 def _search(factors: FactorLists, word: str, alone_SN: Floats, seconds_N: Floats) -> None:
-    """The factors of one set, from a grid and from where they stand."""
-    # The smaller sets stay as fitted, so that every error is a function of this set's factors alone.
+    """Fit the factors of one set, from a grid and from their present values."""
+    # The factors of smaller sets stay fixed, so that every error is a function of this set's factors alone.
     grid = [list(values) for values in product(GRID, repeat=word.count("1")) if serial_share(values) >= 1]
     model = Interference(factors)
     errors = [mean_error(model.with_set(word, values), alone_SN, seconds_N) for values in grid]
     starts = [grid[place] for place in sorted(range(len(grid)), key=errors.__getitem__)[:STARTS]]
-    found = [_descend(factors, word, values, alone_SN, seconds_N, STEPS) for values in (factors[word], *starts)]
-    factors[word], _ = min(found, key=itemgetter(1))
+    fits = [_descend(factors, word, values, alone_SN, seconds_N, STEPS) for values in (factors[word], *starts)]
+    factors[word], _ = min(fits, key=itemgetter(1))
 
 
 def _descend(
@@ -289,7 +289,7 @@ def _descend(
     seconds_N: Floats,
     steps: tuple[float, ...],
 ) -> tuple[list[float], float]:
-    """From these factors of one set to the best near them, with ever smaller steps; and their error."""
+    """Improve the factors of one set with ever smaller steps; returns the best ones nearby and their error."""
     model = Interference(factors)
 
     def error_of(tried: list[float]) -> float:
@@ -309,11 +309,11 @@ def _descend(
 
 
 def _neighbours(values: list[float], step: float) -> Iterator[list[float]]:
-    """One factor more or less by a step, or one more and another less; those that the model allows."""
+    """Vary one factor by a step, or one up and another down; yields the results that the model allows."""
     places = range(len(values))
     moves = [{place: sign * step} for place in places for sign in (1, -1)]
-    # Often only a combination of a set's factors is known (PREFERENCE): along that valley one must rise as another
-    # falls, and either alone is worse.
+    # Often only a combination of a set's factors is determined (PREFERENCE): along that valley one must rise as another
+    # falls, and a change of only one is worse.
     moves += [{more: step, less: -step} for more, less in permutations(places, 2)]
     for move in moves:
         tried = [value + move.get(place, 0.0) for place, value in enumerate(values)]
@@ -329,23 +329,23 @@ def fit_host(source: str, samples: Samples) -> Host:
     def fitted(inside_N: Mask, start: Factors) -> Fitted:
         calibration_N = inside_N & used.mixed_N & ~samples.is_test_N
         factors = fit_factors(alone_SN[:, calibration_N], samples.seconds_N[calibration_N], start)
-        kept = {word: tuple(values) for word, values in factors.items()}
-        # Test rows take no part in fits, neither in alone seconds nor in factors: the error is of rows not seen.
+        fitted_factors = {word: tuple(values) for word, values in factors.items()}
+        # Test rows enter neither the seconds without interference nor the factors: the error is that of unseen rows.
         test_N = inside_N & used.mixed_N & samples.is_test_N
-        return Fitted(kept, int(calibration_N.sum()), int(test_N.sum()), error_percent(factors, test_N))
+        return Fitted(fitted_factors, int(calibration_N.sum()), int(test_N.sum()), error_percent(factors, test_N))
 
     def error_percent(factors: Factors, rows_N: Mask) -> float:
         return round(100 * mean_error(Interference(factors), alone_SN[:, rows_N], samples.seconds_N[rows_N]), 3)
 
-    whole = fitted(np.ones(len(samples.seconds_N), dtype=bool), NO_INTERFERENCE.factors)
+    of_host = fitted(np.ones(len(samples.seconds_N), dtype=bool), NO_INTERFERENCE.factors)
     place_N = np.array([place_of(group) for group in samples.groups_N])
     names = [str(place) for place in np.unique(place_N)]
-    places = {place: fitted(place_N == place, whole.factors) for place in names} if len(names) > 1 else {}
+    places = {place: fitted(place_N == place, of_host.factors) for place in names} if len(names) > 1 else {}
     groups = {
-        str(group): fitted(samples.groups_N == group, places.get(place_of(group), whole).factors)
+        str(group): fitted(samples.groups_N == group, places.get(place_of(group), of_host).factors)
         for group in np.unique(samples.groups_N)
     }
-    return Host(source, samples.gpu, used.noisy, used.slower_than_serial, whole, places, groups)
+    return Host(source, samples.gpu, used.noisy, used.slower_than_serial, of_host, places, groups)
 
 
 def report(host: Host, samples: Samples) -> Iterator[str]:
@@ -356,15 +356,15 @@ def report(host: Host, samples: Samples) -> Iterator[str]:
     alone_SN = alone_seconds(samples)
     test_N = used_samples(samples, alone_SN).mixed_N & samples.is_test_N
     total = np.zeros(4)
-    for group, own in host.groups.items():
+    for group, of_group in host.groups.items():
         rows_N = test_N & (samples.groups_N == group)
-        levels = (host.whole, host.places.get(place_of(group), host.whole), own)
+        levels = (host.whole, host.places.get(place_of(group), host.whole), of_group)
         errors = [
-            100 * mean_error(Interference(one.factors), alone_SN[:, rows_N], samples.seconds_N[rows_N])
-            for one in levels
+            100 * mean_error(Interference(level.factors), alone_SN[:, rows_N], samples.seconds_N[rows_N])
+            for level in levels
         ]
-        yield _cells(group, own.test_rows, *errors)
-        total += own.test_rows * np.array([1.0, *errors])
+        yield _cells(group, of_group.test_rows, *errors)
+        total += of_group.test_rows * np.array([1.0, *errors])
     yield _cells("all", int(total[0]), *(total[1:] / total[0]))
 
 
@@ -372,15 +372,15 @@ def _cells(name: str, rows: int, *errors: float) -> str:
     return f"  {name:<6} {rows:>5}" + "".join(f" {error:5.2f}" for error in errors)
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Read, fit, write, print."""
-    if len(words) != 2:
+    if len(arguments) != 2:
         print("usage: python -m moe_overlap.tuner.calibrate.interference SAMPLES.csv.gz OUT.json", file=sys.stderr)
         return 2
     try:
-        samples = dict(sorted(read_samples(Path(words[0])).items()))
-        hosts = [fit_host(source, found) for source, found in samples.items()]
-        Path(words[1]).write_text(format_json([as_values(host) for host in hosts]) + "\n", encoding="utf-8")
+        samples = dict(sorted(read_samples(Path(arguments[0])).items()))
+        hosts = [fit_host(source, host_samples) for source, host_samples in samples.items()]
+        Path(arguments[1]).write_text(format_json([as_values(host) for host in hosts]) + "\n", encoding="utf-8")
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,20 +1,19 @@
-"""Factors that make the simulated steps of measured plans take what was measured, kind by kind.
+"""Fits price factors so that simulated steps of measured plans take the measured seconds, for every kind of instruction.
 
 Terms. Ranks that send tokens to each other are a *group*. A *kind* is an operator without its layer, in partitions or whole. The
-span of a collective goes from where its rank starts it to where the rank has waited for it; it is *exposed* where the rank
-computes nothing at the end of it. Clocks of ranks are laid on each other at the end of the norm, where all meet.
+span of a collective goes from its start on a rank to the end of that rank's wait for it; it is *exposed* if the rank computes
+nothing at the end of it. The clocks of the ranks are aligned at the end of the norm, a collective of all ranks.
 Steps.
-1. Observe (`observe`): the seconds of every kind as one rank has them, collectives alone.
-   a. Computation: the mean of a stage's ranks; with the collectives inside operators, as prices of operators have them.
-   b. A collective begins when the last rank of its group has started it. Where it is exposed on a rank it ends there with its
-      span, and from the one to the other is what it took alone. Where it is exposed on none it may have ended before: that is a
-      bound.
-   c. What an exposed span has more is waiting for slower ranks. The simulator has one rank stand for all, and so the one that
-      others wait for: computation is taken longer by the mean share that is waited. Transfers between stages and copies are left
-      out: what their spans wait for is the pipeline's.
-2. Fit (`fit`). What runs beside something else is slowed down, in the measurement as in the simulation. So the factors of prices
-   alone are found by repetition: simulate at the factors so far, and multiply each by measured over simulated, until no kind
-   moves. Collectives of which only a bound is known are shortened to it at most.
+1. Observe (`observe`): the seconds of every kind on one rank, without waiting.
+   a. Computation: the mean of a stage's ranks; includes the collectives inside operators, as prices of operators do.
+   b. A collective begins when the last rank of its group has started it. If its span is exposed on a rank, it ends there with
+   the span, and these seconds are exact. If it is exposed on no rank, it may have ended earlier: the seconds are an upper bound.
+   c. The rest of an exposed span is waiting for slower ranks. In the simulator one rank represents all, so it must be as slow as
+   the slowest: the seconds of computation are raised by the mean share of waiting. Transfers between stages and copies are left
+   out: their spans contain the waiting of the pipeline.
+2. Fit (`fit`). Concurrent instructions slow each other down, in the measurement as in the simulation. So the price factors are
+   found by iteration: simulate with the present factors, and multiply each factor by measured over simulated seconds, until no
+   kind changes. Collectives with only an upper bound are shortened to it at most.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
 
 EXCHANGING = (EXPERT, DATA)
 EXPOSED = 0.1
-"""Share of a collective's span at its end in which its rank has to wait, from which on the end is taken for the collective's
+"""Share of a collective's span, at its end, in which its rank has to wait for the span's end to count as the collective's
 own."""
 Spans = Mapping[int, Sequence[Span]]
 """Rank -> its spans."""
@@ -39,12 +38,12 @@ Spans = Mapping[int, Sequence[Span]]
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A measured step, as one rank has it; the stages' seconds are added.
+    """A measured step, as one rank sees it; the seconds of the stages are summed.
 
     Attributes:
-        seconds: of a step.
-        bounds: kinds among them that took at most as long.
-        waiting: seconds that a rank waits for slower ones, over those that it computes; `seconds` of computation have it.
+        seconds: seconds of a step, by kind.
+        bounds: kinds whose seconds are an upper bound.
+        waiting: seconds that a rank waits for slower ones, over those that it computes; included in `seconds` of computation.
         step_seconds: from the first start to the last end, of the slowest rank.
     """
 
@@ -59,34 +58,34 @@ def observe(plan: Plan, spans: Spans, cut: Iterable[str]) -> Observed:
     """Step 1: read a measured step.
 
     Args:
-        spans: of at least one rank of every stage.
-        cut: names of the operators that the plan has in partitions.
+        spans: spans of at least one rank of every stage.
+        cut: names of the operators that the plan runs in partitions.
     """
     partitioned = frozenset(cut)
     spans = {rank: operator_spans(of_rank) for rank, of_rank in spans.items()}
     computed: dict[Kind, float] = defaultdict(float)
-    known: dict[Kind, list[float]] = defaultdict(list)
+    measured: dict[Kind, list[float]] = defaultdict(list)
     bounds: dict[Kind, list[float]] = defaultdict(list)
     waited = 0.0
     for stage in plan.stages:
-        # 1a. Means, because the simulator has one rank stand for all of a stage.
+        # 1a. Means, because in the simulator one rank represents all of a stage.
         ranks = [spans[rank] for rank in stage.devices.ranks if rank in spans]
         for span in (span for of_rank in ranks for span in of_rank if span.channel in COMPUTING):
             computed[kind_of(span.name), span.name in partitioned] += (span.end - span.start) / len(ranks)
         groups = _groups(stage, spans)
         for group in groups:
-            for name, alone, more in _exchanges(group):
-                tells = bounds if more is None else known
-                tells[kind_of(name), name in partitioned].append(alone / len(groups))
+            for name, seconds_alone, more in _collective_seconds(group):
+                tells = bounds if more is None else measured
+                tells[kind_of(name), name in partitioned].append(seconds_alone / len(groups))
                 waited += (more or 0.0) / len(groups)
-    # 1c. Waiting is spread over all computation: which operator made a rank slow cannot be told from the spans.
+    # 1c. Waiting is spread over all computation: the spans do not show which operator made a rank slow.
     share = waited / sum(computed.values()) if computed else 0.0
-    seconds = {kind: taken * (1.0 + share) for kind, taken in computed.items()}
+    seconds = {kind: busy_seconds * (1.0 + share) for kind, busy_seconds in computed.items()}
     most = set()
-    for kind in known.keys() | bounds.keys():
-        exact, count = known[kind], len(known[kind]) + len(bounds[kind])
-        # Where most ends were seen, their mean stands for the hidden ones, too. Else the sum may be too large, and is
-        # kept as a bound.
+    for kind in measured.keys() | bounds.keys():
+        exact, count = measured[kind], len(measured[kind]) + len(bounds[kind])
+        # If most ends are exact, their mean represents the hidden ones, too. Else the sum may be too large: it is stored as a
+        # bound.
         if 2 * len(exact) >= count:
             seconds[kind] = sum(exact) / len(exact) * count
         else:
@@ -97,64 +96,64 @@ def observe(plan: Plan, spans: Spans, cut: Iterable[str]) -> Observed:
 
 
 def _groups(stage: StagePlan, spans: Spans) -> list[list[Sequence[Span]]]:
-    """The ranks of a stage that share its experts, as far as they were measured."""
+    """The measured ranks of a stage that share experts, group by group."""
     size, ranks = stage.expert * stage.expert_tensor, stage.devices.ranks
     blocks = ([spans[rank] for rank in ranks[at : at + size] if rank in spans] for at in range(0, len(ranks), size))
     return [block for block in blocks if block]
 
 
-def _exchanges(group: Sequence[Sequence[Span]]) -> Iterable[tuple[str, float, float | None]]:
-    """Name, seconds alone, and the mean of what the ranks of a group waited more; None where the seconds are a bound."""
-    by_rank = [_taken(spans) for spans in group]
+def _collective_seconds(group: Sequence[Sequence[Span]]) -> Iterable[tuple[str, float, float | None]]:
+    """Name, seconds without waiting, and the mean seconds of waiting in a group; None if the seconds are an upper bound."""
+    by_rank = [_collectives_of(spans) for spans in group]
     for key in by_rank[0]:
-        ends = [taken[key] for taken in by_rank if key in taken]
-        # 1b. No all-to-all moves rows before the last rank has come: earlier starts are waiting, not communication.
+        ends = [collectives[key] for collectives in by_rank if key in collectives]
+        # 1b. No all-to-all moves rows before the last rank has started it: earlier ranks wait.
         together = max(start for start, _, _ in ends)
         exposed = [(end - together, together - start) for start, end, waits in ends if waits and end > together]
         if exposed:
-            alone = sum(seconds for seconds, _ in exposed) / len(exposed)
+            mean_seconds = sum(seconds for seconds, _ in exposed) / len(exposed)
             waited = sum(more for _, more in exposed) / len(ends) if key[0] != NORM else 0.0
-            yield key[0], alone, waited
+            yield key[0], mean_seconds, waited
         else:
-            # Hidden on every rank: it ended somewhere before its spans did, so these seconds are a bound.
+            # Hidden on every rank: it ended at some time before its spans did, so these seconds are an upper bound.
             yield key[0], sum(max(0.0, end - together) for _, end, _ in ends) / len(ends), None
 
 
-def _taken(spans: Sequence[Span]) -> dict[tuple[str, int, int, int], tuple[float, float, bool]]:
+def _collectives_of(spans: Sequence[Span]) -> dict[tuple[str, int, int, int], tuple[float, float, bool]]:
     """Start, end and whether it is exposed, of every collective of a rank, by name, chunk, micro-batch and partition.
 
-    On its channel a collective begins behind the one before, whose end is known where that one is exposed.
+    A channel runs its collectives in order: each begins after the previous one, whose end is known if it is exposed.
     """
     meeting = max((span.end for span in spans if span.name == NORM), default=max(span.end for span in spans))
     computing = sorted((span.start, span.end) for span in spans if span.channel in COMPUTING)
     free: dict[str, float] = {}
     seen: dict[tuple[str, int, int], int] = defaultdict(int)
-    found = {}
+    collectives = {}
     for span in sorted((span for span in spans if span.channel in EXCHANGING), key=lambda span: span.start):
         least = EXPOSED * (span.end - span.start)
-        # The last computation that began before this span ended: after it the rank has only waited.
+        # The last computation that began before this span ended: after it the rank only waits.
         place = bisect.bisect_left(computing, (span.end, 0.0)) - 1
         busy_until = computing[place][1] if place >= 0 else span.start
         is_exposed = span.end - max(span.start, busy_until) > least
-        # A channel is a queue: a span that begins while the former collective still runs waits for that one first.
-        behind = max(span.start, free.get(span.channel, span.start))
-        start = behind if span.end - behind > least else span.start
+        # A channel is a queue: a span that begins while the previous collective still runs waits for that one first.
+        queued = max(span.start, free.get(span.channel, span.start))
+        start = queued if span.end - queued > least else span.start
         if is_exposed:
             free[span.channel] = span.end
         key = (span.name, span.chunk, span.micro_batch)
-        found[*key, seen[key]] = (start - meeting, span.end - meeting, is_exposed)
+        collectives[*key, seen[key]] = (start - meeting, span.end - meeting, is_exposed)
         seen[key] += 1
-    return found
+    return collectives
 
 
 ROUNDS = 12
 CLOSE = 1e-3
-"""Distance of measured over simulated from 1 at which the repetition ends."""
+"""Deviation of measured over simulated seconds from 1 at which the iteration ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Seconds and number of the instructions of a kind in a simulated step, as one rank has it."""
+    """Seconds and number of the instructions of a kind in a simulated step, as one rank sees it."""
 
     seconds: float
     instructions: float
@@ -168,10 +167,10 @@ class KindFit:
     """The fit of one kind.
 
     Attributes:
-        predicted_seconds, measured_seconds: of the steps of all traces; 0 where there are none.
-        is_bound: it took at most as long.
-        factor: of its price; None where that has none.
-        is_taken: it has no price, and takes what was measured.
+        predicted_seconds, measured_seconds: sums over the steps of all traces; 0 if there are none.
+        is_bound: whether `measured_seconds` is an upper bound.
+        factor: factor of its price; None if it has no price.
+        is_taken: whether it has no price and gets the measured seconds.
     """
 
     kind: Kind
@@ -186,9 +185,9 @@ def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit
     """Step 2: factors of all kinds together.
 
     Args:
-        play: simulates a plan at refined prices.
+        play: simulates a plan with refined prices.
     Returns:
-        The factors, and every kind that was measured or predicted, the longest first.
+        The factors, and every measured or predicted kind, the longest first.
     """
     first = [play(step.plan, NOT_REFINED) for step in observed]
     refined = Refined({}, _unpriced(observed, first))
@@ -196,13 +195,13 @@ def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit
     bounds: set[Kind] = set()
     for _ in range(ROUNDS):
         real, simulated, bounds = _sums(observed, [play(step.plan, refined) for step in observed])
-        # Measured over simulated. Slowdown by neighbours is in both, so that the ratio is of the price alone once they
-        # agree.
+        # Measured over simulated. Both include slowdown by concurrent instructions, so once they agree the ratio is that of the
+        # price alone.
         moved = {kind: real[kind] / seconds for kind, seconds in simulated.items() if seconds and real.get(kind)}
-        # A bound can only shorten: what took at most as long may have taken less than simulated, never shown to take
-        # more.
+        # A bound can only shorten: the kind may have taken less than the bound, but nothing shows that it took more than
+        # simulated.
         moved = {kind: min(1.0, ratio) if kind in bounds else ratio for kind, ratio in moved.items()}
-        # These have no price that a factor could scale; they take what was measured.
+        # Kinds without a price have nothing to scale; they get the measured seconds.
         moved = {kind: ratio for kind, ratio in moved.items() if kind[0] not in refined.unpriced}
         factors = {kind: factors.get(kind, 1.0) * ratio for kind, ratio in moved.items()}
         refined = Refined(factors, refined.unpriced)
@@ -228,32 +227,32 @@ def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit
 def _sums(
     observed: Sequence[Observed], played: Sequence[Mapping[Kind, Played]]
 ) -> tuple[dict[Kind, float], dict[Kind, float], set[Kind]]:
-    """Measured and simulated seconds of the steps that tell of a kind, and kinds of which only bounds are known.
+    """Measured and simulated seconds of every kind, over the steps that measure it; and the kinds with only a bound.
 
-    A bound tells nothing where another trace has more. A kind of which no trace tells has the simulated seconds of all.
+    A bound is ignored if another trace has exact seconds. A kind that no trace measures has the simulated seconds of all.
     """
     measured = {kind for step in observed for kind in step.seconds}
-    told = {kind for step in observed for kind in step.seconds if kind not in step.bounds}
+    exact = {kind for step in observed for kind in step.seconds if kind not in step.bounds}
     real: dict[Kind, float] = defaultdict(float)
     simulated: dict[Kind, float] = defaultdict(float)
     for step, simulation in zip(observed, played, strict=True):
         for kind in step.seconds.keys() | simulation.keys():
-            tells = kind in step.seconds and (kind not in step.bounds or kind not in told)
+            tells = kind in step.seconds and (kind not in step.bounds or kind not in exact)
             if tells:
                 real[kind] += step.seconds[kind]
             if kind in simulation and (tells or kind not in measured):
                 simulated[kind] += simulation[kind].seconds
-    return dict(real), dict(simulated), measured - told
+    return dict(real), dict(simulated), measured - exact
 
 
 def _unpriced(observed: Sequence[Observed], played: Sequence[Mapping[Kind, Played]]) -> dict[str, float]:
-    """Seconds of one instruction of the kinds behind the passes that the model does not price."""
+    """Seconds of one instruction of each kind after the passes that the model does not price."""
     real, simulated, _ = _sums(observed, played)
-    found = {}
+    prices = {}
     for kind, seconds in real.items():
         count = sum(simulation[kind].instructions for simulation in played if kind in simulation)
-        # Buckets of gradients and the instruction that completes them share a name: the price of the ones is that of the kind.
+        # Buckets of gradients and the instruction that completes them share a name: the buckets' price is that of the kind.
         has_price = any(simulated.get((kind[0], is_cut)) for is_cut in (False, True))
         if is_state_key(kind[0]) and seconds and count and not has_price:
-            found[kind[0]] = seconds / count
-    return found
+            prices[kind[0]] = seconds / count
+    return prices

@@ -1,14 +1,14 @@
-"""Refine the prices of a problem by traces of its runs: what `tools/autotune.py --refine` does, as a function.
+"""Refine the prices of a problem with traces of its runs: `tools/autotune.py --refine` as a function.
 
-Terms. A *trace* is that of `pretrain_moe.py --trace`: the last step of a run, which should not be its first one, too. It names
-its plan and model; both have to be the problem's, overlap apart. A *factor* scales the price of one kind of instruction.
+Terms. A *trace* is a file of `pretrain_moe.py --trace`: the last step of a run, which should not also be its first one. It names
+its plan and model; both must be the problem's, except for overlap. A *factor* scales the price of one kind of instruction.
 
-1. Read every trace and hold it against the problem: same model, same layout, all stages and all micro-batches there.
+1. Read every trace and compare it with the problem: same model, same layout, all stages and all micro-batches present.
 2. Measure the seconds of every kind of instruction (observe.py).
 3. Fit factors so that simulated steps of the measured plans spend as long on every kind; every plan of the problem is then
    priced with them.
-4. A cluster that was measured keeps the factors in its database, where every later prediction of the job finds them by
-   `job_key`; of a described cluster they count for this call.
+4. A measured cluster stores the factors in its database, where every later prediction of the job finds them by `job_key`; for a
+   described cluster they are used in this call only.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.search.layer.slots import shortened
 
 LEAST_MICRO_BATCHES = 4
-"""Least micro-batches of a simulated step; in further ones operators take the same time."""
+"""Smallest number of micro-batches of a simulated step; operators take the same time in further ones."""
 AGAIN = "write it with pretrain_moe.py --trace"
 FREE_OF_PLAN = ("model", "cluster", "stages", "predicted", "host_runs_ahead")
 FREE_OF_STAGE = ("overlap", "zero_level")
-"""Fields that may differ between a measured plan and the problem's; the sharding that the runtime does is in both the flags'."""
+"""Fields in which a measured plan and the problem's may differ; the runtime shards as the flags say, in both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class MeasuredStep:
     """One trace.
 
     Attributes:
-        before_seconds, after_seconds: its step as predicted without factors and with them.
-        waiting: share of computation that a rank waits for slower ones.
+        before_seconds, after_seconds: predicted seconds of its step without and with factors.
+        waiting: seconds that a rank waits for slower ones, over those that it computes.
     """
 
     path: Path
@@ -63,23 +63,23 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Refinement:
-    """The change that traces made."""
+    """The effect of traces on prices."""
 
     kinds: tuple[KindFit, ...]
     steps: tuple[MeasuredStep, ...]
 
 
 def refine(problem: Problem, traces: Sequence[str | Path]) -> tuple[Problem, Refinement]:
-    """The problem with prices that traces refine; a measured cluster's database keeps them, in place of earlier ones of the job.
+    """The problem with refined prices; a measured cluster's database stores the factors, replacing earlier ones of the job.
 
     Raises:
         ConfigError: a file is no trace, does not name its plan, or is of another job; or the database cannot be written.
     """
-    # Factors scale prices without factors: fitted on top of earlier ones they would multiply with every call.
+    # Factors apply to prices without factors: fitted on top of earlier ones they would multiply with every call.
     before = problem.refined_by(NOT_REFINED)
     # Step 1.
     runs = [(Path(path), *_read(Path(path), before)) for path in traces]
-    # Step 2: kinds that run in partitions are priced apart, so the plan says which spans are partitions.
+    # Step 2: kinds in partitions have prices of their own, so the plan must say which spans are partitions.
     observed = [observe(plan, spans, _partitioned(_simulated(before, plan))) for _, plan, spans in runs]
 
     def played(plan: Plan, refined: Refined) -> dict[Kind, Played]:
@@ -88,7 +88,7 @@ def refine(problem: Problem, traces: Sequence[str | Path]) -> tuple[Problem, Ref
     # Steps 3 and 4.
     refined, kinds = fit(observed, played)
     after = before.refined_by(refined)
-    # Under the key of the job: operators of another layout have other sizes, for which these factors say nothing.
+    # Under the key of the job: operators of another layout have other sizes, for which these factors do not hold.
     _keep(before, refined)
     steps = tuple(
         MeasuredStep(
@@ -105,19 +105,19 @@ def refine(problem: Problem, traces: Sequence[str | Path]) -> tuple[Problem, Ref
 
 
 def job_key(model: ModelDescription, plan: Plan) -> str:
-    """Hash of what a trace and a prediction share where the one may refine the other: model and layout, overlap apart."""
+    """Hash of the facts that a trace and a prediction must share: model and layout, without overlap."""
     stages = [layout_fields(stage) for stage in plan.stages]
     return content_sha256({"model": model_fields(model), "plan": layout_fields(plan), "stages": stages})
 
 
 def model_fields(model: ModelDescription) -> dict[str, Any]:
-    """The fields of a model, whatever it is called, as plain JSON values."""
+    """The fields of a model except its name, as plain JSON values."""
     fields: dict[str, Any] = as_values(model)
     return {name: value for name, value in fields.items() if name != "name"}
 
 
 def layout_fields(record: Plan | StagePlan) -> dict[str, Any]:
-    """The fields of a plan, or of a stage, that have to be the same, as plain JSON values."""
+    """The fields of a plan or a stage that must be equal, as plain JSON values."""
     free: Sequence[str] = FREE_OF_PLAN if isinstance(record, Plan) else FREE_OF_STAGE
     return {f.name: as_values(getattr(record, f.name)) for f in dataclasses.fields(record) if f.name not in free}
 
@@ -157,7 +157,7 @@ def _plan_of(file: TraceFile, problem: Problem) -> Plan:
     """The plan of a trace's run.
 
     Raises:
-        ConfigError: it is not the problem's, overlap apart.
+        ConfigError: it differs from the problem's in more than overlap.
     """
     source = str(file.path)
     if not all(isinstance(file.about.get(name), dict) for name in ("plan", "model")):
@@ -171,22 +171,22 @@ def _plan_of(file: TraceFile, problem: Problem) -> Plan:
         rule = f"the flags say {len(problem.plan.stages)}"
         raise ConfigError(f"{source} plan stages", len(plan.stages), rule, AGAIN)
     stages: list[StagePlan] = []
-    for index, (measured, asked) in enumerate(zip(plan.stages, problem.plan.stages, strict=True)):
-        _require_same(f"{source} stages[{index}]", layout_fields(measured), layout_fields(asked))
+    for index, (measured, planned) in enumerate(zip(plan.stages, problem.plan.stages, strict=True)):
+        _require_same(f"{source} stages[{index}]", layout_fields(measured), layout_fields(planned))
         for layer in measured.overlap.layers:
             gate = problem.listed.gate
             if layer.gate != gate:
                 raise ConfigError(f"{source} gate", layer.gate, f"plans of these flags have {gate}", "add --moe-gate")
-        # The flags' stage with the measured overlap: what else may differ, such as the sharding, is executed as the
-        # flags say.
-        stages.append(dataclasses.replace(asked, overlap=measured.overlap))
+        # The flags' stage with the measured overlap: other differences, such as the sharding, do not change the run, which
+        # follows the flags.
+        stages.append(dataclasses.replace(planned, overlap=measured.overlap))
     return dataclasses.replace(problem.plan, stages=tuple(stages))
 
 
-def _require_same(place: str, measured: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    for name in (*measured, *(name for name in asked if name not in measured)):
-        if measured.get(name) != asked.get(name):
-            rule = f"the flags say {asked.get(name)}: the trace is of another job"
+def _require_same(place: str, measured: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for name in (*measured, *(name for name in expected if name not in measured)):
+        if measured.get(name) != expected.get(name):
+            rule = f"the flags say {expected.get(name)}: the trace is of another job"
             raise ConfigError(f"{place} {name}", measured.get(name, ""), rule, "give a trace of these flags")
 
 
@@ -210,7 +210,7 @@ def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
             continue
         stage = plan.stages[i.stage]
         prices = step.prices[stage.devices.ranks[0]]
-        # Ranks of a stage count together as one; micro-batches that were left out count by those that were simulated.
+        # The ranks of a stage count as one; skipped micro-batches are represented by the simulated ones.
         share = 1.0 / len(simulated & set(stage.devices.ranks))
         if i.micro_batch is not None:
             share *= stage.gradient_accumulation_steps / prices.stage.gradient_accumulation_steps

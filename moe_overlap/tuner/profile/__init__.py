@@ -1,1 +1,1 @@
-"""Measured seconds of operators and links: keys, the database, what it answers. No torch but in `measure`."""
+"""Measured seconds of operators and links: keys, the database, look-ups. No torch but in `measure`."""

@@ -1,10 +1,10 @@
-"""A cluster description from a database: rates as measured, so that every efficiency is one or a ratio of two measurements.
+"""A cluster description from a database: measured rates, so that every efficiency is one or a ratio of two measurements.
 
-1. `this_device` names the device of this machine as measurements name it. No torch: a GPU is asked through its driver's tool.
-2. `fit_links` fits latency and bandwidth of a tier to its measured collectives: seconds = latency + moved bytes / bandwidth.
-   Of a tensor of H bytes over n ranks H (n - 1) / n bytes move, in an all-reduce twice as many. The fit minimises relative errors
-   and gives less weight to what it misses most, so that a disturbed measurement does not bend it. Kinds of collectives that
-   share a pace have a latency of their own (`fit_latency`): an all-reduce passes its ranks more often than a transfer.
+1. `this_device` names the device of this machine as measurements do. No torch: a GPU's driver tool gives its name.
+2. `fit_links` fits latency and bandwidth of a tier to its measured collectives: seconds = latency + moved bytes / bandwidth. Of
+   a tensor of H bytes over n ranks, H (n - 1) / n bytes move, in an all-reduce twice as many. The fit minimises relative errors
+   and gives less weight to outliers, so that a disturbed measurement does not bend it. Kinds of collectives that share a
+   bandwidth have a latency each (`fit_latency`): an all-reduce passes its ranks more often than a transfer.
 3. `measured_cluster` writes both as the content of a cluster file.
 """
 
@@ -31,7 +31,7 @@ KINDS = ("cpu", "cuda")
 
 
 def this_device(kind: str | None = None) -> Device:
-    """The device that ranks of this machine compute on.
+    """The device on which ranks of this machine compute.
 
     Args:
         kind: cpu or cuda; default cuda where there is a GPU.
@@ -46,10 +46,12 @@ def this_device(kind: str | None = None) -> Device:
         raise ConfigError("--device", "cuda", "this machine has no GPU that nvidia-smi lists", "use --device cpu")
     if gpu is not None:
         return Device("cuda", gpu, 1, version)
-    given = os.environ.get("OMP_NUM_THREADS") or str(usable_cores())
-    threads = whole_number(given)
+    thread_count = os.environ.get("OMP_NUM_THREADS") or str(usable_cores())
+    threads = whole_number(thread_count)
     if not threads:
-        raise ConfigError("OMP_NUM_THREADS", given, "must be a whole number from 1", "set it to the cores of one rank")
+        raise ConfigError(
+            "OMP_NUM_THREADS", thread_count, "must be a whole number from 1", "set it to the cores of one rank"
+        )
     return Device("cpu", _cpu_name(), threads, version)
 
 
@@ -75,7 +77,7 @@ def _gpu_name() -> str | None:
 
 LEAST_LATENCY_SECONDS = 1e-7
 LEAST_PACED_SHARE = 0.02
-"""Least share of the seconds that is taken to grow with the size where none does: no link is infinitely fast."""
+"""Smallest share of the seconds that counts as growing with the size if none does: no link is infinitely fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def moved_bytes(key: LinkKey) -> float:
 
 
 def fit_links(links: Mapping[LinkKey, float], kinds: Iterable[str], tier: str) -> Fitted | None:
-    """One line through the measured collectives of a tier; None without two sizes."""
+    """One line through the measured collectives of a tier; None if they have fewer than two sizes."""
     chosen = [(moved_bytes(key), seconds) for key, seconds in links.items() if key.kind in kinds and key.tier == tier]
     if len({moved for moved, _ in chosen}) < 2:
         return None
@@ -109,18 +111,18 @@ def fit_links(links: Mapping[LinkKey, float], kinds: Iterable[str], tier: str) -
 def fit_line(moved: Sequence[float], seconds: Sequence[float]) -> Fitted:
     """The line through two of the measurements with the least sum of |log(line / measured)| over all of them.
 
-    Not least squares of relative errors: a line that is too short errs by no more than 100 %, one that is too long by any
-    number. Links with burst credits (token buckets, as of clouds) let small messages pass at once, and such a fit followed
-    those: 1 ms for an all-to-all of 30 ms.
+    Not least squares of relative errors: a line that is too low errs by at most 100 %, one that is too high without limit. Links
+    with burst credits (token buckets, as in clouds) pass small messages at once, and such a fit followed those: 1 ms for an
+    all-to-all of 30 ms.
     """
     x, y = np.asarray(moved, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     first, second = np.triu_indices(len(x), 1)
-    apart = x[first] != x[second]
-    first, second = first[apart], second[apart]
+    differ = x[first] != x[second]
+    first, second = first[differ], second[differ]
     paces = (y[second] - y[first]) / (x[second] - x[first])
     latencies = y[first] - paces * x[first]
     through = (paces > 0) & (latencies >= LEAST_LATENCY_SECONDS)
-    # Besides: no latency but the least, and for times that do not grow with the size a latency and hardly any pace.
+    # Further candidates: the smallest latency; and, for seconds that do not grow with the size, only a latency.
     flat, per_byte = float(np.median(y)), y / np.maximum(x, 1.0)
     latencies = np.concatenate([latencies[through], np.full(len(y), LEAST_LATENCY_SECONDS), [flat]])
     hardly = float(np.median(np.maximum(y - flat, LEAST_PACED_SHARE * y) / np.maximum(x, 1.0)))
@@ -131,7 +133,7 @@ def fit_line(moved: Sequence[float], seconds: Sequence[float]) -> Fitted:
 
 
 def fit_latency(links: Mapping[LinkKey, float], kind: str, tier: str, bytes_per_second: float) -> float | None:
-    """The latency of a kind at a given pace, with the least sum of |log(line / measured)|; None where it was not measured."""
+    """The latency of a kind at a given bandwidth, with the least sum of |log(line / measured)|; None if it was not measured."""
     chosen = [(moved_bytes(key), seconds) for key, seconds in links.items() if key.kind == kind and key.tier == tier]
     if not chosen:
         return None
@@ -149,8 +151,8 @@ COPIES = ("to_device", "to_host")
 def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: int) -> dict[str, Any]:
     """The content of a cluster file.
 
-    With one node, `network_gb_per_s` is what transfers between its ranks reach: pipelines read it. A tier without two ranks
-    takes the rate of copies.
+    With one node, `network_gb_per_s` is the rate of transfers between its ranks, which pipelines read. A tier without two ranks
+    gets the rate of copies.
     """
     rates, device = database.rates, database.device
     peak, copied = rates["product_flops"], rates["copy_bytes_per_second"]
@@ -170,9 +172,9 @@ def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: 
     paces |= {"reduce_scatter": scattered.bytes_per_second, "all_to_all": exchanged.bytes_per_second}
     latencies = {}
     for kind, pace in paces.items():
-        taken = fit_latency(database.links, kind, tier, pace)
-        if taken is not None:
-            latencies[kind] = taken if kind == "point_to_point" else taken / doublings
+        latency = fit_latency(database.links, kind, tier, pace)
+        if latency is not None:
+            latencies[kind] = latency if kind == "point_to_point" else latency / doublings
     shares_domain = device.kind == "cuda" and ranks_per_node > 1
     gpu = {
         "name": device.name,

@@ -1,10 +1,10 @@
 """Measurements of one device as a file: JSON lines, one measurement each, the device in the first line.
 
-An operator is kept under its kind, pass, format and sizes. Some lines belong to whole jobs: the price factors that traces give,
-one line each time a job is refined, of which the last counts.
+An operator is stored under its kind, pass, format and sizes. Some lines belong to whole jobs: the price factors from traces, one
+line per refinement of a job, of which the last counts.
 
-A line is appended in one write, so a measuring run that is killed loses at most the line it was writing. Lines that cannot be
-read are dropped with a warning, and what is left is written anew. Several processes may append to one file.
+A line is appended in one write, so a killed measuring run loses at most the line that it was writing. Unreadable lines are
+dropped with a warning, and the rest is rewritten. Several processes may append to one file.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.cost.hardware import Refined
 
 Pass = Literal["forward", "backward", "weight_gradient"]
-"""Products of the three have differently transposed operands."""
+"""The products of the three passes transpose different operands."""
 Origin = Literal["measured", "interpolated"]
-"""The source of seconds: a measurement of this very size, or of sizes around it."""
+"""The source of seconds: a measurement of exactly this size, or of neighbouring sizes."""
 PRODUCTS = ("gemm", "grouped_gemm", "attention")
-"""Kinds whose seconds follow their shape. Every other kind is torch's operator (`mul`) and follows the bytes it moves."""
+"""Kinds whose seconds depend on their shape. Every other kind is torch's operator (`mul`) and depends on the bytes it moves."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,7 +37,7 @@ class OperatorKey:
 
     Attributes:
         kind: one of PRODUCTS, or the name of torch's operator.
-        dtype: of its result, as torch says it (`float32`).
+        dtype: torch's name of the result's format (`float32`).
         shape: gemm (m, n, k); grouped_gemm (groups, total rows, n, k); attention (batch, heads, key/value heads, query
             length, key length, query/key width, value width, window or 0); else (elements written, bytes read and written).
     """
@@ -69,7 +69,7 @@ def distinct(keys: Iterable[OperatorKey | None]) -> list[OperatorKey]:
 
 
 def work_of(key: OperatorKey) -> float:
-    """The work that a kind's seconds grow with: multiplications and additions of products, bytes of everything else."""
+    """The work to which a kind's seconds are proportional: multiplications and additions of products, bytes of other kinds."""
     if key.kind == "gemm":
         m, n, k = key.shape
         return 2.0 * m * n * k
@@ -111,7 +111,7 @@ def can_be_measured(key: OperatorKey) -> bool:
 
 FORMAT = 1
 MOST_DATABASE_BYTES = 1 << 26
-"""Bytes of the largest database that is read: half a million measurements."""
+"""Largest size of a database that is read: half a million measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class Device:
 
     Attributes:
         kind: cpu or cuda.
-        name: as the processor or GPU calls itself.
-        threads: of one rank, on a CPU; 1 on a GPU.
-        torch: its version.
+        name: the name that the processor or GPU reports.
+        threads: threads of one rank on a CPU; 1 on a GPU.
+        torch: version of torch.
     """
 
     kind: str
@@ -142,8 +142,8 @@ class LinkKey:
     Attributes:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, point_to_point, to_device, to_host.
         tier: node or network; host for copies.
-        ranks: of the group.
-        held_bytes: the whole tensor, as `Collective.payload_bytes` counts it.
+        ranks: size of the group.
+        held_bytes: bytes of the whole tensor, as in `Collective.payload_bytes`.
     """
 
     kind: str
@@ -159,8 +159,8 @@ class Database:
         operators, links: seconds by key.
         rates: single figures by name: `product_flops`, `copy_bytes_per_second`, …
         jobs: refined prices by job (`tuner/calibrate/refine.py`).
-        is_kept: whether what is added is appended to the file. Several processes of one machine may append; those of another
-            would write over it on a shared file system, whose clients do not append to the same end.
+        is_kept: whether additions are appended to the file. Several processes of one machine may append; processes of several
+            machines would overwrite each other on a shared file system, whose clients do not append to the same end.
     """
 
     def __init__(self, path: Path, device: Device, is_kept: bool = True) -> None:
@@ -206,7 +206,7 @@ class Database:
         """A database, for reading.
 
         Raises:
-            ConfigError: there is none, or nothing in the file can be read.
+            ConfigError: there is no file, or none of it can be read.
         """
         try:
             stored, _ = _read(path)
@@ -218,22 +218,22 @@ class Database:
         return stored
 
     def add_operator(self, key: OperatorKey, seconds: float) -> None:
-        """Keep a measurement."""
+        """Store a measurement."""
         self.operators[key] = seconds
         self._append({"operator": [key.kind, key.direction, key.dtype, list(key.shape)], "seconds": seconds})
 
     def add_link(self, key: LinkKey, seconds: float) -> None:
-        """Keep a measurement."""
+        """Store a measurement."""
         self.links[key] = seconds
         self._append({"link": [key.kind, key.tier, key.ranks, key.held_bytes], "seconds": seconds})
 
     def add_rate(self, name: str, value: float) -> None:
-        """Keep a single figure."""
+        """Store a single figure."""
         self.rates[name] = value
         self._append({"rate": name, "value": value})
 
     def add_job(self, key: str, refined: Refined) -> None:
-        """Keep the price factors of a job, in place of earlier ones."""
+        """Store the price factors of a job, replacing earlier ones."""
         self.jobs[key] = refined
         self._append(_job_row(key, refined))
 
@@ -264,7 +264,7 @@ class Database:
 
 
 def _read(path: Path) -> tuple[Database | None, int]:
-    """The readable part of a file, and how many lines are not; None where the first line names no device."""
+    """The readable part of a file, and the number of unreadable lines; None if the first line names no device."""
     try:
         lines = bounded_bytes(path, MOST_DATABASE_BYTES).splitlines()
     except Unreadable as error:
@@ -315,7 +315,7 @@ def _take(database: Database, row: dict[str, Any]) -> None:
 
 
 _DIMENSIONS = {"gemm": 3, "grouped_gemm": 4, "attention": 8}
-"""Sizes of an operator that is no elementwise one (`OperatorKey.shape`)."""
+"""Number of sizes of a product (`OperatorKey.shape`)."""
 _LARGEST_SIZE = 1 << 62
 
 

@@ -1,17 +1,17 @@
-"""Seconds of an operator from the database: measured at this very size, else interpolated between neighbours, else nothing.
+"""Seconds of an operator from the database: measured at exactly this size, else interpolated between neighbours, else None.
 
-Interpolation: the rate (work per second) of the measured sizes around the wanted one, weighted by the inverse square of their
-distance; distances are those of the logarithms of the sizes. It says nothing where the nearest size is more than FARTHEST away.
-Elementwise kinds that were not measured themselves take what others of the same bytes take.
+Interpolation: the rate (work per second) of the measured neighbours, weighted by the inverse square of their distance; distances
+are those of the logarithms of the sizes. There is no answer if the nearest size is more than FARTHEST away. An elementwise kind
+without measurements takes the seconds of others that move the same bytes.
 
-An operator is timed alone, again and again. In a step its operands are colder, and the host comes between it and the next one:
-where a database has the rates of a step, the cost model is told IN_STEP times the seconds alone, and CALL_SECONDS for each call.
+An operator is timed alone, in a loop. In a step its operands are colder, and the host delays the next one: if a database has the
+rates of a step, the cost model gets IN_STEP times the measured seconds, plus CALL_SECONDS for each call.
 
-`operator_grid` and `link_grid` are measured ahead: a coarse grid of sizes between which the rest is interpolated. `fill` adds
-what a prediction needs and the database lacks, if this machine has its device; another process measures.
+`operator_grid` and `link_grid` are measured ahead: a coarse grid of sizes, between which other sizes are interpolated. `fill`
+adds the keys that a prediction needs and the database lacks, if this machine has its device; another process measures them.
 
-A prediction for a measured cluster takes from the database that the cluster names: `lookup_of` the operators that a plan runs
-(`operator_keys`), `refined_of` the factors that traces of the same job gave.
+A prediction for a measured cluster reads the database that the cluster names: `lookup_of` the operators of a plan
+(`operator_keys`), `refined_of` the factors from traces of the same job.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def _attention(dtype: str, quick: bool, device: str) -> Iterator[OperatorKey]:
 
 def _bound_by_bytes(dtype: str, quick: bool, device: str) -> Iterator[OperatorKey]:
     powers = (12, 18) if quick else (10, 14, 18, 21)
-    each = DTYPE_BYTES[dtype]
+    element_bytes = DTYPE_BYTES[dtype]
     for name in BOUND_BY_BYTES:
         for power in powers:
             elements = 1 << (power if device == "cpu" else power + 5)
             written = elements // ROW if name in REDUCTIONS else elements
-            moved = (elements + written) * each
+            moved = (elements + written) * element_bytes
             if name in OF_TWO:
-                moved += elements * each
+                moved += elements * element_bytes
             elif name not in REDUCTIONS:
                 moved += 8 * elements // ROW
             for direction in DIRECTIONS[:1]:
@@ -119,9 +119,9 @@ def _bound_by_bytes(dtype: str, quick: bool, device: str) -> Iterator[OperatorKe
 Floats = NDArray[np.float64]
 NEIGHBOURS = 4
 FARTHEST = np.log(8.0)
-"""The largest distance of the nearest measured size, in the logarithm of any one dimension."""
+"""Largest distance of the nearest measured size, in the logarithm of any one dimension."""
 STAND_IN = "mul"
-"""The kind whose seconds a memory-bound operator takes where its own were not measured."""
+"""The kind whose seconds a memory-bound operator gets if it was not measured itself."""
 IN_STEP, CALL_SECONDS = "in_step", "call_seconds"
 """Rates of a database, see above; absent: 1 and 0."""
 
@@ -135,7 +135,7 @@ class _Measured:
 
 
 class MeasuredOperators:
-    """Answers from a database as it is now; later measurements need a new one."""
+    """Answers from the present content of a database; later measurements need a new object."""
 
     def __init__(self, database: Database) -> None:
         self._exact = dict(database.operators)
@@ -153,7 +153,7 @@ class MeasuredOperators:
         }
 
     def seconds(self, key: OperatorKey) -> tuple[float, Origin] | None:
-        """Seconds alone and their origin (`measured`, `interpolated`); None where nothing measured is near."""
+        """Measured seconds and their origin (`measured`, `interpolated`); None if nothing measured is near."""
         if key in self._exact:
             return self._exact[key], "measured"
         kinds = [key.kind] if key.kind in PRODUCTS else [key.kind, STAND_IN]
@@ -170,23 +170,23 @@ class MeasuredOperators:
     def __call__(self, op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Origin] | None:
         """Seconds of a captured operator in a step, and their origin: a `Lookup` of the cost model."""
         key = key_of(op, shape, moved_bytes)
-        alone = self.seconds(key) if key is not None else None
-        return None if alone is None else (self._in_step * alone[0] + self._call_seconds, alone[1])
+        measured = self.seconds(key) if key is not None else None
+        return None if measured is None else (self._in_step * measured[0] + self._call_seconds, measured[1])
 
 
 def _logs(key: OperatorKey) -> Floats:
-    """Logarithms of every size of a product, and of the bytes alone of any other kind."""
+    """Logarithms of every size of a product, and only of the bytes of any other kind."""
     sizes = key.shape if key.kind in PRODUCTS else key.shape[1:]
     return np.log(np.maximum(np.array(sizes, dtype=np.float64), 1.0))
 
 
-def _pace(group: _Measured, wanted: Floats) -> float | None:
+def _pace(group: _Measured, logs: Floats) -> float | None:
     """Seconds per work at a size between measured ones."""
-    apart = np.abs(group.logs - wanted)
-    near = apart.max(axis=1) <= FARTHEST
+    distances_ND = np.abs(group.logs - logs)
+    near = distances_ND.max(axis=1) <= FARTHEST
     if not near.any():
         return None
-    distances = np.sqrt((apart[near] ** 2).sum(axis=1))
+    distances = np.sqrt((distances_ND[near] ** 2).sum(axis=1))
     chosen = np.argsort(distances, kind="stable")[:NEIGHBOURS]
     weights = 1.0 / np.maximum(distances[chosen], 1e-9) ** 2
     return float(np.exp(np.average(np.log(group.paces[near][chosen]), weights=weights)))
@@ -205,12 +205,12 @@ def is_here(database: Database) -> bool:
 
 
 def fill(database: Database, keys: Sequence[OperatorKey], ranks: int) -> Database:
-    """The database with every key that can be measured here; each is measured once and kept.
+    """The database with every key that can be measured here; each is measured once and stored.
 
     Args:
-        ranks: of a node. On a CPU as many processes measure at once: training loads caches and memory as they do.
+        ranks: ranks of a node. On a CPU as many processes measure at once, since training loads caches and memory likewise.
     Returns:
-        A database that was read again. A measuring process that fails leaves a gap, with a warning: it is interpolated.
+        The database, read again. A measuring process that fails leaves a gap, with a warning: its keys are interpolated.
     """
     missing = [key for key in keys if key not in database.operators and can_be_measured(key)]
     if not missing or not is_here(database):
@@ -274,7 +274,7 @@ def operator_keys(
 
 
 def lookup_of(cluster: Cluster, keys: list[OperatorKey]) -> Lookup | None:
-    """The measured operators of a cluster; those its database lacks are measured and kept if this machine has the device.
+    """The measured operators of a cluster; missing ones are measured and stored if this machine has the device.
 
     Raises:
         ConfigError: the database cannot be read.
@@ -286,10 +286,10 @@ def lookup_of(cluster: Cluster, keys: list[OperatorKey]) -> Lookup | None:
 
 
 def refined_of(cluster: Cluster, key: str) -> Refined:
-    """The refined factors of a job that the database of a measured cluster has from traces.
+    """The refined factors of a job from traces, out of a measured cluster's database.
 
     Args:
-        key: of the job (`tuner/calibrate/refine.py`).
+        key: key of the job (`tuner/calibrate/refine.py`).
     Raises:
         ConfigError: the database cannot be read.
     """

@@ -30,7 +30,11 @@ def written(tmp_path: Path, text: str, name: str = "config.json") -> str:
 
 def test_a_model_file_is_its_argument_file() -> None:
     by_model, by_words = parse(["--model", TINY]), parse([f"@{ROOT}/examples/tiny-mixtral-8x7b.args"])
-    assert (by_model.config, by_model.name, by_model.given) == (by_words.config, by_words.name, by_words.given)
+    assert (by_model.config, by_model.name, by_model.flag_names) == (
+        by_words.config,
+        by_words.name,
+        by_words.flag_names,
+    )
     assert parse([f"--model={TINY}"]).config == by_model.config
 
 

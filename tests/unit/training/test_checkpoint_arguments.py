@@ -43,7 +43,7 @@ def taken(words: str) -> ParsedArguments:
 
 
 def lines(parsed: ParsedArguments) -> list[str]:
-    return [text for _, text in parsed.told]
+    return [text for _, text in parsed.remarks]
 
 
 def test_the_model_comes_from_the_checkpoint_the_rest_from_the_command_line(saved: Path) -> None:

@@ -123,8 +123,8 @@ def test_micro_batches_in_flight_are_said() -> None:
     assert "in flight" not in printed(words)
     text = printed([*words, "--moe-overlap-micro-batches", "2"])
     assert (
-        "activations of at most 3, 1 micro-batches (stages 0, 1) and the layers at work; 2, 1 without --moe-overlap-micro-batches"
-        in text
+        "activations of at most 3, 1 micro-batches (stages 0, 1), plus those of the layers being computed; "
+        "2, 1 without --moe-overlap-micro-batches" in text
     )
 
 

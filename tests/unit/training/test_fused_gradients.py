@@ -173,12 +173,12 @@ def test_a_dry_run_says_what_it_found() -> None:
     def line(packages: frozenset[str]) -> str:
         return kernels_line(made.config, made.plan, Machine(True, packages))
 
-    none = "no Transformer Engine, no apex; weight gradients are added up behind the products (no kernel is installed)"
+    none = "no Transformer Engine, no apex; weight gradients are accumulated by a separate addition (no kernel is installed)"
     assert line(frozenset()) == none
-    linears = "in the products of megatron-core's linears"
-    assert line(APEX) == f"no Transformer Engine, apex; weight gradients are added up {linears}"
+    linears = "inside the products of megatron-core's linears"
+    assert line(APEX) == f"no Transformer Engine, apex; weight gradients are accumulated {linears}"
     assert f"apex without {KERNEL}; " in line(frozenset({"apex"}))
-    both = "in the products of Transformer Engine's modules and megatron-core's linears"
+    both = "inside the products of Transformer Engine's modules and megatron-core's linears"
     assert line(BOTH).startswith("Transformer Engine ") and line(BOTH).endswith(both)
 
 

@@ -1,4 +1,4 @@
-"""The names of the launcher's flags, which are torchrun's, and what `--help` says of them."""
+"""The names of the launcher's flags, which are torchrun's, and their `--help`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ STANDALONE = "--standalone"
 LAUNCH_FLAGS = {
     "--nproc-per-node": (
         "N",
-        "Start N ranks on this machine, or `gpu`: one for each GPU. Everything is checked before.",
+        "Start N ranks on this machine, or `gpu`: one for each GPU. All checks run first.",
     ),
     "--nnodes": ("N", "Number of machines; the same command is started on each. Default 1."),
     "--rdzv-endpoint": ("HOST:PORT", "Where several machines meet: one of them, and a free port there."),
@@ -17,13 +17,13 @@ LAUNCH_FLAGS = {
     "--master-addr": ("HOST", "The machine with --node-rank 0, in place of --rdzv-endpoint."),
     "--master-port": ("PORT", "A free port there; default 29500."),
     "--max-restarts": ("N", "How often the ranks are started again after one has failed; default 0."),
-    STANDALONE: ("", "One machine, a free port; so it is anyway where nothing else is said."),
+    STANDALONE: ("", "One machine and a free port: the default."),
 }
-"""Name -> placeholder of its value, and what it does."""
+"""Name -> placeholder of its value, and its meaning."""
 
 
 def launch_help() -> str:
-    """The launcher's flags as paragraphs of `--help`, behind a line that says what they are."""
+    """The launcher's flags as paragraphs of `--help`, after a heading."""
     return f"{LAUNCH_IS}\n" + "".join(
         f"  {f'{name} {value}'.strip()}\n    {text}\n" for name, (value, text) in LAUNCH_FLAGS.items()
     )

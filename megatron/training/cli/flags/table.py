@@ -1,7 +1,7 @@
 """The flags that the dataclasses of `config.py` define, and their `--help`.
 
-A field's annotation gives the flag's value type and choices, its metadata (`config_fields.flag`) everything else, and the string
-under it the help text: nothing about a flag is said twice.
+A field's annotation gives the flag's value type and choices, its metadata (`config_fields.flag`) all other facts, and the string
+under it the help text: no fact about a flag is stated twice.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Flag:
     """Whether it takes one or more values."""
     default: Any
     needs: str | None = None
-    """A library or device without which no value but the default can be carried out."""
+    """A library or device that every value but the default needs."""
     of: str | None = None
-    """The field ("group.field") whose setting this is: without effect while that one has its default."""
+    """The field ("group.field") whose setting this is: without effect while that field has its default."""
 
     def value(self, name: str, texts: tuple[str, ...]) -> Any:
         """The field's value.
@@ -164,8 +164,8 @@ def _evaluate(node: ast.expr) -> Any:
     if isinstance(node, ast.List):
         return [_evaluate(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        left, right = _evaluate(node.left), _evaluate(node.right)
-        value = left + right if isinstance(node.op, ast.Add) else left * right
+        first, second = _evaluate(node.left), _evaluate(node.right)
+        value = first + second if isinstance(node.op, ast.Add) else first * second
         if isinstance(value, list) and len(value) > 10_000:
             raise ValueError
         return value

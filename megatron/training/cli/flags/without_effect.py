@@ -1,7 +1,7 @@
 """Flags that are accepted and change nothing in this run, each with the reason.
 
-A dry run and a start list them once, so that nobody believes in a flag that does nothing. Most are settings of something that is
-not asked for: each function below yields pairs of flag and reason for one group of flags.
+A dry run and a start list them once, so that no user relies on a flag without effect. Most are settings of a feature that is
+off: each function below yields pairs of flag and reason for one group of flags.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.training.data.tokenizers import MODEL_TYPES
 from moe_overlap.describe.errors import one_of
 
 FLEX_FIELD, FLEX = "moe.moe_token_dispatcher_type", "flex"
-"""The field whose settings count for a single one of its choices."""
+"""The field whose settings have effect with only one of its choices."""
 CURVES = (
     "log_memory_to_tensorboard",
     "log_world_size_to_tensorboard",
@@ -83,7 +83,7 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _overlap(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings of overlap that is off; beside a plan they must agree with it, and are no settings of flags."""
+    """Settings of overlap that is off; with a plan they must agree with it, and are checked elsewhere."""
     overlap = config.overlap
     if overlap.plan is not None:
         return

@@ -1,7 +1,7 @@
 """Rules between a checkpoint and the run that loads it; each raises the user's error. No torch.
 
-In order: which checkpoint a run starts from; whether it is of the same model (flags, then tensors); whether it holds the parts
-that the run asks for; which learning-rate schedule holds where both differ.
+In order: the checkpoint that a run starts from; whether it is of the same model (flags, then tensors); whether it holds the
+parts that the run loads; the learning-rate schedule that holds if both differ.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SCHEDULE_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Differences between a checkpoint and the state that a run asks for; each a phrase with key and shape, equal on every rank.
+    """Differences between a checkpoint and the state that a run loads; each a phrase with key and shape, equal on every rank.
 
     Attributes:
-        shapes: keys of both with unlike shapes.
+        shapes: keys of both with different shapes.
         absent: keys that the checkpoint lacks ("unexpected" in --dist-ckpt-strictness).
-        extra: keys that the run does not ask for ("missing" in the load).
+        extra: keys that the run does not load ("missing" in the load).
         absent_keys: the keys of `absent`.
-        rows: of the vocabulary, in the checkpoint and here, where they differ in their padding.
+        rows: rows of the vocabulary in the checkpoint and here, if their padding differs.
     """
 
     shapes: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ class Start:
 
     Attributes:
         flag: the flag that named the folder.
-        folder: the folder as it was given.
-        weights_alone: whether the run begins at step 0 with these weights.
+        folder: the folder as the user wrote it.
+        weights_alone: whether the run begins at step 0 with only these weights.
     """
 
     stored: Stored
@@ -70,11 +70,11 @@ class Start:
 
 
 RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
-"""Variable by which torch's agent tells its ranks how often they may be started again."""
+"""Variable in which torch's agent gives its ranks the number of allowed restarts."""
 
 
 def falls_back(flags: CheckpointConfig) -> bool:
-    """Whether an older checkpoint of --load replaces a damaged one: ranks restart by themselves, and no user chooses another."""
+    """Whether an older checkpoint of --load replaces a damaged one: ranks restart by themselves, without a user to choose."""
     return os.environ.get(RESTARTS, "0") != "0" and flags.ckpt_step is None
 
 
@@ -82,9 +82,9 @@ def start_of(flags: CheckpointConfig, damaged: Collection[Path] = ()) -> Start |
     """The checkpoint of --load, or else that of --pretrained-checkpoint; None where there is nothing to load.
 
     Args:
-        damaged: checkpoints of --load that do not count where the run falls back.
+        damaged: checkpoints of --load to skip if the run falls back.
     Raises:
-        ConfigError: the checkpoint is incomplete or of another format, or is missing where the flags want one.
+        ConfigError: the checkpoint is incomplete or of another format, or is missing although the flags require it.
     """
     passed_over = damaged if falls_back(flags) else None
     if flags.load is not None:
@@ -108,7 +108,7 @@ def start_of(flags: CheckpointConfig, damaged: Collection[Path] = ()) -> Start |
 
 
 def missing_note(flags: CheckpointConfig, start: Start | None) -> str | None:
-    """A sentence on a --load that holds no checkpoint, and where the run begins instead; None where it holds one."""
+    """A sentence on a --load without a checkpoint, and where the run begins instead; None if there is a checkpoint."""
     if flags.load is None or (start is not None and start.flag == "--load"):
         return None
     instead = "the run begins at step 0" if start is None else f"{start.flag} {start.folder} is loaded"
@@ -117,7 +117,7 @@ def missing_note(flags: CheckpointConfig, start: Start | None) -> str | None:
 
 @contextlib.contextmanager
 def told_of(flag: str) -> Iterator[None]:
-    """Have errors about --load name this flag instead."""
+    """Make errors about --load name this flag instead."""
     try:
         yield
     except ConfigError as error:
@@ -127,12 +127,12 @@ def told_of(flag: str) -> Iterator[None]:
 
 
 def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
-    """The flags under which weights mean the same function: they show differences that no tensor shape shows.
+    """The flags that decide which function the weights compute: they show differences that no tensor shape shows.
 
     Sizes are the derived ones, so that a default equals its value written out.
 
     Args:
-        vocab_size: the tokenizer's: the tensors' is padded, by a multiple that depends on the layout.
+        vocab_size: that of the tokenizer: the tensors' is padded, by a multiple that depends on the layout.
     """
     model = describe_model(config, vocab_size)
     windowed = [int(window is not None) for window in model.windows[: model.num_layers]]
@@ -171,7 +171,7 @@ def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
 
 
 def require_same_fingerprint(stored: Stored, load: str, fingerprint: Mapping[str, Any]) -> None:
-    """Require one value of every flag that both sides know."""
+    """Require equal values of every flag that both sides have."""
     saved = stored.mark["fingerprint"]
     differing = [flag for flag, value in fingerprint.items() if flag in saved and saved[flag] != value]
     if differing:
@@ -182,12 +182,12 @@ def require_same_fingerprint(stored: Stored, load: str, fingerprint: Mapping[str
 
 
 def require_fit(stored: Stored, load: str, differing: Differences, strictness: str | None) -> tuple[str, ...]:
-    """Require the tensors asked for, in their shapes, as far as --dist-ckpt-strictness demands it.
+    """Require the tensors to load, in their shapes, as strictly as --dist-ckpt-strictness says.
 
     Returns:
         Lines for the user about keys that one side lacks.
     Raises:
-        ConfigError: unlike shapes; keys that one side lacks, where they are an error.
+        ConfigError: different shapes; keys that one side lacks, if the strictness makes them an error.
     """
     if strictness in (None, "raise_all"):
         wrong = (*differing.absent, *differing.extra)
@@ -197,10 +197,10 @@ def require_fit(stored: Stored, load: str, differing: Differences, strictness: s
         rule = f"step {stored.step} is of another model ({_some((*differing.shapes, *wrong))})"
         fix = SAME_MODEL if differing.shapes else f"{SAME_MODEL}, or load what fits with --dist-ckpt-strictness log_all"
         raise ConfigError("--load", load, rule, fix)
-    told = {"log_unexpected": differing.absent, "log_all": (*differing.absent, *differing.extra)}.get(
+    reported = {"log_unexpected": differing.absent, "log_all": (*differing.absent, *differing.extra)}.get(
         strictness or "", ()
     )
-    return (f"{_some(told)} (--dist-ckpt-strictness {strictness})",) if told else ()
+    return (f"{_some(reported)} (--dist-ckpt-strictness {strictness})",) if reported else ()
 
 
 def require_parts(stored: Stored, load: str, optimizer: Mapping[str, Any] | None, with_random_states: bool) -> None:
@@ -225,15 +225,15 @@ def require_parts(stored: Stored, load: str, optimizer: Mapping[str, Any] | None
 
 
 def schedule_to_load(stored: Stored, load: str, of_run: Mapping[str, Any], flags: OptimizerConfig) -> dict[str, Any]:
-    """The saved state of the learning-rate schedule, fit for megatron-core's scheduler, which asserts that it equals the run's.
+    """The saved state of the learning-rate schedule, adjusted where megatron-core's scheduler would refuse it.
 
     Args:
         of_run: the run's schedule.
     Raises:
-        ConfigError: they differ, and no flag says which one holds.
+        ConfigError: they differ, and no flag chooses one.
     """
     saved = dict(stored.mark["scheduler"])
-    # Lengths that a constant schedule carries without using them: a longer run has other ones.
+    # Lengths that a constant schedule carries without using them: a longer run has others.
     for style, length in (("wd_incr_style", "wd_incr_steps"), ("lr_decay_style", "lr_decay_steps")):
         if of_run[style] == saved[style] == "constant":
             saved[length] = of_run[length]

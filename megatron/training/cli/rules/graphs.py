@@ -1,7 +1,7 @@
-"""Rules of captured CUDA graphs (--moe-overlap-cuda-graphs): they refuse whatever a replay would not repeat.
+"""Rules of captured CUDA graphs (--moe-overlap-cuda-graphs): they refuse all work that a replay would not repeat.
 
-A graph repeats its kernels on its memory. It repeats no draw of a generator, no decision of the host, and no collective. What the
-model itself brings (runtime/executor/graphs.py, `refuse_uncapturable`) is refused when it is built.
+A graph repeats its kernels on its memory. It repeats no draw of a generator, no decision of the host, and no collective.
+Properties of the built model are refused when it is built (runtime/executor/graphs.py, `refuse_uncapturable`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def graphs_capture_what_repeats(config: Config) -> None:
 
 
 def _refused(config: Config) -> Iterator[tuple[str, Any, Any, str, str]]:
-    """Flag, its value, the value that goes with graphs, why no other does, and the fix."""
+    """Flag, its value, the value that works with graphs, the reason, and the fix."""
     parallel, model, moe = config.parallel, config.model, config.moe
     inside = "its collectives run inside operators, and a graph holds none"
     yield "--tensor-model-parallel-size", parallel.tensor_model_parallel_size, 1, inside, "use 1"

@@ -15,17 +15,17 @@ def windows_fit(config: Config) -> None:
     layers, ahead = config.model.num_layers, config.model.mtp_num_layers or 0
     if size is None:
         return
-    shown, (left, right) = ",".join(map(str, size)), size
-    require(left >= -1, "--window-size", shown, "the first number counts tokens, or is -1 for all", "use -1 or more")
+    shown, (before, after) = ",".join(map(str, size)), size
+    require(before >= -1, "--window-size", shown, "the first number counts tokens, or is -1 for all", "use -1 or more")
     rule = "attention is causal: nothing after a token is seen"
-    require(right == 0, "--window-size", shown, rule, f"use {left},0")
+    require(after == 0, "--window-size", shown, rule, f"use {before},0")
     if isinstance(frequency, int):
         at_least(1, (("--window-attn-skip-freq", frequency),))
     elif frequency is not None:
         listed = "[" + ",".join(map(str, frequency)) + "]"
         assert layers is not None
-        behind = f" and {ahead} behind them (--mtp-num-layers)" if ahead else ""
-        rule = f"the list has {len(frequency)} entries for {layers} layers{behind}"
+        predictions = f" and {ahead} behind them (--mtp-num-layers)" if ahead else ""
+        rule = f"the list has {len(frequency)} entries for {layers} layers{predictions}"
         require(len(frequency) == layers + ahead, "--window-attn-skip-freq", listed, rule, "give one entry per layer")
 
 
@@ -61,8 +61,8 @@ ATTENTION_RULES: tuple[Rule, ...] = (windows_fit, yarn_fits, llama_scaling_fits)
 # Sizes and forms
 
 MOST_WIDE = 100_000_000
-"""Widths, tokens and words of the largest model that is read, a hundred times what is trained: whatever is wider is a slip, and
-the products of several such sizes are no exact numbers any more."""
+"""Largest width, sequence or vocabulary, a hundred times those in use: anything larger is a typing mistake, and the products of
+several such sizes are no exact numbers any more."""
 
 
 def sizes_are_given(config: Config) -> None:

@@ -1,7 +1,7 @@
 """Rules for mixtures of experts: sizes, router, capacity and dispatcher, and how computation overlaps their all-to-alls.
 
-Several repeat what megatron-core would raise later, deep inside a layer. The overlap's rules hold for flags and, where a function
-takes the flag or plan that is to blame, for `--plan` as well (`plan_flags.py` calls them).
+Several repeat errors that megatron-core would raise later, deep inside a layer. The overlap's rules hold for flags and, if a
+function takes the flag or plan at fault, for `--plan` as well (`plan_flags.py` calls them).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gate_agrees_with_router_flags(config: Config) -> None:
 
 
 def overlap_flag(config: Config) -> str | None:
-    """The flag that decides an overlap by hand, or None where a plan may (plan_flags.py holds it against the flags)."""
+    """The flag that sets an overlap by hand, or None if a plan may set it (plan_flags.py compares it with the flags)."""
     overlap = config.overlap
     if (overlap.moe_overlap_partitions or 1) != 1:
         return "--moe-overlap-partitions"
@@ -44,7 +44,7 @@ def overlap_flag(config: Config) -> str | None:
 
 
 def may_follow_lists(config: Config) -> bool:
-    """Whether instruction lists may order the run: with --plan its file decides."""
+    """Whether instruction lists may order the run: with --plan, its file decides."""
     return overlap_flag(config) is not None or config.overlap.plan is not None
 
 
@@ -55,7 +55,7 @@ def executor_has_what_it_needs(config: Config) -> None:
 
 
 def listed_run(config: Config) -> ListedRun:
-    """The settings of a run that overlap depends on beside the plan."""
+    """The settings of a run, besides the plan, that overlap depends on."""
     parallel = config.parallel
     return ListedRun(
         gate=config.overlap.moe_gate,
@@ -75,33 +75,33 @@ def listed_run(config: Config) -> ListedRun:
 
 
 def _offloading_flag(config: Config) -> str | None:
-    """The flag by which activations wait on the host, or None where they stay."""
+    """The flag that offloads activations to the host, or None."""
     if config.device.cpu_offloading_num_layers:
         return "--cpu-offloading-num-layers"
     return "--fine-grained-activation-offloading" if config.device.fine_grained_activation_offloading else None
 
 
 def static_capacity_factor(config: Config) -> float | None:
-    """The capacity factor to which our dispatcher pads; None where it sends the routed rows, or where megatron-core's pads."""
+    """The capacity factor to which our dispatcher pads; None if it sends the routed rows, or if megatron-core's pads."""
     moe = config.moe
     pads = moe.moe_pad_expert_input_to_capacity and moe.moe_token_dispatcher_type == "irregular"
     return moe.moe_expert_capacity_factor if pads and moe.num_experts is not None else None
 
 
 def require_executable(config: Config, why: str) -> None:
-    """Require the flags that the executor needs, and refuse those it does not go with.
+    """Require the flags that the executor needs, and refuse those it cannot work with.
 
     Args:
-        why: the flag or the plan that has the executor run the step.
+        why: the flag or the plan for which the executor runs the step.
     """
     require_listable(listed_run(config), why, config.overlap.moe_overlap_capacity_chunks or 1)
 
 
 def unnamed_gate(config: Config) -> Gate | None:
-    """The gate that partitions take where --moe-gate names none; None where they need a name.
+    """The default gate of partitions without --moe-gate; None if they need a name.
 
-    Without a capacity the top-k gate makes the same decisions as megatron-core's router, so nothing is left to choose. With one,
-    the two drop different tokens, and the user says which.
+    Without a capacity the top-k gate makes the same decisions as megatron-core's router, so the choice does not matter. With
+    one, the two drop different tokens, and the user must choose.
     """
     return "topk" if config.moe.moe_expert_capacity_factor is None else None
 
@@ -122,7 +122,7 @@ def partitions_keep_the_mathematics(config: Config) -> None:
 
 def reductions_at_once_are_of_lists(config: Config) -> None:
     value = config.overlap.moe_overlap_grad_reduce
-    if value == "gaps" or config.overlap.plan is not None:  # A plan is held against it by plan_flags.py.
+    if value == "gaps" or config.overlap.plan is not None:  # plan_flags.py compares a plan with it.
         return
     flag, rule = "--moe-overlap-grad-reduce", "says when instruction lists reduce gradients, and nothing is overlapped"
     require(overlap_flag(config) is not None, flag, value, rule, "drop it, or add --defer-weight-gradients")
@@ -132,7 +132,7 @@ def reductions_at_once_are_of_lists(config: Config) -> None:
 
 def sends_are_of_pairs(config: Config) -> None:
     value = config.overlap.moe_overlap_forward_send
-    if value == "early" or config.overlap.plan is not None:  # A plan is held against it by plan_flags.py.
+    if value == "early" or config.overlap.plan is not None:  # plan_flags.py compares a plan with it.
         return
     flag, rule = "--moe-overlap-forward-send", "says when one of two micro-batches at a time sends to the next stage"
     fix = "drop it, or add --moe-overlap-micro-batches 2"
@@ -287,9 +287,9 @@ def balancing_losses_fit(config: Config) -> None:
     names = " ".join(kinds)
     rule = "a kind stands there twice"
     require(len(set(kinds)) == len(kinds), "--moe-router-load-balancing-type", names, rule, "name each kind once")
-    alone = len(kinds) == 1 or set(kinds) <= set(_AUX_LOSSES)
+    combines = len(kinds) == 1 or set(kinds) <= set(_AUX_LOSSES)
     rule = "sinkhorn and none do not combine with other kinds"
-    require(alone, "--moe-router-load-balancing-type", names, rule, f"combine {', '.join(_AUX_LOSSES)} only")
+    require(combines, "--moe-router-load-balancing-type", names, rule, f"combine {', '.join(_AUX_LOSSES)} only")
 
 
 def groups_limit_routing(config: Config) -> None:
@@ -361,9 +361,9 @@ def dispatcher_is_flex_for_its_flags(config: Config) -> None:
     fits = config.moe.moe_token_dispatcher_type == "flex" or not config.device.moe_enable_deepep
     require(fits, "--moe-enable-deepep", "", rule, fix)
     is_flex = config.moe.moe_token_dispatcher_type == "flex" and config.moe.num_experts is not None
-    apart = config.parallel.expert_model_parallel_size * expert_tensor_size(config) > 1
+    is_distributed = config.parallel.expert_model_parallel_size * expert_tensor_size(config) > 1
     rule, fix = "every rank has all experts", "add --expert-model-parallel-size or use alltoall"
-    require(apart or not is_flex, "--moe-token-dispatcher-type", "flex", rule, fix)
+    require(is_distributed or not is_flex, "--moe-token-dispatcher-type", "flex", rule, fix)
 
 
 MOE_RULES: tuple[Rule, ...] = (

@@ -18,7 +18,7 @@ from megatron.training.cli.sizes import (
 from moe_overlap.describe.errors import ConfigError, at_least, divisors, require
 
 MOST_PROCESSES = 1_000_000
-"""A plan names every rank."""
+"""Limit of processes, since a plan names every rank."""
 
 
 def sizes_are_positive(config: Config) -> None:
@@ -100,14 +100,14 @@ def layout_holds_the_model(config: Config) -> None:
     if text is None:
         return
     flag = "--pipeline-model-parallel-layout"
-    given = (
+    other_flags = (
         *accounts,
         ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage is not None),
         ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank is not None),
         ("--decoder-first-pipeline-num-layers", first is not None),
         ("--decoder-last-pipeline-num-layers", last is not None),
     )
-    for other, on in given:
+    for other, on in other_flags:
         require(not on, other, "", f"{flag} says what the stages hold", "give one of the two")
     parts, stages = layout_parts(text), parallel.pipeline_model_parallel_size
     rule = f"names {len(parts)} stages for --pipeline-model-parallel-size {stages}"
@@ -228,12 +228,12 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def _evaluations_divide(total: int | None, micro: int, data: int, group: int) -> None:
-    """Evaluations have as many micro-batches on each rank, in full groups where stages are interleaved."""
+    """Evaluations have equally many micro-batches on each rank, in full groups if stages are interleaved."""
     fills = f" × {group}, the micro-batches that interleaved stages take at once" if group > 1 else ""
     rule = f"not a multiple of micro-batch × data-parallel = {micro} × {data}{fills}"
-    whole = micro * data * group
-    fits = total is None or total % whole == 0
-    require(fits, "--eval-global-batch-size", total, rule, f"use a multiple of {whole}")
+    multiple = micro * data * group
+    fits = total is None or total % multiple == 0
+    require(fits, "--eval-global-batch-size", total, rule, f"use a multiple of {multiple}")
 
 
 def _batches_divide(config: Config, micro: int, total: int, data: int) -> None:
@@ -246,7 +246,7 @@ def _batches_divide(config: Config, micro: int, total: int, data: int) -> None:
 
 
 def _batch_flag(config: Config, total: int) -> tuple[str, str]:
-    """The flag that asks for a global batch, and its value."""
+    """The flag that sets a global batch, and its value."""
     training = config.training
     if training.step_batch_size_schedule is not None:
         return "--step-batch-size-schedule", " ".join(training.step_batch_size_schedule)
@@ -256,7 +256,7 @@ def _batch_flag(config: Config, total: int) -> tuple[str, str]:
 
 
 def _micro_batches_interleave(config: Config, total: int, micro_batches: int) -> None:
-    """megatron-core's interleaved schedule takes micro-batches in groups; one that is not full holds one per stage at least."""
+    """megatron-core's interleaved schedule takes micro-batches in groups; an incomplete group holds at least one per stage."""
     if virtual_stages(config) == 1:
         return
     stages = config.parallel.pipeline_model_parallel_size

@@ -1,12 +1,12 @@
 """Rules on what may change between the run that saved a checkpoint and the run that resumes it. No torch.
 
-Tensor shapes and the fingerprint refuse another model. The flags compared here change what the same tensors compute, or what
-they are trained on, and would change it in silence: a resume refuses them by name, or lists them with --resume-with-changes.
-The saved side comes from the arguments that the completion mark carries, and from facts of the run that no flag shows:
-the samples of a step, a digest of the text, and one of the samples that are read first.
+Tensor shapes and the fingerprint refuse another model. The flags compared here change the computation or the data of the same
+tensors, without any error: a resume refuses such changes by name, or lists them with --resume-with-changes. The saved values
+come from the arguments in the completion mark, and from facts of the run that no flag shows: the samples of a step, a digest of
+the text, and one of the first samples.
 
-Every field of `Config` is judged here: FUNCTION, TRAINING and SCHEDULE are compared, ELSEWHERE is seen by other means, and FREE
-may change. A new field that stands in none of them fails a test.
+Every field of `Config` is listed here: FUNCTION, TRAINING and SCHEDULE are compared, ELSEWHERE is checked by other means, and
+FREE may change. A new field in none of them fails a test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FUNCTION = _fields(
     "yarn_correction_range_round_to_int",
     overlap="moe_gate",
 )
-"""Fields under which the same weights are another function, and which the fingerprint does not hold."""
+"""Fields that change the function of the same weights and are not in the fingerprint."""
 TRAINING = _fields(
     model="seq_length attention_dropout hidden_dropout mtp_loss_scaling_factor",
     moe="moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate moe_input_jitter_eps "
@@ -51,11 +51,11 @@ TRAINING = _fields(
     data="split dataloader_type mock_data reset_position_ids reset_attention_mask eod_mask_loss tokenizer_type "
     "tiktoken_pattern tiktoken_num_special_tokens",
 )
-"""Fields that change what a run that goes on is trained on, or how; new training with old weights may choose them."""
+"""Fields that change the data or the method of a resumed training; new training with old weights may choose them."""
 SCHEDULE = _fields(
     optimizer="lr_warmup_init decoupled_lr decoupled_min_lr lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples"
 )
-"""Fields of the schedule that the checkpoint's state of it does not hold; --override-opt-param-scheduler chooses them anew."""
+"""Fields of the schedule that its saved state does not hold; --override-opt-param-scheduler chooses them again."""
 ELSEWHERE = {
     "the fingerprint (rules/checkpoint.py) refuses another model": _fields(
         model="num_layers hidden_size num_attention_heads group_query_attention num_query_groups kv_channels "
@@ -85,7 +85,7 @@ ELSEWHERE = {
     ),
     "the plan's flags are compared": _fields(overlap="plan"),
 }
-"""How else a change of a field is seen -> such fields."""
+"""Other means that detect a change of a field -> such fields."""
 FREE = {
     "what a start alone reads: initial weights, initial loss scale": _fields(
         model="init_method_std embedding_init_method_std make_vocab_size_divisible_by", precision="initial_loss_scale"
@@ -137,7 +137,7 @@ FREE = {
         overlap="trace",
     ),
 }
-"""Why a change of a field needs no word -> such fields. Every field of `Config` stands in one of the five tables here."""
+"""Why a field may change without a message -> such fields. Every field of `Config` is in one of the five tables here."""
 DEFAULTS = {
     "data.dataloader_type": "single",
     "data.tokenizer_type": "ByteTokenizer",
@@ -147,7 +147,7 @@ DEFAULTS = {
     "attention.yarn_beta_fast": 32.0,
     "attention.yarn_beta_slow": 1.0,
 }
-"""Field -> the value that it stands for when it is not given: written out it is no change."""
+"""Field -> its derived value when it is not set: writing that value out is no change."""
 SAMPLES, DIGEST, ORDER = "samples_per_step", "data", "order"
 _FACTS = {
     SAMPLES: "--global-batch-size",
@@ -160,11 +160,11 @@ _FACTS = {
 def require_same_run(
     stored: Stored, load: str, config: Config, facts: Mapping[str, Any], weights_alone: bool
 ) -> tuple[str, ...]:
-    """Require a run that resumes to be the run that was saved.
+    """Require that a run that resumes equals the run that was saved.
 
     Args:
-        facts: SAMPLES, DIGEST and ORDER of this run, as the mark's entry `run` holds those of the saved one.
-        weights_alone: whether training begins anew with these weights.
+        facts: SAMPLES, DIGEST and ORDER of this run; the mark's entry `run` holds those of the saved one.
+        weights_alone: whether training starts from step 0 with only these weights.
     Returns:
         Lines for the user: the differences that --resume-with-changes allows, or that no comparison was possible.
     Raises:
@@ -202,19 +202,19 @@ def changes(
     for path in paths:
         before, now = _value(saved, path), _value(config, path)
         if path == "training.global_batch_size" and (SAMPLES in saved_facts or None in (before, now)):
-            continue  # Not given, it follows from the number of replicas: `facts` says what it is.
+            continue  # Not set, it follows from the number of replicas: `facts` has its value.
         if before != now:
             differing[spelling(path)] = (before, now)
     if not weights_alone:
         for fact, name in _FACTS.items():
-            # Other text, or another order that a flag decides, has other first samples: once is enough.
+            # Other text, or another order that a flag sets, has other first samples: one message is enough.
             if fact in saved_facts and saved_facts[fact] != facts[fact] and (fact != ORDER or not differing):
                 differing[name] = (saved_facts[fact], facts[fact])
     return differing
 
 
 def _not_compared(stored: Stored, weights_alone: bool) -> tuple[str, ...]:
-    """A line on the text of a save that does not carry what names it."""
+    """A line on the text of a save without the entries that identify it."""
     if weights_alone or {DIGEST, ORDER} <= stored.mark.get("run", {}).keys():
         return ()
     return ("its data were not compared with this run's: it was saved by a version that kept no digest",)

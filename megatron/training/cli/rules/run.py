@@ -21,17 +21,17 @@ def learning_rates_fit(config: Config) -> None:
     at_least(0, (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)))
     lowest, peak = optimizer.min_lr, optimizer.lr
     require(lowest <= peak, "--min-lr", lowest, f"is above --lr {peak}", f"use {peak} or less")
-    apart, lowest_apart = optimizer.decoupled_lr, optimizer.decoupled_min_lr
-    at_least(0, (("--decoupled-lr", apart), ("--decoupled-min-lr", lowest_apart)))
-    fits = lowest_apart is None or lowest_apart <= (apart or 0)
-    rule = f"is above --decoupled-lr {apart}"
-    require(apart is None or fits, "--decoupled-min-lr", lowest_apart, rule, f"use {apart} or less")
+    decoupled, lowest_decoupled = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    at_least(0, (("--decoupled-lr", decoupled), ("--decoupled-min-lr", lowest_decoupled)))
+    fits = lowest_decoupled is None or lowest_decoupled <= (decoupled or 0)
+    rule = f"is above --decoupled-lr {decoupled}"
+    require(decoupled is None or fits, "--decoupled-min-lr", lowest_decoupled, rule, f"use {decoupled} or less")
     first = optimizer.lr_warmup_init
     require(first <= peak, "--lr-warmup-init", first, f"is above --lr {peak}", f"use {peak} or less")
 
 
 def schedule_counts_one_unit(config: Config) -> None:
-    """Steps or samples: a run counts in one of them throughout."""
+    """A run counts in steps or in samples, throughout."""
     training, optimizer = config.training, config.optimizer
     steps, samples = training.train_iters, training.train_samples
     rule = "a run counts steps or samples"
@@ -166,16 +166,18 @@ def data_are_named(config: Config) -> None:
 def tokenizer_files_have_a_type(data: DataConfig) -> None:
     """Refuse a tokenizer's files without a type, where text is read as bytes.
 
-    A type that replaces the one of an argument list leaves that list's files unread, which is no mistake.
+    A type that replaces that of an argument list leaves the list's files unread, which is no mistake.
     """
     if data.tokenizer_type is not None:
         return
     rule = "is read with --tokenizer-type only, and there is none"
     model, merge = data.tokenizer_model, data.merge_file
     require(model is None, "--tokenizer-model", model, rule, f"add --tokenizer-type {one_of(MODEL_TYPES)}")
-    # Lists of real jobs name both of GPT-2's files for data that are tokenized already: the number of ids comes from the other.
-    alone = merge is not None and data.vocab_file is None
-    require(not alone, "--merge-file", merge, rule, "add --tokenizer-type GPT2BPETokenizer and --vocab-file FILE")
+    # Argument lists of real jobs name both of GPT-2's files for tokenized data: --vocab-file gives the number of ids.
+    lacks_vocabulary = merge is not None and data.vocab_file is None
+    require(
+        not lacks_vocabulary, "--merge-file", merge, rule, "add --tokenizer-type GPT2BPETokenizer and --vocab-file FILE"
+    )
 
 
 def checkpoint_intervals_fit(config: Config) -> None:

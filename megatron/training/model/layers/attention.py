@@ -11,8 +11,8 @@ More tensor-parallel ranks than query groups (`FewGroupsAttention`): megatron-co
 evenly over the ranks, also across the borders of a group, gathers their product, and has each rank take its heads from it. Its
 own layer asks `parallel_state` for the ranks, this one the layer's group.
 
-Legend: S sequence or queries (this rank's share, except where it is called whole), K keys, B batch, H heads, G key/value groups,
-D head width, C ranks of a context-parallel group, R rows of a group (its query heads, then key, then value).
+Legend: S sequence or queries (this rank's share, unless marked as whole), K keys, B batch, H heads, G key/value groups, D head
+width, C ranks of a context-parallel group, R rows of a group (its query heads, then key, then value).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _SEQUENCE_AXIS = {"tokens": 1, "labels": 1, "loss_mask": 1, "position_ids": 1, "
 
 
 def positions(sequence_length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """[S / C] places in the sample of a rank's tokens, ascending."""
+    """[S / C] positions in the sample of a rank's tokens, ascending."""
     chunks = torch.arange(sequence_length, device=device).chunk(2 * size)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
 def part_of_batch(batch: Mapping[str, Any], size: int, rank: int) -> dict[str, Any]:
-    """This rank's share of a micro-batch [B, S], and the rows of its queries of an attention mask [B, 1, S, S]."""
+    """This rank's share of a micro-batch [B, S], and of an attention mask [B, 1, S, S] the rows of its queries."""
     if size == 1:
         return dict(batch)
     own_places = positions(batch["tokens"].shape[1], size, rank, batch["tokens"].device)
@@ -70,32 +70,33 @@ class GatherSequence(torch.autograd.Function):
         """Sum over the group, this rank's part."""
         size = ctx.group.size()
         by_rank = gradient.index_select(0, _order(gradient.shape[0], size, gradient.device)).contiguous()
-        own = by_rank.new_empty((by_rank.shape[0] // size, *by_rank.shape[1:]))
-        dist.reduce_scatter_tensor(own, by_rank, group=ctx.group)
-        return own, None
+        share = by_rank.new_empty((by_rank.shape[0] // size, *by_rank.shape[1:]))
+        dist.reduce_scatter_tensor(share, by_rank, group=ctx.group)
+        return share, None
 
 
 def _order(sequence_length: int, size: int, device: torch.device) -> Tensor:
-    """[S] places in the sample, rank after rank: `positions` of all ranks, by as many kernels however many ranks there are."""
+    """[S] positions in the sample, rank after rank: `positions` of all ranks, with a fixed number of kernels."""
     chunks = torch.arange(sequence_length, device=device).view(2 * size, -1)
     return torch.stack([chunks[:size], chunks[size:].flip(0)], dim=1).flatten()
 
 
-# Core attention (S are this rank's queries)
+# Core attention (S is this rank's queries)
 
 SINK_WIDTH = 8
-"""Elements by which heads grow to hold a sink; the first carries it, the others keep the width a multiple of 8 for GPUs."""
+"""Elements that a sink adds to a head; the first holds the sink, the others keep the width a multiple of 8 for GPUs."""
 
 
 class SdpaAttention(torch.nn.Module):
     """Core attention; the constructor is megatron-core's.
 
-    The causal mask is implicit; a mask tensor (documents kept apart by --reset-attention-mask) replaces it. A window is a mask,
-    alone or together with that tensor. Under context parallelism keys and values are gathered first.
+    The causal mask is implicit; a mask tensor (--reset-attention-mask) replaces it. A window is a mask, alone or combined with
+    that tensor. Under context parallelism keys and values are gathered first.
 
     Attributes:
-        window: tokens before a query that it attends to, or None for all.
-        softmax_offset: [H of this rank] logits of the sinks, which take part in the softmax and have no value; None without.
+        window: number of tokens before a query that it attends to, None for all.
+        softmax_offset: [H of this rank] logits of the sinks, which take part in the softmax and have no value; None without
+        sinks.
     """
 
     softmax_offset: Tensor | None
@@ -123,7 +124,7 @@ class SdpaAttention(torch.nn.Module):
         self._make_sinks()
 
     def _make_sinks(self) -> None:
-        """Make the sinks of megatron-core's own attention; each tensor-parallel rank draws those of its heads."""
+        """Create the sinks as megatron-core's own attention does; each tensor-parallel rank draws those of its heads."""
         kind, config = self.config.softmax_type, self.config
         if kind == "vanilla":
             self.softmax_offset = None
@@ -196,7 +197,7 @@ class SdpaAttention(torch.nn.Module):
         return out_SBHD.reshape(query_SBHD.shape[0], query_SBHD.shape[1], -1)
 
     def _allowed(self, attention_mask: Tensor | None, keys: int, device: torch.device) -> Tensor | None:
-        """The mask of keys that a query may look at: [S, K] or [B, 1, S, K]; None for causal, which SDPA knows by itself."""
+        """The mask of keys that a query may attend to: [S, K] or [B, 1, S, K]; None for causal, which SDPA has built in."""
         if attention_mask is None:
             implicit = self.window is None and self.context_group is None
             return None if implicit else self._causal(keys, device)
@@ -204,7 +205,7 @@ class SdpaAttention(torch.nn.Module):
         return allowed if self.window is None else allowed & self._causal(keys, device)
 
     def _causal(self, keys: int, device: torch.device) -> Tensor:
-        """[S, K] mask of keys that are not after the query, and with a window not too far before it."""
+        """[S, K] mask of keys that are not after the query and, with a window, inside it."""
         size, rank = (1, 0) if self.context_group is None else (self.context_group.size(), self.context_group.rank())
         distance_SK = positions(keys, size, rank, device)[:, None] - torch.arange(keys, device=device)
         allowed = distance_SK >= 0
@@ -214,12 +215,12 @@ class SdpaAttention(torch.nn.Module):
 def with_sinks(
     query_BHSD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, allowed: Tensor, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs of attention with another key, which every query may look at, has the head's sink as its score and the value 0.
+    """Inputs of attention with one more key, visible to every query, whose score is the head's sink and whose value is 0.
 
-    Heads grow by SINK_WIDTH: a query carries its sink in the first new element, where the new key has a 1 and the others 0.
+    Heads grow by SINK_WIDTH: a query holds its sink in the first new element, where the new key has a 1 and the others 0.
 
     Args:
-        allowed: [..., S, K] mask of keys that a query may look at.
+        allowed: [..., S, K] mask of keys that a query may attend to.
         sinks_H: scores of the sinks before they are scaled.
     Returns:
         Query, key, value and mask for scaled_dot_product_attention; only the first D elements of its output count.
@@ -233,11 +234,11 @@ def with_sinks(
 
 
 def masks_groups(device: torch.device) -> bool:
-    """Whether torch's fused attention takes a mask together with grouped queries.
+    """Whether torch's fused attention accepts a mask together with grouped queries.
 
-    On a GPU grouped queries have flash attention, which takes no mask, and attention composed of single operators, which
-    keeps the scores of all heads [B, H, S, K] in fp32 (torch's documentation of `enable_gqa`). Copies of keys and values
-    cost less by far.
+    On a GPU grouped queries have flash attention, which accepts no mask, and attention composed of single operators, which
+    stores the scores of all heads [B, H, S, K] in fp32 (torch's documentation of `enable_gqa`). Copies of keys and values cost
+    far less.
     """
     return device.type != "cuda"
 
@@ -260,9 +261,9 @@ class FewGroupsAttention(SelfAttention):
         groups, ranks, rank = self.config.num_query_groups, self.tp_group.size(), self.tp_group.rank()
         sharers = ranks // groups
         part, _ = self.linear_qkv(hidden_states)
-        whole = all_gather_last_dim_from_tensor_parallel_region(part, group=self.tp_group)
-        whole_SBGRD = whole.view(*whole.shape[:2], groups, -1, self.hidden_size_per_attention_head)
-        rows_SBRD = whole_SBGRD[:, :, rank // sharers]
+        gathered = all_gather_last_dim_from_tensor_parallel_region(part, group=self.tp_group)
+        gathered_SBGRD = gathered.view(*gathered.shape[:2], groups, -1, self.hidden_size_per_attention_head)
+        rows_SBRD = gathered_SBGRD[:, :, rank // sharers]
         heads = (rows_SBRD.shape[2] - 2) // sharers
         first = rank % sharers * heads
         query, key, value = rows_SBRD[:, :, first : first + heads], rows_SBRD[:, :, -2:-1], rows_SBRD[:, :, -1:]

@@ -1,12 +1,12 @@
 """Modules for a machine without Transformer Engine, CPU or GPU, and Falcon's layer; all plug into megatron-core's layer specs.
 
-Norms that know sequence parallelism, repaired linears and latent attention; experts as two grouped matrix products, for a GPU
-(their parameters, and so the checkpoints, are those of megatron-core's SequentialMLP). `repair_imports()` mends the places where
-megatron-core 0.16.1 takes Transformer Engine for granted. The core attention stands in `attention.py`.
+Norms with sequence parallelism, repaired linears and latent attention; experts as two grouped matrix products, for a GPU (their
+parameters, and so the checkpoints, are those of megatron-core's SequentialMLP). `repair_imports()` mends the places where
+megatron-core 0.16.1 takes Transformer Engine for granted. Core attention is in `attention.py`.
 
 Falcon's transformer layer has attention and MLP side by side, x + attention(norm(x)) + mlp(norm(x)), with a norm for both
-(Falcon-7B, GPT-J) or one each (Falcon-40B). megatron-core has no such layer; this one is its TransformerLayer with the two halves
-joined in another way. Source: The Falcon Series of Open Language Models, section 4.3.3.
+(Falcon-7B, GPT-J) or one each (Falcon-40B). megatron-core has no such layer; this one joins the two halves of its
+TransformerLayer in another way. Source: The Falcon Series of Open Language Models, section 4.3.3.
 
 Legend: S sequence (this rank's share), B batch, E and H hidden size, I and O input and output width of a linear; for the experts
 T rows of this rank's experts, E its experts, I expert width (twice that for a gated first product).
@@ -48,11 +48,11 @@ def transformer_engine_is_installed() -> bool:
 
 
 def repair_imports() -> None:
-    """Give names that megatron-core leaves undefined without Transformer Engine the value it tests for.
+    """Define the names that megatron-core leaves undefined without Transformer Engine, with the value that it tests for.
 
-    moe/moe_utils.py:1192 reads `te_general_gemm` (router gating); multi_latent_attention.py:184 believes in `TELinear`;
-    tensor_parallel/random.py:588 asks Transformer Engine whether fp8 is on (recomputed norms), as it takes False for a recipe;
-    moe/moe_layer.py:171 has no other projection for experts in a latent space than Transformer Engine's.
+    moe/moe_utils.py:1192 reads `te_general_gemm` (router gating); multi_latent_attention.py:184 expects `TELinear`;
+    tensor_parallel/random.py:588 asks Transformer Engine whether fp8 is on (recomputed norms), since it takes False for a
+    recipe; moe/moe_layer.py:171 has only Transformer Engine's projection for experts in a latent space.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
@@ -67,7 +67,7 @@ def repair_imports() -> None:
 
 
 class TorchNorm(torch.nn.Module):
-    """LayerNorm or RMSNorm by torch, with the mark that makes megatron-core reduce its gradients under sequence parallelism."""
+    """LayerNorm or RMSNorm by torch, marked so that megatron-core reduces its gradients under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -93,11 +93,11 @@ class TorchNorm(torch.nn.Module):
 
 
 class ExpertOutput(RowParallelLinear):
-    """An expert's second product, with two repairs of what megatron-core does to its bias.
+    """An expert's second product, with two repairs of megatron-core's treatment of its bias.
 
-    Where nobody shares the expert, the result passes a no-op reduction, and autograd then forbids the in-place bias of
-    mlp.py:247: that reduction is left out, as it is under expert parallelism. Under sequence parallelism the bias is marked
-    to be summed over the tensor-parallel ranks, which hold other experts: its own replicas are summed by DDP.
+    Where no other rank shares the expert, the result passes a no-op reduction, and autograd then forbids the in-place bias of
+    mlp.py:247: that reduction is left out, as it is under expert parallelism. Under sequence parallelism megatron-core marks the
+    bias for a sum over the tensor-parallel ranks, which hold other experts; here DDP sums its replicas.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,9 +108,9 @@ class ExpertOutput(RowParallelLinear):
 
 
 class LatentProjection(torch.nn.Module):
-    """A linear that every tensor-parallel rank holds whole, between the tokens and experts in a latent space.
+    """A linear that every tensor-parallel rank holds completely, between the tokens and experts in a latent space.
 
-    The constructor is that of Transformer Engine's as megatron-core calls it (`parallel_mode="duplicated"`).
+    The constructor takes the arguments of Transformer Engine's, as megatron-core calls it (`parallel_mode="duplicated"`).
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class LatentProjection(torch.nn.Module):
         with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
             init_method(self.weight)
         for parameter in self.parameters():
-            # Each rank sees its share of the sequence: megatron-core sums these gradients over the tensor-parallel ranks.
+            # Each rank has its share of the sequence: megatron-core sums these gradients over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x_SBI: Tensor) -> tuple[Tensor, None]:
@@ -139,12 +139,12 @@ class LatentProjection(torch.nn.Module):
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """Latent attention whose down projections answer as Transformer Engine's do: full width, this rank's share of the sequence.
+    """Latent attention whose down projections have Transformer Engine's outputs: full width, this rank's share of the sequence.
 
-    megatron-core gathers the split ones over `parallel_state`'s group, and drops what other ranks' heads contribute to the
-    gradient of the rotary key (multi_latent_attention.py:594, :607). In full width it takes its right path. With more than
-    one tensor-parallel rank that path needs sequence parallelism. The direct projection of queries (no --q-lora-rank) gets the
-    group that megatron-core forgets to hand it (:393).
+    megatron-core gathers split projections over `parallel_state`'s group, and drops the contribution of other ranks' heads to
+    the gradient of the rotary key (multi_latent_attention.py:594, :607). With full width it takes a correct path, which needs
+    sequence parallelism if there is more than one tensor-parallel rank. The direct projection of queries (no --q-lora-rank) gets
+    the group that megatron-core does not pass (:393).
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class GroupedExperts(SequentialMLP):
     """
 
     joined = staticmethod(joined)
-    """Weights as one tensor; what replaces `grouped_product` takes them by it, too."""
+    """Joins weights into one tensor; a replacement of `grouped_product` joins them by it, too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -217,7 +217,7 @@ class GroupedExperts(SequentialMLP):
         return self._ends[key]
 
     def grouped_product(self, rows: Tensor, linears: list[torch.nn.Module], ends_E: Tensor) -> Tensor:
-        """Each expert's rows times its weight, transposed; a method, so that its backward pass can be replaced.
+        """Each expert's rows times its weight, transposed; a method, so that a split backward pass can replace it.
 
         Args:
             ends_E: int32, end of each expert's rows.
@@ -227,7 +227,7 @@ class GroupedExperts(SequentialMLP):
 
 
 def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device. A copy out of pageable memory would have the host wait for all that is queued there."""
+    """Host numbers on a device. A copy from pageable memory would make the host wait for all work queued there."""
     if device.type == "cuda" and not numbers.is_cuda:
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
@@ -237,7 +237,7 @@ def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 class ParallelLayer(TransformerLayer):
-    """A layer whose MLP reads what the attention reads. The sum of both passes one dropout, as in Hugging Face's Falcon."""
+    """A layer whose MLP has the input of its attention. One dropout follows the sum of both, as in Hugging Face's Falcon."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Map [S, B, H] to [S, B, H], with the arguments of megatron-core's layer; the second value is its unused context."""
@@ -247,7 +247,7 @@ class ParallelLayer(TransformerLayer):
     def _forward_attention(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The attention's addition to the residual stream, and the normed input."""
+        """The attention's output before it is added to the residual stream, and the normed input."""
         packed, bias = kwargs.get("packed_seq_params"), kwargs.get("attention_bias")
         assert packed is None and bias is None and kwargs.get("inference_context") is None, "training on whole samples"
         normed_SBH = self.input_layernorm(hidden_states)
@@ -267,7 +267,7 @@ class ParallelLayer(TransformerLayer):
 def parallel_spec(spec: ModuleSpec, block: ParallelBlock, uses_transformer_engine: bool) -> ModuleSpec:
     """A dense layer's spec with its two halves in parallel.
 
-    Transformer Engine's specs hold the norms inside the linears, one each; a norm for both is taken out of them. Not executed on
+    Transformer Engine's specs hold the norms inside the linears, one each; a norm for both is removed from them. Not executed on
     a GPU so far.
     """
     parts = spec.submodules

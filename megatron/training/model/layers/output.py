@@ -1,14 +1,14 @@
-"""The model's end: cross entropy over a split vocabulary, and multi-token prediction, with the process groups handed over.
+"""The model's end: cross entropy over a split vocabulary, and multi-token prediction, with explicit process groups.
 
-Cross entropy takes megatron-core's steps (tensor_parallel/cross_entropy.py). Its own functions around them do not do: one reads
-a global group, the fused one rounds the logits' gradient to bf16 whatever their type (fusions/fused_cross_entropy.py:82).
+Cross entropy takes megatron-core's steps (tensor_parallel/cross_entropy.py). Its own functions around them cannot be used: one
+reads a global group, the fused one rounds the logits' gradient to bf16 whatever their type (fusions/fused_cross_entropy.py:82).
 
-Multi-token prediction (DeepSeek-V3, section 2.2): behind the decoder stand D layers. The k-th combines its predecessor's output
-at a position (the decoder's, for the first) with the embedding of the token k further on, and predicts the token after that,
-through the model's own output layer. Their mean loss, weighted, adds to the gradient; the reported loss stays that of the next
-token. megatron-core's model and layer fetch their groups from `parallel_state` (gpt_model.py `_postprocess`,
-multi_token_prediction.py), which this fork never initialises; its losses under context parallelism are means of each rank's own
-tokens, these are means over the sample.
+Multi-token prediction (DeepSeek-V3, section 2.2): D layers follow the decoder. The k-th combines its predecessor's output at a
+position (the decoder's, for the first) with the embedding of the token k further on, and predicts the token after that, through
+the model's own output layer. Their mean loss, weighted, adds to the gradient; the reported loss stays that of the next token.
+megatron-core's model and layer fetch their groups from `parallel_state` (gpt_model.py `_postprocess`,
+multi_token_prediction.py), which this fork never initialises. Under context parallelism megatron-core's losses are means over
+each rank's tokens; here they are means over the sample.
 
 Legend: S sequence (this rank's share of it), B batch, H hidden, V vocabulary (this rank's share of it).
 """
@@ -44,7 +44,7 @@ def cross_entropy(logits_SBV: Tensor, labels_SB: Tensor, group: dist.ProcessGrou
     """Losses [S, B] in fp32, nats; the logits get a gradient of their own type, rounded once from fp32.
 
     Args:
-        logits_SBV: fp32 ones are used up: the probabilities take their memory, as in megatron-core.
+        logits_SBV: fp32 logits are overwritten: the probabilities take their memory, as in megatron-core.
         labels_SB: numbers in the whole vocabulary.
         group: the tensor-parallel ranks, in the order of their shares of the vocabulary.
     """
@@ -105,13 +105,13 @@ class PredictionLoss(torch.nn.Module):
     """The loss of one prediction layer, a module so that hooks find its beginning and end."""
 
     def forward(self, model: Any, hidden_SBH: Tensor, weight: Tensor | None, labels_BS: Tensor, mask_BS: Tensor) -> Any:
-        """Losses [B, S], 0 where they do not count, of labels that were rolled to the layer's own."""
+        """Losses [B, S], 0 where they do not count, of labels that are already rolled to the layer's own."""
         logits, _ = model.output_layer(hidden_SBH, weight=weight)
         return mask_BS * model.compute_language_model_loss(labels_BS, logits)
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's layer, whose modules get their groups from the constructor; its number counts on behind the decoder's."""
+    """megatron-core's layer, whose modules get their groups from the constructor; its number follows the decoder's."""
 
     def __init__(
         self,
@@ -153,12 +153,14 @@ class PredictionLayer(MultiTokenPredictionLayer):
     def _concat_embeddings(self, hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
         """[S, B, H] twice -> [S, B, H]: normed, side by side, projected. Megatron-core's name, which its forward calls."""
         both = torch.cat((self.enorm(decoder_input), self.hnorm(hidden_states)), dim=-1)
-        whole = gather_from_tensor_model_parallel_region(self.eh_proj(both)[0], group=self.tp_group)
-        return scatter_to_sequence_parallel_region(whole, group=self.tp_group) if self.sequence_parallel else whole
+        projected = gather_from_tensor_model_parallel_region(self.eh_proj(both)[0], group=self.tp_group)
+        return (
+            scatter_to_sequence_parallel_region(projected, group=self.tp_group) if self.sequence_parallel else projected
+        )
 
 
 class Targets(NamedTuple):
-    """Inputs and labels of a prediction layer, which its successor rolls by one more token."""
+    """Inputs and labels of a prediction layer; its successor rolls them by one more token."""
 
     tokens_BS: Tensor
     positions_BS: Tensor
@@ -197,7 +199,7 @@ class PredictingModel(LanguageModel):
             if self.share_embeddings_and_output_weights:
                 self.output_layer.weight = None  # the copy of the embedding takes its place
         self.mtp = MultiTokenPredictionBlock(self.config, predictions, arguments["vp_stage"], pg_collection)
-        self.mtp.tp_group = pg_collection.tp  # asked for by its sharded_state_dict
+        self.mtp.tp_group = pg_collection.tp  # read by its sharded_state_dict
         if self.decoder.final_layernorm is None:  # this chunk has no layer of the decoder
             self.decoder.final_layernorm = build_module(
                 self.transformer_layer_spec.layer_norm,
@@ -220,7 +222,7 @@ class PredictingModel(LanguageModel):
         loss_mask: Tensor,
         **inputs: Any,
     ) -> Tensor:
-        """Losses [B, S] of the next tokens; the prediction layers' losses hang on their gradient."""
+        """Losses [B, S] of the next tokens; their gradient carries the prediction layers' losses."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         ahead, targets = hidden_states, Targets(input_ids, position_ids, labels, loss_mask)
         shared = {
@@ -242,7 +244,7 @@ class PredictingModel(LanguageModel):
 
         Args:
             hidden_SBH, targets: hidden states and targets of its predecessor.
-            weight: the output layer's weight, where that is the embedding's.
+            weight: the output layer's weight if it is the embedding's.
             shared: attention mask and rotary tables.
         Returns:
             Its hidden states and targets, its losses [B, S], and the number of losses that count.
@@ -261,9 +263,9 @@ class PredictingModel(LanguageModel):
         return ahead, Targets(tokens_BS, positions_BS, labels_BS, mask_BS), losses_BS, count
 
     def weighted(self, losses_BS: Tensor, count: Tensor) -> Tensor:
-        """The addition of one layer's losses to the micro-batch's loss; the schedule scales both by the same factor.
+        """The scaled losses of one layer, to be added to the micro-batch's loss; the schedule scales both by the same factor.
 
-        Ranks that share a sample average their gradients: each divides by the mean number of tokens that they hold.
+        Ranks that share a sample average their gradients: each divides by the mean number of tokens per rank.
         """
         scale = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
         if self.config.calculate_per_token_loss:

@@ -1,1 +1,1 @@
-"""Measuring with torch: the one part of the tuner, beside the capture, that runs operators."""
+"""Measuring with torch: besides the capture, the one part of the tuner that runs operators."""

@@ -11,7 +11,7 @@ from moe_overlap.tuner.profile.measure.operators import measure_operators
 
 
 def main() -> None:
-    """Measure what is asked for; what the database has is skipped."""
+    """Measure the requested keys; those in the database are skipped."""
     request = json.load(sys.stdin)
     database = Database.open(Path(request["path"]), Device(**request["device"]))
     keys = [OperatorKey(kind, direction, dtype, tuple(shape)) for kind, direction, dtype, shape in request["operators"]]

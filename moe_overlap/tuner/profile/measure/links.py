@@ -1,6 +1,6 @@
 """Seconds of collectives, transfers and host copies, between the ranks that run this; and single figures of a device.
 
-The single figures feed the roofline: the rate that large operators reach on the device, and the seconds of the smallest
+The single figures are inputs of the roofline: the rate of large operators on the device, and the seconds of the smallest
 operator.
 """
 
@@ -26,7 +26,8 @@ def measure_rates(database: Database, dtype: str, seconds_each: float) -> None:
     """Measure the figures that a database lacks.
 
     `product_flops` and the like: multiplications and additions per second; attention counts half its square, as the capture
-    does. `copy_bytes_per_second`: read and written. `kernel_seconds`: of the least operator. `memory_bytes`: of the device.
+    does. `copy_bytes_per_second`: bytes read and written. `kernel_seconds`: the smallest operator's. `memory_bytes`: the
+    device's.
     """
     device = database.device.kind
     if "memory_bytes" not in database.rates:
@@ -38,7 +39,7 @@ def measure_rates(database: Database, dtype: str, seconds_each: float) -> None:
 
 
 def _figures(dtype: str, device: str) -> Iterator[tuple[str, OperatorKey, float]]:
-    """Name, operator and its work; 0 where its seconds are the figure."""
+    """Name, operator and its work; 0 if its seconds are the figure."""
     size, copied = (512, 1 << 24) if device == "cpu" else (8192, 1 << 30)
     product = OperatorKey("gemm", "forward", dtype, (size, size, size))
     yield "product_flops", product, work_of(product)
@@ -48,13 +49,13 @@ def _figures(dtype: str, device: str) -> Iterator[tuple[str, OperatorKey, float]
     for direction, products in passes:
         key = OperatorKey("attention", direction, dtype, (2, 8, 8, size, size, 64, 64, 0))
         yield f"attention_{direction}_flops", key, work_of(key) / 2 * products
-    each = getattr(torch, dtype).itemsize
+    element_bytes = getattr(torch, dtype).itemsize
     yield (
         "copy_bytes_per_second",
-        OperatorKey("clone", "forward", dtype, (copied // each, 2 * copied)),
+        OperatorKey("clone", "forward", dtype, (copied // element_bytes, 2 * copied)),
         2.0 * copied,
     )
-    yield "kernel_seconds", OperatorKey("mul", "forward", dtype, (16, 3 * 16 * each)), 0.0
+    yield "kernel_seconds", OperatorKey("mul", "forward", dtype, (16, 3 * 16 * element_bytes)), 0.0
 
 
 def _memory_bytes(device: str) -> float:
@@ -92,26 +93,27 @@ def copy_seconds(key: LinkKey, budget_seconds: float) -> float:
 
 
 def slowdown_of_both(group: dist.ProcessGroup, device: str, held_bytes: int, product: int) -> float:
-    """Share of the shorter of two that is lost when an all-to-all and products run at the same time: 0 to 1.
+    """Share of the shorter one that is lost when an all-to-all and products run at the same time: 0 to 1.
 
     Args:
-        held_bytes: of the all-to-all, at most.
-        product: rows and columns of the square products, as many of them as take about as long as the all-to-all.
+        held_bytes: largest size of the all-to-all.
+        product: rows and columns of the square products; their number is chosen so that they take about as long as the
+            all-to-all.
     """
     # Every rank gets an equal part.
     sent = torch.ones(held_bytes - held_bytes % group.size(), dtype=torch.int8, device=device)
     received = torch.empty_like(sent)
     square = torch.rand(product, product, device=device)
 
-    def exchange() -> None:
+    def all_to_all() -> None:
         dist.all_to_all_single(received, sent, group=group)
 
     def multiply() -> None:
         torch.mm(square, square)
 
     shares = []
-    alone = _agreed(_timed(exchange, 4, device), group, device)
-    count = max(1, round(alone / max(1e-6, _agreed(_timed(multiply, 4, device), group, device))))
+    all_to_all_seconds = _agreed(_timed(all_to_all, 4, device), group, device)
+    count = max(1, round(all_to_all_seconds / max(1e-6, _agreed(_timed(multiply, 4, device), group, device))))
 
     def products() -> None:
         for _ in range(count):
@@ -124,7 +126,7 @@ def slowdown_of_both(group: dist.ProcessGroup, device: str, held_bytes: int, pro
 
     for _ in range(BATCHES):
         exchanged, multiplied, together = (
-            _agreed(_timed(call, 4, device), group, device) for call in (exchange, products, both)
+            _agreed(_timed(call, 4, device), group, device) for call in (all_to_all, products, both)
         )
         shares.append((together - max(exchanged, multiplied)) / min(exchanged, multiplied))
     return min(1.0, max(0.0, median(shares)))
@@ -132,21 +134,21 @@ def slowdown_of_both(group: dist.ProcessGroup, device: str, held_bytes: int, pro
 
 def _collective(key: LinkKey, group: dist.ProcessGroup, device: str) -> Call:
     ranks = dist.get_process_group_ranks(group)
-    whole = torch.ones(key.held_bytes // 4, dtype=torch.float32, device=device)
+    tensor = torch.ones(key.held_bytes // 4, dtype=torch.float32, device=device)
     part = torch.ones(key.held_bytes // 4 // len(ranks), dtype=torch.float32, device=device)
-    other = torch.empty_like(whole)
+    other = torch.empty_like(tensor)
     calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "point_to_point": lambda: _pass_on(whole, other, ranks, group),
+        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(tensor, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, tensor, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, tensor, group=group),
+        "point_to_point": lambda: _pass_on(tensor, other, ranks, group),
     }
     return calls[key.kind]
 
 
 def _pass_on(sent: Tensor, received: Tensor, ranks: list[int], group: dist.ProcessGroup) -> None:
-    """Send to the next rank and receive from the previous one at once, as stages do in both directions."""
+    """Send to the next rank and receive from the previous one at once, as pipeline stages do."""
     rank = ranks.index(dist.get_rank())
     after, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     operations = [

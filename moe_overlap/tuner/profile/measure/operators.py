@@ -1,7 +1,7 @@
 """The call behind a key: torch's operator on tensors of the key's sizes.
 
-A key of an operator that is bound by bytes says how many elements are written and how many bytes move; what that leaves for the
-operands decides their shapes (a second operand that is smaller is broadcast, a reduction reads what is not written, …).
+The key of a memory-bound operator gives the elements written and the bytes moved; the difference determines the operands' shapes
+(a smaller second operand is broadcast, a reduction reads more than it writes, …).
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from moe_overlap.tuner.profile.database import Database, OperatorKey
 
 Call = Callable[[], object]
 FLUSHED_BYTES = 256 << 20
-"""Written between calls on a GPU, more than its second-level cache holds."""
+"""Bytes written between calls on a GPU, more than its second-level cache holds."""
 BATCHES = 10
 
 
 def call_seconds(call: Call, device: str, budget_seconds: float) -> float:
     """Seconds of one call.
 
-    On a CPU the least of several batches, each batch its mean: what else the machine does only adds to it. Operands stay as warm
-    as a training step's.
-    On a GPU the median over single calls between events, with the cache flushed before each.
+    On a CPU the minimum over several batches of each batch's mean: other load on the machine only adds to it. Operands stay as
+    warm as in a training step. On a GPU the median over single calls between events, with the cache flushed before each.
 
     Args:
         budget_seconds: about how long to measure.
@@ -70,7 +69,7 @@ def _cuda_seconds(call: Call, budget_seconds: float) -> float:
 
 INDEX_BYTES = 8
 ROW = 128
-"""Elements of a row where the key does not tell."""
+"""Elements of a row if the key does not give them."""
 
 
 def call_of(key: OperatorKey, device: str) -> Call:
@@ -86,7 +85,7 @@ def call_of(key: OperatorKey, device: str) -> Call:
 
 
 def _product(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
-    """x · Wᵀ forward, g · W backward, gᵀ · x for the weight: operands lie as a linear layer has them."""
+    """x · Wᵀ forward, g · W backward, gᵀ · x for the weight: operands have a linear layer's memory layout."""
     m, n, k = key.shape
     if key.direction == "forward":
         first, second = _filled((m, k), dtype, device), _filled((n, k), dtype, device).t()
@@ -100,11 +99,14 @@ def _product(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
 def _grouped_product(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
     """One product per group, of equally many rows; one kernel for all on a GPU (not executed on hardware yet)."""
     groups, rows, n, k = key.shape
-    each = max(1, rows // groups)
+    rows_each = max(1, rows // groups)
     if key.direction == "weight_gradient":
-        first, second = _filled((groups, each, n), dtype, device).mT, _filled((groups, each, k), dtype, device)
+        first, second = (
+            _filled((groups, rows_each, n), dtype, device).mT,
+            _filled((groups, rows_each, k), dtype, device),
+        )
     else:
-        first, second = _filled((groups, each, k), dtype, device), _filled((groups, k, n), dtype, device)
+        first, second = _filled((groups, rows_each, k), dtype, device), _filled((groups, k, n), dtype, device)
     if device == "cuda":
         return lambda: torch.bmm(first, second)
     pairs = list(zip(first, second, strict=True))
@@ -112,7 +114,7 @@ def _grouped_product(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
 
 
 def _attention(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
-    """Causal attention. Its backward pass alone is timed; a window is measured as the whole, causal square."""
+    """Causal attention. For backward only the backward pass is timed; a window is measured as the whole causal square."""
     batch, heads, kv_heads, queries, keys, qk, v, _ = key.shape
     needs_gradient = key.direction != "forward"
     query = _filled((batch, heads, queries, qk), dtype, device).requires_grad_(needs_gradient)
@@ -147,7 +149,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _read_elements(key: OperatorKey, dtype: torch.dtype) -> int:
-    """Elements of the operands, were they of the result's format."""
+    """Number of elements of the operands, if they have the result's format."""
     written, moved = key.shape
     return max(1, round(moved / dtype.itemsize) - written)
 
@@ -166,7 +168,7 @@ def _one(function: Callable[[Tensor], object]) -> Build:
 
 
 def _two(function: Callable[[Tensor, Tensor], object]) -> Build:
-    """An elementwise operator of two operands; one that moves too few bytes for two whole ones broadcasts the second."""
+    """An elementwise operator of two operands; if it moves too few bytes for two whole ones, the second is broadcast."""
 
     def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
         written = key.shape[0]
@@ -181,20 +183,20 @@ def _two(function: Callable[[Tensor, Tensor], object]) -> Build:
 
 
 def _reduced(function: Callable[[Tensor, int], object]) -> Build:
-    """A reduction over the last dimension; over the first where few sums of many rows are formed, as for a norm's weight."""
+    """A reduction over the last dimension; over the first for few sums of many rows, as for a norm's weight."""
 
     def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
         written = key.shape[0]
-        each = max(1, _read_elements(key, dtype) // written)
-        columns = key.direction == "backward" and each > written > 1
-        operand = _filled((each, written) if columns else (written, each), dtype, device)
+        width = max(1, _read_elements(key, dtype) // written)
+        columns = key.direction == "backward" and width > written > 1
+        operand = _filled((width, written) if columns else (written, width), dtype, device)
         return lambda: function(operand, 0 if columns else -1)
 
     return build
 
 
 def _rows(key: OperatorKey, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows and their width where indices are read beside as many elements as are written."""
+    """Rows and their width, if the operator reads indices besides as many elements as it writes."""
     written, moved = key.shape
     indices = (moved - 2 * written * dtype.itemsize) // INDEX_BYTES
     width = max(1, written // indices) if indices > 0 else min(ROW, written)
@@ -202,7 +204,7 @@ def _rows(key: OperatorKey, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _by_rows(function: Callable[[Tensor, Tensor, Tensor], object]) -> Build:
-    """An operator that picks, writes or adds rows, by an index each; it is given the rows, the indices and other rows."""
+    """An operator that picks, writes or adds rows by an index each; its arguments are the rows, the indices and other rows."""
 
     def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
         count, width = _rows(key, dtype)
@@ -254,7 +256,7 @@ def _made(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
 
 
 def _converted(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
-    """A copy in another format: from 4 bytes each, or to another of as many."""
+    """A copy in another format: from 4 bytes per element, or to another format of 4 bytes."""
     operand = _filled((key.shape[0],), torch.int32 if dtype == torch.float32 else torch.float32, device)
     return lambda: operand.to(dtype)
 
@@ -312,14 +314,14 @@ def measure_operators(
     seconds_each: float,
     measured: Callable[[OperatorKey], None] = lambda key: None,
 ) -> int:
-    """Time every key that the database lacks, and keep each at once.
+    """Time every key that the database lacks, and store each at once.
 
     Args:
-        seconds_each: about how long to time one.
+        seconds_each: approximate time for one key.
         keys: of kinds that `can_be_measured`.
         measured: called after each key, timed now or before.
     Returns:
-        How many were timed.
+        Number of timed keys.
     """
     device, count = database.device, 0
     if device.kind == "cpu":
