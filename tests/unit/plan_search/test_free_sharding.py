@@ -68,7 +68,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PlanSearch,
 
     printed: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autotune, "search_plan", search)
+        patch.setattr("moe_overlap.plan_search.search.search_plan", search)
         patch.setattr("builtins.print", lambda *words, **how: printed.append(" ".join(map(str, words))))
         words = ["--megatron-args", str(folder / "job.args"), "--output", str(folder / "tuned"), *COMMAND]
         assert autotune.main(words) == 0
@@ -215,7 +215,7 @@ def test_a_plan_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]
         return search_plan(words, cluster, settings, **{**options, "graphs": graphs, "constants": CONSTANTS})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autotune, "search_plan", search)
+        patch.setattr("moe_overlap.plan_search.search.search_plan", search)
         assert autotune.main(words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert "fits 80 GiB" in line and "use more GPUs" in line and not (tmp_path / "tuned").exists()
