@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from megatron.training.report.live_line import LiveLine
 from moe_overlap.commands.exits import INTERRUPTED, interruptible
-from moe_overlap.commands.help_topics import parser_with_topics, topic
+from moe_overlap.commands.help_topics import Removed, parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
     ELSEWHERE,
     PRECISIONS,
@@ -51,7 +51,7 @@ from moe_overlap.commands.job_arguments import (
     token_count,
     words_of,
 )
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.files import printable
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.describe.version import VERSION_LINE
@@ -65,14 +65,11 @@ from moe_overlap.tuner.search.space import BEYOND, DEFAULT_SPACE, SEARCH_SPACES,
 if TYPE_CHECKING:
     from moe_overlap.api import Options
     from moe_overlap.plan_search.asked import SearchSettings
-    from moe_overlap.plan_search.shards import Shard
     from moe_overlap.tuner.capture.cache import Tell
     from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
     from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
     from moe_overlap.tuner.search.uniform import RankedLayout
 
-SHARDS = "shards"
-"""Folder of the answers of shards, in that of the output."""
 MOST_PER_CORE = 8
 """Processes of --jobs for each core: more take memory, and search no faster."""
 JOBS = 4
@@ -109,7 +106,6 @@ def _overlap(arguments: argparse.Namespace) -> int:
         ("allow_micro_batch_change", False),
         ("search_dispatcher", False),
         ("jobs", None),
-        ("shard", None),
     ):
         value, flag = getattr(arguments, option), f"--{option.replace('_', '-')}"
         if value != default:
@@ -152,19 +148,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
     _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
+    jobs = _jobs(arguments.jobs)
     clusters_of(arguments)
     words_of(arguments)
-    from moe_overlap.plan_search.shards import Shard
-
-    shard = None if arguments.shard is None else Shard.parse(arguments.shard)
-    _require_one_search(arguments, shard)
-    if shard is not None and arguments.search_space in BEYOND:
-        print(f"note: one process searches what --search-space {arguments.search_space} adds", file=sys.stderr)
     limits = _limits(arguments)
     # Before the search: it looks at overlap last, and not at all where nothing can overlap.
     check_limits(limits)
     from moe_overlap.plan_search.asked import SearchSettings
-    from moe_overlap.plan_search.processes import Processes
 
     # Whatever is refused from here on ends the line of progress first.
     progress = Progress(sys.stderr)
@@ -177,7 +167,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         averages=arguments.no_imbalance,
         changes_micro_batch=arguments.allow_micro_batch_change,
         frees_dispatcher=arguments.search_dispatcher,
-        processes=Processes(jobs=_jobs(arguments, shard), shard=shard, folder=Path(arguments.output) / SHARDS),
+        jobs=jobs,
         progress=progress,
     )
     try:
@@ -193,7 +183,6 @@ def _searched(
     from moe_overlap.commands.tune_many import tune_both, tune_numbers
     from moe_overlap.plan_search.results import folder_of
     from moe_overlap.plan_search.search import search_plan
-    from moe_overlap.plan_search.shards import ShardsMissingError
     from moe_overlap.report.prediction import prediction_text
     from moe_overlap.report.search import detail_lines, search_json, search_lines
     from moe_overlap.report.search_folder import write_answer
@@ -211,12 +200,7 @@ def _searched(
         return tune_numbers(arguments, words, clusters, settings, given, train_tokens, ended)
     if arguments.target == "both":
         return tune_both(arguments, words, clusters[0], settings, given, train_tokens, ended)
-    try:
-        search = search_plan(words, clusters[0], settings, **given)
-    except ShardsMissingError as missing:
-        ended()
-        print(missing, file=sys.stderr)
-        return 0
+    search = search_plan(words, clusters[0], settings, **given)
     ended()
     files = write_answer(folder, search, on_standard_error, train_tokens)
     if arguments.json:
@@ -229,31 +213,20 @@ def _searched(
     return 0
 
 
-def _require_one_search(arguments: argparse.Namespace, shard: Shard | None) -> None:
-    """Refuse numbers of processes that do not go with the rest of the command line."""
-    jobs = arguments.jobs
-    if jobs is not None and jobs < 1:
-        raise ConfigError("--jobs", jobs, "must be at least 1", "write the number of cores")
+def _jobs(jobs: int | None) -> int:
+    """Processes that search: `jobs` where it is given, else one for each core that this process may use, `JOBS` at most.
+
+    Raises:
+        ConfigError: fewer than one, or more than `MOST_PER_CORE` for each core.
+    """
     cores = usable_cores()
-    if jobs is not None and jobs > MOST_PER_CORE * cores:
-        rule = f"is more than {MOST_PER_CORE} for each of {cores} core{'s' if cores > 1 else ''}"
-        raise ConfigError("--jobs", jobs, rule, f"write {cores}, or drop it")
-    if shard is None:
-        return
-    if jobs is not None and jobs > 1:
-        raise ConfigError("--jobs", jobs, "a shard is one process", "start a shard for every core")
-    if arguments.target == "both" or "," in str(arguments.num_gpus or ""):
-        rule = "is a share of one search, and several were asked for"
-        raise ConfigError("--shard", shard.name, rule, "give one --target and one --num-gpus")
-
-
-def _jobs(arguments: argparse.Namespace, shard: Shard | None) -> int:
-    """Processes that search: what is asked for, else one for each core that this process may use, `JOBS` at most."""
-    if arguments.jobs is not None:
-        return int(arguments.jobs)
-    # Elsewhere a process that has loaded its libraries should not be forked.
-    shares = shard is None and sys.platform == "linux"
-    return min(JOBS, usable_cores()) if shares else 1
+    if jobs is None:
+        # Elsewhere a process that has loaded its libraries should not be forked.
+        return min(JOBS, cores) if sys.platform == "linux" else 1
+    require(jobs >= 1, "--jobs", jobs, "must be at least 1", "write the number of cores")
+    rule = f"is more than {MOST_PER_CORE} for each of {cores} core{'s' if cores > 1 else ''}"
+    require(jobs <= MOST_PER_CORE * cores, "--jobs", jobs, rule, f"write {cores}, or drop it")
+    return jobs
 
 
 def _options(arguments: argparse.Namespace, tell: Tell) -> Options:
@@ -388,11 +361,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help=f"processes of this host that search (default: its cores, {JOBS} at most)",
     )
-    search.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="search a share of the layouts, write the answer to DIR/shards, and once those of all N are there the plan",
-    )
+    search.add_argument("--shard", metavar="I/N", action=Removed, rule="a search takes seconds", fix="use --jobs N")
     search.add_argument(
         "--time-limit",
         metavar="S",

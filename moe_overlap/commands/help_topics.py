@@ -91,6 +91,24 @@ def parser_with_topics(
     return parser
 
 
+class Removed(argparse.Action):
+    """A flag that was removed: one line with its replacement, status 2.
+
+    Args:
+        rule: why it was removed.
+        fix: the replacement.
+    """
+
+    def __init__(self, option_strings: list[str], dest: str, rule: str, fix: str, **named: Any) -> None:
+        super().__init__(option_strings, dest, help=argparse.SUPPRESS, **named)
+        self._rule, self._fix = rule, fix
+
+    def __call__(self, parser: argparse.ArgumentParser, _: argparse.Namespace, value: Any, *__: Any) -> None:
+        """Print the line."""
+        error = ConfigError(self.option_strings[0], value, f"was removed: {self._rule}", self._fix)
+        parser.exit(2, f"error: {error}\n")
+
+
 class _Help(argparse.Action):
     """Prints the help and ends the program, before anything else of the command line is asked for."""
 

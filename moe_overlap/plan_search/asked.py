@@ -19,7 +19,6 @@ from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.job import Job, named_by, read_job, without_graphs
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.flags import Target, as_priced, flags_of, with_precision, without_layout
-from moe_overlap.plan_search.processes import Processes
 from moe_overlap.plan_search.task import layouts_of, run_of, task_of, with_dispatcher_of
 from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
 from moe_overlap.tuner.capture.library import Libraries
@@ -58,7 +57,7 @@ class SearchSettings:
         changes_micro_batch: whether other micro-batches than the user's are searched under a capacity of experts, too, where
             each drops other tokens.
         frees_dispatcher: whether the dispatcher is searched although the flags name one; where they name none it is.
-        processes: that search uniform plans.
+        jobs: processes of this host that search.
         progress: called with layouts done, layouts in all, and the best so far.
     """
 
@@ -71,7 +70,7 @@ class SearchSettings:
     averages: bool = False
     changes_micro_batch: bool = False
     frees_dispatcher: bool = False
-    processes: Processes = Processes()
+    jobs: int = 1
     progress: Callable[[int, int, RankedLayout | StagedPlan | MeshPlan | None], None] = lambda done, total, best: None
 
 

@@ -14,12 +14,13 @@ from itertools import islice
 
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan_search.processes import in_processes
 from moe_overlap.plan_search.results import Finalist
-from moe_overlap.plan_search.shards import Shard, in_processes
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import listed_seconds
 from moe_overlap.tuner.search.dispatchers import LIBRARIES
+from moe_overlap.tuner.search.shares import Share
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 
@@ -60,8 +61,8 @@ def _simulated_at(
 ) -> list[Finalist | None]:
     """The finalists, those at some places simulated; None where one then does not fit."""
 
-    def simulated(shard: Shard) -> list[tuple[float | None, Prediction] | None]:
-        tried = (_simulated(finalists[index], deadline) for index in places[shard.index - 1 :: shard.count])
+    def simulated(share: Share) -> list[tuple[float | None, Prediction] | None]:
+        tried = (_simulated(finalists[index], deadline) for index in places[share.index :: share.count])
         return [None if each is None else (each.simulated, each.prediction) for each in tried]
 
     result: list[Finalist | None] = [*finalists]

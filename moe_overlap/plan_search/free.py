@@ -20,8 +20,8 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan_search.flags import PlanFlags
+from moe_overlap.plan_search.processes import in_processes
 from moe_overlap.plan_search.results import Finalist
-from moe_overlap.plan_search.shards import Shard, in_processes, merged, share_of
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.prediction import closed_form, estimate_plan, moves_states
 from moe_overlap.tuner.problem import Problem
@@ -30,9 +30,10 @@ from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages, with_meshes
 from moe_overlap.tuner.search.pipeline.shares import joined_meshes, joined_stages
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch, search_meshes
+from moe_overlap.tuner.search.shares import Share, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, Run, SearchSpace, UniformLayout, uniform_plan
-from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform, widened
+from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, joined_uniform, search_uniform, widened
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 
 FREED = 8
@@ -131,9 +132,9 @@ class _Going:
     progress: Progress
     jobs: int
 
-    def told(self, shard: Shard) -> Progress:
-        """Who is told of a shard's progress: one process speaks for all."""
-        return self.progress if shard.index == 1 else silent
+    def told(self, share: Share) -> Progress:
+        """Who is told of a share's progress: one process speaks for all."""
+        return self.progress if share.index == 0 else silent
 
     def deadline_behind(self, found: UniformSearch) -> float:
         """Until when a search goes on behind that of uniform plans: with what it has at once, if time had ended there."""
@@ -153,10 +154,10 @@ def _search_wider(
     # States that step by themselves are not priced to a hundredth where chunks interleave.
     whole, known = [layout for layout in layouts if layout.virtual == 1], found.solution.objective
 
-    def wider(shard: Shard) -> UniformSearch:
-        said = going.told(shard)
+    def wider(share: Share) -> UniformSearch:
+        said = going.told(share)
         return search_uniform(
-            share_of(whole, shard),
+            share_of(whole, share),
             costs,
             bounds,
             keep=keep,
@@ -165,7 +166,7 @@ def _search_wider(
             progress=lambda done, total, best: said(done, total, best or before),
         )
 
-    return merged(in_processes(wider, going.jobs), keep)
+    return joined_uniform(in_processes(wider, going.jobs), keep)
 
 
 def search_freed(
@@ -179,14 +180,14 @@ def search_freed(
     """Step 2, plans of unlike stages for the layouts of the fastest uniform ones."""
     uniform, freed, going = found.ranked, freed_layouts(found, layouts), _Going(deadline, progress, jobs)
 
-    def freer(shard: Shard) -> StageSearch:
+    def freer(share: Share) -> StageSearch:
         return search_stages(
             costs,
-            freed[shard.index - 1 :: shard.count],
+            freed[share.index :: share.count],
             uniform,
             deadline=going.deadline_behind(found),
             gap=PER_STAGE_GAP,
-            progress=going.told(shard),
+            progress=going.told(share),
         )
 
     fastest = min((plan.seconds for plan in uniform), default=math.inf)
@@ -206,16 +207,16 @@ def _search_meshes(
     # Where uniform plans are not in the space they are not known either.
     known = fastest if task.space.uniform else math.inf
 
-    def on_meshes(shard: Shard) -> MeshSearch:
+    def on_meshes(share: Share) -> MeshSearch:
         return search_meshes(
             task,
             run,
             task.space.meshes,
             contexts=contexts,
             deadline=going.deadline_behind(found),
-            progress=going.told(shard),
+            progress=going.told(share),
             known=known,
-            share=(shard.index - 1, shard.count),
+            share=(share.index, share.count),
         )
 
     return joined_meshes(in_processes(on_meshes, going.jobs))

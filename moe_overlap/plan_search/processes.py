@@ -1,93 +1,103 @@
-"""The processes of a plan search: this one, several of this host (`--jobs`), or one for each shard on any host (`--shard`).
+"""A search in several processes of this host (`--jobs`): each is forked from this one and searches a share of the layouts.
 
-Nothing of an answer depends on how many there are, but for the counts of layouts, the refusals and the frontier.
+The pools of the standard library pickle a task, and a search is a closure over prices and captures. `ProcessPoolExecutor` also
+ends no task before it is done, and `multiprocessing.Pool` waits forever for a process that was killed.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
-from moe_overlap.api import Options
-from moe_overlap.describe.cluster import Cluster
-from moe_overlap.describe.expert_load import NATURAL, expert_load_text
-from moe_overlap.describe.version import VERSION_LINE
-from moe_overlap.plan.serialize import as_values, content_sha256
-from moe_overlap.plan_search.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
-from moe_overlap.tuner.cost.hardware import shipped_constants
-from moe_overlap.tuner.search.shared_bar import SharedBar
-from moe_overlap.tuner.search.uniform import UniformSearch
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.process import end_with_parent
+from moe_overlap.tuner.search.shares import Share, SharedBar
+from moe_overlap.tuner.search.uniform import UniformSearch, joined_uniform
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Processes:
-    """The processes that search.
-
-    Attributes:
-        jobs: of this host.
-        shard: the share of the layouts that this process searches; default all of them.
-        folder: of the answers of all shards.
-    """
-
-    jobs: int = 1
-    shard: Shard | None = None
-    folder: Path = Path()
-
-    @property
-    def shares(self) -> int:
-        """Shares of the layouts, each of which a process searches."""
-        return self.jobs if self.shard is None else self.shard.count
+Answer = TypeVar("Answer")
+Refused = list[tuple[str, str]]
+"""Names of plans that a rule refuses, with the rule."""
 
 
-def search_shards(
-    search: Callable[[Shard, SharedBar | None], tuple[UniformSearch, Refused]],
-    processes: Processes,
-    job: Callable[[], str],
-    keep: int,
+def shared_search(
+    search: Callable[[Share, SharedBar | None], tuple[UniformSearch, Refused]], jobs: int, keep: int
 ) -> tuple[UniformSearch, Refused]:
-    """The search over all layouts.
+    """A search of uniform plans in so many processes, and what rules refuse.
 
     Args:
-        search: over a share of them, with what rules refuse; given the bar of the processes of this host.
-        job: hash of everything that an answer depends on; asked for shards.
+        search: of a share of the layouts; given the bar of all processes where there are several.
         keep: layouts that are ranked.
     Raises:
-        ShardsMissingError: answers of other shards are not there yet.
-        ConfigError: a file is of another search, or a process was killed.
+        ConfigError: a process was killed.
     """
-    if processes.shard is not None:
-        sha256, shard = job(), processes.shard
-        found, refusals = search(shard, None)
-        # A share that was not searched to its end is missing still: Ctrl-C is no answer.
-        if not found.is_interrupted:
-            save_shard(processes.folder, shard, sha256, found, refusals)
-        answers = read_shards(processes.folder, shard.count, sha256)
-    else:
-        bar = SharedBar(processes.jobs, keep) if processes.jobs > 1 else None
-        answers = in_processes(lambda shard: search(shard, bar), processes.jobs)
+    bar = SharedBar(jobs, keep) if jobs > 1 else None
+    answers = in_processes(lambda share: search(share, bar), jobs)
     if len(answers) == 1:
         return answers[0]
-    refused = dict.fromkeys(refusal for _, of_shard in answers for refusal in of_shard)
-    return merged([found for found, _ in answers], keep), list(refused)
+    refused = dict.fromkeys(refusal for _, of_share in answers for refusal in of_share)
+    return joined_uniform([found for found, _ in answers], keep), list(refused)
 
 
-def job_sha256(asked: tuple[object, ...], cluster: Cluster, options: Options) -> str:
-    """Hash of what the answer of a shard depends on.
+def in_processes(search: Callable[[Share], Answer], jobs: int) -> list[Answer]:
+    """The answers of so many shares, each from a process that is forked from this one; this one searches the first itself.
 
-    Args:
-        asked: flags and settings, as JSON values.
     Raises:
-        ConfigError: the file of expert loads cannot be read.
+        ConfigError: a process was killed.
+        Exception: what a search raises; a RuntimeError with its class and text where processes cannot hand it on.
     """
-    loads, constants = options.get("expert_load"), options.get("constants") or shipped_constants()
-    return content_sha256(
-        {
-            "release": VERSION_LINE,
-            "asked": asked,
-            "cluster": as_values(cluster),
-            "options": [options.get("precision"), options.get("software"), options.get("memory_margin")],
-            "expert load": loads if loads in (None, NATURAL) else expert_load_text(loads),
-            "constants": as_values(constants),
-        }
-    )
+    context = multiprocessing.get_context("fork")
+    processes, answers = [], []
+    for index in range(1, jobs):
+        receiving, sending = context.Pipe(duplex=False)
+        arguments = search, Share(index, jobs), sending, os.getpid()
+        process = context.Process(target=_answer, args=arguments, daemon=True)
+        process.start()
+        sending.close()
+        processes.append((process, receiving))
+    try:
+        answers.append(search(Share(0, jobs)))
+        answers += [_received(receiving, jobs) for _, receiving in processes]
+    finally:
+        for process, receiving in processes:
+            receiving.close()
+            if len(answers) < jobs:
+                process.terminate()
+            process.join()
+    return answers
+
+
+def _answer(search: Callable[[Share], Answer], share: Share, sending: Connection, parent: int) -> None:
+    # Nobody takes the answer of a search that was killed, or that memory ran out for.
+    end_with_parent(parent)
+    try:
+        sending.send((search(share), None))
+    except BaseException as error:
+        sending.send((None, _as_sent(error)))
+
+
+def _as_sent(error: BaseException) -> BaseException:
+    """An error as another process can have it: itself, or its class and text where it does not pickle or is not made again."""
+    try:
+        # Made again here: a class that fails to be would fail where the answer is awaited, as an error of its own.
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _received(receiving: Connection, jobs: int) -> Any:
+    while True:
+        try:
+            answer, error = receiving.recv()
+        except KeyboardInterrupt:
+            continue  # A terminal interrupts the other processes, too: each answers with its best so far.
+        except EOFError:
+            rule = "one of its processes was killed, perhaps for want of memory"
+            raise ConfigError("--jobs", jobs, rule, "use fewer") from None
+        if error is not None:
+            raise error
+        return answer

@@ -45,13 +45,13 @@ from moe_overlap.plan_search.free import (
     narrow_space,
     search_beyond,
     search_freed,
+    silent,
     with_sub_meshes,
 )
 from moe_overlap.plan_search.free_sharding import search_sharding
 from moe_overlap.plan_search.overlapped import SCREENED, Overlapped, OverlapSearch, decide_overlaps, undecided
-from moe_overlap.plan_search.processes import job_sha256, search_shards
+from moe_overlap.plan_search.processes import Refused, shared_search
 from moe_overlap.plan_search.results import Finalist, PlanSearch, is_paired
-from moe_overlap.plan_search.shards import Refused, Shard, share_of
 from moe_overlap.plan_search.task import (
     accepted,
     captured_ahead,
@@ -77,7 +77,7 @@ from moe_overlap.tuner.search.hidden import search_hidden
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
-from moe_overlap.tuner.search.shared_bar import SharedBar
+from moe_overlap.tuner.search.shares import Share, SharedBar, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform
@@ -109,7 +109,6 @@ def search_plan(
         libraries: captures that several searches share; default those of the cache.
     Raises:
         ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
-        ShardsMissingError: with a shard, where answers of the others are not there yet.
     """
     begun = time.monotonic()
     asked = asked_of(words, cluster, settings, begun + settings.seconds, libraries, **options)
@@ -192,7 +191,7 @@ class _Search:
         self.asked, target, bare = asked, asked.settings.target, asked.bare
         task, self.bounds = asked.task(asked.job, narrow_space(asked.space))
         if asked.graphs == asked.libraries.graphs:
-            task = captured_ahead(task, asked.job, asked.layouts, asked.libraries, asked.settings.processes.shares)
+            task = captured_ahead(task, asked.job, asked.layouts, asked.libraries, asked.settings.jobs)
         self.task = task
         pairs = target == "megatron-lm" or (target == "any" and asked.space.overlaps)
         self.paired = paired_task(task, bare) if pairs else None
@@ -208,16 +207,11 @@ class _Search:
             self.admits = lambda plan: not plan.layout.paired or self.upstream.is_read(plan)
 
     def uniform(self) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
-        """Uniform plans of the narrow space, under all dispatchers that are searched.
-
-        Raises:
-            ShardsMissingError: answers of other shards are not there yet.
-        """
+        """Uniform plans of the narrow space, under all dispatchers that are searched."""
         asked, settings = self.asked, self.asked.settings
 
-        def search(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
-            is_said = shard.index == 1 or settings.processes.shard is not None
-            layouts, costs, bounds = share_of(asked.layouts, shard), UniformCosts(self.task), self.bounds
+        def search(share: Share, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
+            layouts, costs, bounds = share_of(asked.layouts, share), UniformCosts(self.task), self.bounds
             if self.paired is not None:
                 layouts, costs = [*with_paired(layouts)], CostsOfBoth(self.task, self.paired)
                 bounds = costs.bounds(self.bounds)
@@ -229,8 +223,8 @@ class _Search:
                 self.admits,
                 KEPT,
                 asked.deadline,
-                progress=settings.progress if is_said else lambda done, total, best: None,
-                shared=None if bar is None else (bar, shard.index - 1),
+                progress=settings.progress if share.index == 0 else silent,
+                shared=None if bar is None else (bar, share.index),
             )
             return found, self.said.refused
 
@@ -241,17 +235,7 @@ class _Search:
             pairs = self.paired is not None and dispatcher in LIBRARIES
             return Side(task=task, bounds=bounds, paired=paired_task(task, asked.bare) if pairs else None)
 
-        same = (
-            asked.bare,
-            settings.target,
-            str(settings.space),
-            settings.averages,
-            str(settings.seconds),
-            asked.run.micro_batch,
-        )
-        found, self.said.refused = search_shards(
-            search, settings.processes, partial(job_sha256, same, asked.cluster, asked.given), KEPT
-        )
+        found, self.said.refused = shared_search(search, settings.jobs, KEPT)
         rules = self.accepts, self.admits
         return search_dispatchers(
             found,
@@ -275,7 +259,7 @@ class _Search:
         job, layouts, found = _of_one_dispatcher(asked.job, asked.layouts, found)
         task, bounds = asked.task(job, asked.space)
         staged = None
-        jobs, progress = settings.processes.jobs, settings.progress
+        jobs, progress = settings.jobs, settings.progress
         if settings.target == "any":
             # Beyond what runs whole layers are recomputed.
             operators = (task if layouts[0].dispatcher else self.task).operators
@@ -295,7 +279,7 @@ class _Search:
         task = dataclasses.replace(task, modules=self.task.modules)
         if not layouts[0].dispatcher:
             task = dataclasses.replace(task, operators=self.task.operators)
-        going = asked.deadline, settings.progress, settings.processes.jobs
+        going = asked.deadline, settings.progress, settings.jobs
         staged = search_freed(found, layouts, UniformCosts(task), *going)
         if asked.space.meshes and asked.run.gpus <= MESH_GPUS and not asked.job.model.num_experts:
             whole = dataclasses.replace(task, modules=())
@@ -334,7 +318,7 @@ class _Search:
             if settings.target == "any":
                 finalists = simulated_until_ahead(finalists, deadline)
             else:
-                finalists = simulated_finalists(finalists, deadline, settings.processes.jobs)
+                finalists = simulated_finalists(finalists, deadline, settings.jobs)
             # A search that takes all micro-batches for their mean answers with what it takes for the best.
             finalists = finalists if settings.averages else in_order(finalists)
         except KeyboardInterrupt:

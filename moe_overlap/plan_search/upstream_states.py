@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moe_overlap.plan_search.processes import Processes, search_shards
-from moe_overlap.plan_search.shards import Refused, Shard, share_of
+from moe_overlap.plan_search.processes import Refused, shared_search
 from moe_overlap.tuner.search.bounds import Bounds
-from moe_overlap.tuner.search.shared_bar import SharedBar
+from moe_overlap.tuner.search.shares import Share, SharedBar, share_of
 from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import (
     Accepts,
@@ -48,10 +47,10 @@ def search_states(
     one_stage = [layout for layout in layouts if layout.pipeline == 1]
     costs, before = UniformCosts(task), found.solution.value
 
-    def search(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
-        said = progress if shard.index == 1 else lambda done, total, best: None
+    def search(share: Share, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
+        said = progress if share.index == 0 else lambda done, total, best: None
         further = search_uniform(
-            share_of(one_stage, shard),
+            share_of(one_stage, share),
             costs,
             bounds,
             *rules,
@@ -59,9 +58,9 @@ def search_states(
             deadline,
             known=found.solution.objective,
             progress=lambda done, total, best: said(done, total, best or before),
-            shared=None if bar is None else (bar, shard.index - 1),
+            shared=None if bar is None else (bar, share.index),
         )
         return further, []
 
-    further, _ = search_shards(search, Processes(jobs=jobs), lambda: "", keep)
+    further, _ = shared_search(search, jobs, keep)
     return widened(found, further, keep)

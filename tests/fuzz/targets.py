@@ -5,7 +5,6 @@ The table of formats, readers and targets stands in SECURITY.md; `test_fuzz.py` 
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import hashlib
 import io
@@ -47,14 +46,10 @@ from moe_overlap.describe.files import Unreadable
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.trace import read_traces
-from moe_overlap.plan_search import shards
 from moe_overlap.tuner.calibrate.interference import read_samples
 from moe_overlap.tuner.capture.cache import CorruptFileError, load_captured
 from moe_overlap.tuner.cost.hardware import Refined
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey, OperatorKey
-from moe_overlap.tuner.search.solution import Solution, Status
-from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
-from moe_overlap.tuner.search.uniform import Counts, RankedLayout, UniformSearch
 from tests.fuzz.mutate import (
     Mutation,
     archive_changed,
@@ -210,24 +205,7 @@ def _jobs(folder: Path) -> tuple[Target, ...]:
             is_command=True,
         ),
         Target("listed", plans[1:], from_file(folder, "listed.json", listed), json_changed, 0.2, is_command=True),
-        Target(
-            "shard", (_shard(folder),), from_file(folder, "1-of-1.json", lambda path: shards._read(path, "j")), JSON
-        ),
     )
-
-
-def _shard(folder: Path) -> bytes:
-    layout = UniformLayout(tensor=1, context=1, expert=2, expert_tensor=1, pipeline=2, virtual=1, micro_batch=1)
-    plan = RankedLayout(layout=layout, memory=MemoryChoice(), seconds=1.5, needed_bytes=2e9)
-    counts = Counts(**{field.name: 3 for field in dataclasses.fields(Counts)})
-    search = UniformSearch(
-        solution=Solution(value=plan, objective=1.5, bound=1.5, status=Status.OPTIMAL, seconds=2.0),
-        ranked=(plan,),
-        smallest=plan,
-        frontier=(plan,),
-        counts=counts,
-    )
-    return shards.save_shard(folder / "written", shards.Shard(1, 1), "j", search, [("DP only", "a rule")]).read_bytes()
 
 
 # Measurements: what programs wrote

@@ -117,6 +117,7 @@ def test_flags_in_sentences_exist(path: Path) -> None:
     """A flag in a sentence belongs to training, to a program that the page names, or to upstream, whose runs are predicted."""
     text = path.read_text()
     prose = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^### Removed\n.*?(?=^##)", "", prose, flags=re.MULTILINE | re.DOTALL)
     codes = [
         code for code in re.findall(r"`([^`]+)`", prose) if not code.startswith(("make ", "torchrun --standalone"))
     ]

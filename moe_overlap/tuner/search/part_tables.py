@@ -27,7 +27,7 @@ class PartTables:
         requests: ranks -> the request for graphs without recomputation.
         layouts: those that may be asked for; layouts of equal ranks have equal graphs.
         sequence_length: of a sample.
-        shares: in which processes deal the layouts (`shards.share_of`); tables of a share are made once one of it is asked for,
+        shares: in which processes deal the layouts (shares.py); tables of a share are made once one of it is asked for,
             so that a process makes those of its own share alone.
     """
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from moe_overlap.tuner.search.bounds import Bounds
-from moe_overlap.tuner.search.shared_bar import SharedBar
+from moe_overlap.tuner.search.shares import SharedBar
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
 from moe_overlap.tuner.search.uniform_cost import Evaluated, UniformCosts
@@ -234,6 +234,38 @@ def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSea
             counts, evaluated=max(counts.evaluated, wide.counts.evaluated), stages=counts.stages + wide.counts.stages
         ),
         is_interrupted=narrow.is_interrupted or wide.is_interrupted,
+    )
+
+
+def joined_uniform(searches: Sequence[UniformSearch], keep: int) -> UniformSearch:
+    """Searches of shares of the layouts as one of all of them.
+
+    A share keeps at least those of its layouts that a search of all would keep, and plans have one order, so the ranked plans do
+    not depend on how many shares there are. Evaluated layouts and the frontier do: a share knows less of the plans of the others.
+
+    Args:
+        keep: layouts that each has ranked at most.
+    """
+    ranked = ranked_first([plan for search in searches for plan in search.ranked])[:keep]
+    best = ranked[0] if ranked else None
+    statuses = {search.solution.status for search in searches}
+    status = Status.OPTIMAL if best is not None else Status.INFEASIBLE
+    smallest = [search.smallest for search in searches if search.smallest is not None]
+    return UniformSearch(
+        solution=Solution(
+            value=best,
+            objective=math.inf if best is None else best.seconds,
+            bound=min(search.solution.bound for search in searches),
+            status=Status.TIME_LIMIT if Status.TIME_LIMIT in statuses else status,
+            seconds=max(search.solution.seconds for search in searches),
+        ),
+        ranked=tuple(ranked),
+        smallest=min(smallest, key=lambda plan: (plan.needed_bytes, plan.order), default=None),
+        frontier=least_of_both([plan for search in searches for plan in search.frontier]),
+        counts=Counts(
+            **{field.name: sum(getattr(search.counts, field.name) for search in searches) for field in fields(Counts)}
+        ),
+        is_interrupted=any(search.is_interrupted for search in searches),
     )
 
 

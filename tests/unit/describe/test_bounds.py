@@ -16,7 +16,7 @@ import pytest
 from moe_overlap.commands.compare import read_losses
 from moe_overlap.commands.import_flags import main as import_flags
 from moe_overlap.commands.show_plan import load_model
-from moe_overlap.describe.cluster import load_cluster, shipped_cluster
+from moe_overlap.describe.cluster import load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads
 from moe_overlap.describe.files import MOST_BYTES, MOST_VALUES, Unreadable, plain_json
@@ -24,8 +24,6 @@ from moe_overlap.describe.model import MOST_LAYERS, require_bounded_layers
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.trace import read_traces
-from moe_overlap.plan_search.processes import job_sha256
-from moe_overlap.plan_search.shards import _read
 from moe_overlap.tuner.calibrate.interference import read_samples
 from moe_overlap.tuner.profile.database import Database
 
@@ -39,7 +37,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "trace": read_traces,
     "log": read_losses,
     "database": Database.load,
-    "shard": lambda path: _read(path, "job"),
     "samples": read_samples,
 }
 CONTENTS = {
@@ -83,16 +80,6 @@ def test_what_no_reader_takes_is_one_line_within_512_mebibytes(name: str, tmp_pa
         with bounded_memory(), pytest.raises(ConfigError) as caught:
             READERS[name](path)
         assert str(caught.value).isprintable(), path
-
-
-def test_a_search_in_shards_reads_expert_loads_within_bounds_too(tmp_path: Path) -> None:
-    """It hashes them, before anything is predicted from them."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "sparse").touch()
-    os.truncate(tmp_path / "sparse", 1 << 40)
-    for path in (tmp_path / "pipe", tmp_path / "sparse", tmp_path, Path("/dev/zero"), tmp_path / "absent"):
-        with bounded_memory(), pytest.raises(ConfigError, match="^--expert-load "):
-            job_sha256((), shipped_cluster("H100", 8), {"expert_load": str(path)})
 
 
 def test_values_are_counted_before_they_are_made() -> None:

@@ -15,7 +15,6 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan_search.asked import SearchSettings
-from moe_overlap.plan_search.processes import Processes
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import closing_lines, write_search
@@ -44,7 +43,7 @@ def with_memory(gib: float, host_gb_per_s: float | None = None) -> Cluster:
 
 @cache
 def searched(space: str, jobs: int = 1, host_gb_per_s: float | None = None) -> PlanSearch:
-    settings = SearchSettings(target="megatron-lm", space=space, processes=Processes(jobs=jobs))
+    settings = SearchSettings(target="megatron-lm", space=space, jobs=jobs)
     return search_plan(WORDS, with_memory(GIBS, host_gb_per_s), settings, **OPTIONS)
 
 
