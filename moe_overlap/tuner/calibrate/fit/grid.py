@@ -30,7 +30,7 @@ from moe_overlap.tuner.cost.hardware import (
 
 STEP = 1.01
 FAR = (-160, 0, 320)
-"""Steps at which a run is asked whether a constant concerns it."""
+"""Steps at which a run is priced to see whether a constant changes it."""
 PULLS = {"common": 0.00001, "architecture": 0.00001, "gpu": 0.00002, "release": 0.00002}
 """Loss per step, times the number of rows: GPUs of one architecture share what their rows do not tell apart."""
 START = GpuConstants(
@@ -152,8 +152,8 @@ def fit(
     Args:
         start: the constants of a GPU at no step.
         common: the common constants, which then do not move, nor do those of GPUs that no architecture explains.
-        steps: where the search starts; what nothing in the cases holds there walks back to no step.
-        prices: of these cases and maybe others, which fits share; this process prices them where there are none.
+        steps: where the search starts; constants on which no case depends return to their start.
+        prices: of these cases and maybe of others, shared by several fits; without it this process prices them.
     Raises:
         RuntimeError: constants still move after the last round.
     """

@@ -33,8 +33,8 @@ def left_out_errors(
     """The relative error of every run under constants fitted without its fold, and whether it reaches beyond the others.
 
     A fold has all runs of a model on a GPU type in a precision, whatever their layout and release: none of them has a twin among
-    the runs that the constants are fitted to. Each search starts from the fit to all runs; what only the fold held in its place
-    walks back, as every step away from the start costs.
+    the runs that the constants are fitted to. Each search starts from the fit to all runs; constants that only
+    runs of the fold hold in place return to their start, since every step away from it costs.
     """
     families = sorted({family_of(case) for case in cases})
     errors = []
@@ -52,7 +52,7 @@ def left_out_errors(
 
 
 def traits_of(cases: Sequence[MeasuredRun]) -> Traits:
-    """What runs that count in tables of errors had, by architecture."""
+    """Traits of the scored runs, by architecture."""
     traits_of_architectures: dict[str, set[str]] = {}
     for case in cases:
         if case.row["scored"] == "yes":
@@ -67,7 +67,7 @@ def family_of(case: MeasuredRun) -> tuple[str, str, str]:
 
 
 def errors_left_out(errors: Sequence[LeftOutRun]) -> Errors:
-    """What errors.json says: of runs that count in tables of errors, each configuration with the mean of its repetitions."""
+    """The content of errors.json: scored runs, each configuration with the mean error of its repetitions."""
     repetitions: dict[str, list[LeftOutRun]] = {}
     for case, error, beyond in errors:
         if case.row["scored"] == "yes":
@@ -83,7 +83,7 @@ def errors_left_out(errors: Sequence[LeftOutRun]) -> Errors:
 
 
 def held(errors: Sequence[LeftOutRun]) -> dict[str, tuple[int, int]]:
-    """Kind -> left-out runs that lie in their intervals, and all of them, where intervals know nothing of a run's family."""
+    """Kind -> number of left-out runs inside their interval, and of all; the interval comes from runs of other families."""
     counts: dict[str, list[bool]] = {"dense": [], "MoE": []}
     scored = [run for run in errors if run[0].row["scored"] == "yes"]
     for family in sorted({family_of(case) for case, *_ in scored}):
@@ -100,7 +100,7 @@ def held(errors: Sequence[LeftOutRun]) -> dict[str, tuple[int, int]]:
 
 
 def fragmentation(cases: Sequence[MeasuredRun], constants: Constants) -> float:
-    """What is reserved beyond what is allocated, as a part of activations and temporaries: the median over runs that say both."""
+    """Reserved beyond allocated memory as a share of activations and temporaries: the median over runs with both peaks."""
     peaks: dict[str, dict[bool, MeasuredRun]] = {}
     for case in cases:
         peaks.setdefault(case.row["source"], {})[case.row.is_reserved] = case
@@ -116,7 +116,7 @@ def memory_errors(ratios: Sequence[tuple[Hashable, float]]) -> MemoryErrors:
     """Mean and deviation of the logarithms of measured over predicted peaks.
 
     Args:
-        ratios: a run's family, which counts once, with its mean, and the ratio.
+        ratios: family of a run, and its ratio; a family counts once, with the mean of its runs.
     """
     families: dict[Hashable, list[float]] = {}
     for family, ratio in ratios:

@@ -1,8 +1,8 @@
-"""Errors of runs under constants, priced by a process for each core; each of them has its own part of the runs.
+"""Errors of runs under constants, priced by one process per core; each process has its own share of the runs.
 
-A fit asks for the errors of some runs under some constants, tens of thousands of times, and mostly for few runs. A process
-remembers what it has priced, by the constants that a configuration sees, so that a run always has to come to the same one. What
-is answered does not depend on their number.
+A fit needs the errors of some runs under some constants tens of thousands of times, mostly of few runs. A process keeps the
+seconds that it has priced, by the constants that a configuration sees, so every run belongs to one process. The answers do not
+depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def architecture_of(gpu: str) -> str:
 
 
 class PricedRuns:
-    """Runs whose errors are asked for; a context, which ends its processes.
+    """Runs that a fit prices; a context, which ends its processes.
 
     Args:
-        runs: all that will be asked for.
-        processes: 1 prices in this one; as many as there are cores where it is None.
+        runs: every run whose errors will be needed.
+        processes: 1 prices in this process; None starts one per core.
     """
 
     def __init__(self, runs: Sequence[FittedRun], processes: int | None = None) -> None:
@@ -100,7 +100,7 @@ class PricedRuns:
     def errors(self, questions: Sequence[tuple[Sequence[FittedRun], Constants]]) -> list[list[float]]:
         """Logarithms of predicted over measured seconds, of some runs under some constants each.
 
-        Many questions at once keep the processes busy: one has a few runs, and they are not the same in each process.
+        Many questions at once keep all processes busy: one question has few runs, often of one process.
         """
         if not self._links:
             return [[self._error(run, constants) for run in runs] for runs, constants in questions]

@@ -24,7 +24,7 @@ PEAKS = {"allocated": ("peak_allocated", "peak_allocated_max_over_ranks"),
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class RecordedFigure:
     """One recorded figure beside the predicted one."""
 
     what: str
@@ -62,7 +62,7 @@ class RunCase:
             cluster=self.cluster, constants=of_gpu, common=constants.common, fragmentation=constants.fragmentation
         )
 
-    def compared(self, constants: Constants) -> list[Compared]:
+    def compared(self, constants: Constants) -> list[RecordedFigure]:
         """Every recorded figure that is predicted."""
         predicted, values = self.predict(constants).predicted, self.run.values
         figures = []
@@ -70,18 +70,18 @@ class RunCase:
         transfer *= len(predicted.stages) > 1
         if "iteration_time" in values:
             step = values["iteration_time"]
-            figures.append(Compared("step", None, step.split, step.value, predicted.step_seconds))
+            figures.append(RecordedFigure("step", None, step.split, step.value, predicted.step_seconds))
         for index, (stage, plan) in enumerate(zip(predicted.stages, self.job.plan.stages, strict=True)):
             passes = [values.get(f"stage{index}_{name}") for name in PASSES]
             if passes[0] is not None and passes[1] is not None:
                 seconds = plan.gradient_accumulation_steps * (stage.stable_seconds - 2.0 * transfer)
                 measured = passes[0].value + passes[1].value
-                figures.append(Compared("stage", index, _split(passes), measured, seconds))
+                figures.append(RecordedFigure("stage", index, _split(passes), measured, seconds))
             vain = stage.peak_bytes_by_category.fragmentation
             for what, bytes_ in (("allocated", stage.peak_bytes - vain), ("reserved", stage.peak_bytes)):
                 peak = next((values[n] for name in PEAKS[what] if (n := f"stage{index}_{name}") in values), None)
                 if peak is not None:
-                    figures.append(Compared(what, index, peak.split, peak.value, bytes_ / MIB))
+                    figures.append(RecordedFigure(what, index, peak.split, peak.value, bytes_ / MIB))
         return figures
 
 

@@ -22,7 +22,7 @@ NAMED_SIZES = re.compile(r"gpt-[\d.]+b\(h(\d+),L(\d+),a(\d+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What the runs of a source switch on without saying so."""
+    """Settings that the runs of a source use and do not name."""
 
     overlapped: bool = True
     """Gradients and parameters under computation."""
@@ -66,7 +66,7 @@ NATURAL = ("NVIDIA/Megatron-LM:tests/",)
 PROVIDERS = {
     "gpt_oss_provider.py": "--softmax-type learnable --quick-geglu --activation-func-clamp-value 7.0 --glu-linear-offset 1.0"
 }
-"""What the provider of a model switches on that models.json does not say, by the end of the entry's source."""
+"""Flags that a model's provider sets and models.json does not have, by the end of the entry's source."""
 UPSTREAM_DEFAULTS = ("mcore-test:gpt3_7b_", "mcore-test:gpt3_mcore_te_tp1_pp1_", "mcore-test:gpt3_mcore_tp1_pp1_")
 """Models whose argument list (tests/golden/argument_lists.json) leaves dropout, biases and positions as upstream has them."""
 _LOCAL_TEST = re.compile(r"mcore-test:gpt3_mcore_tp\d(?!.*_te)")
@@ -201,9 +201,9 @@ def calibration_rows(times: bool) -> list[MeasuredRow]:
 
 
 def launched_rows() -> list[MeasuredRow]:
-    """Calibration rows of small models, whose steps are bound by the host: too small to be scored, but what tells of launching.
+    """Calibration rows of small models, whose steps are bound by the host; too small to be scored, they show launch costs.
 
-    Left out are a run whose activations are offloaded, and one that takes five times as long as its twin on twice the GPUs.
+    Excluded: a run with offloaded activations, and one that takes five times as long as its twin on twice the GPUs.
     """
     small = [row for row in measured_rows() if (row["scored"], row["metric"]) == ("toy size", "step_time_s")]
     rows = [row for row in small if row["split"] == "calibration" and row["n_gpus"]]
