@@ -257,9 +257,7 @@ def _require_alike_balance(plan: Plan, source: str, config: Config) -> None:
     if not config.moe.num_experts or not config.moe.moe_aux_loss_coeff:
         return
     kinds = config.moe.moe_router_load_balancing_type
-    # Under a loss per token those of single sequences are weighted by micro-batches, too.
-    per_token = config.training.calculate_per_token_loss
-    batch_level = [kind for kind in kinds if kind in ("aux_loss", "global_aux_loss") or (per_token and kind != "none")]
+    batch_level = [kind for kind in kinds if kind in ("aux_loss", "global_aux_loss")]
     first = plan.stages[0].micro_batch_size
     for index, stage in enumerate(plan.stages):
         if batch_level and stage.micro_batch_size != first:

@@ -79,7 +79,7 @@ def transformer_config(
     }
     fields = sizes | _parallel_fields(config, plan, stage) | _precision_fields(config, plan) | _offload_fields(config)
     if model.num_experts:
-        fields |= _moe_fields(config, model)
+        fields |= _moe_fields(config, model, plan.stages[stage].data)
     if model.latent_attention is None:
         tc = TransformerConfig(**fields)
         if config.model.position_embedding_type == "yarn":
@@ -187,9 +187,14 @@ def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
     }
 
 
-def _moe_fields(config: Config, model: ModelDescription) -> dict[str, Any]:
+def _moe_fields(config: Config, model: ModelDescription, replicas: int) -> dict[str, Any]:
     moe = config.moe
-    kinds, coefficients = list(moe.moe_router_load_balancing_type), list(moe.moe_aux_loss_coeff)
+    kinds = list(moe.moe_router_load_balancing_type)
+    # megatron-core divides this loss by the tokens of all replicas, over which its gradient is a mean a second time.
+    coefficients = [
+        coefficient * (replicas if kind == "global_aux_loss" else 1)
+        for kind, coefficient in zip(kinds, moe.moe_aux_loss_coeff, strict=True)
+    ]
     return {
         "num_moe_experts": model.num_experts,
         "moe_layer_freq": [int(is_moe) for is_moe in model.moe_layers],

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -495,11 +494,6 @@ _SENT_AND_STORED = {
 
 def _discard(value: object) -> None:
     """The counts stay in their handle."""
-
-
-def set_aux_loss_scale(scale: float, device: torch.device) -> None:
-    """Auxiliary losses are added in the routers' backward, at the scale of the loss."""
-    MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), scale, device=device))
 
 
 def _cut(tokens: Tensor, samples: int, parts: int) -> list[Tensor]:

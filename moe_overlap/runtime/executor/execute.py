@@ -25,7 +25,7 @@ from moe_overlap.plan.lowering.dependencies import COMMUNICATION, last_uses
 from moe_overlap.plan.operators import FORWARD, RECOMPUTE
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
-from moe_overlap.runtime.executor.bindings import ChunkOperators, set_aux_loss_scale
+from moe_overlap.runtime.executor.bindings import ChunkOperators
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.graphs import CudaGraphs, SegmentGraphs, leave_generators_alone, refuse_uncapturable
 from moe_overlap.runtime.executor.state import StepState
@@ -35,6 +35,7 @@ from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_ins
 from moe_overlap.runtime.routing.balance_report import forget_balance_losses
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.state.attached_losses import micro_batch_share, set_attached_scales
 from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult, computes_later, naming
 
@@ -143,8 +144,6 @@ class PlanExecutor:
             static_capacity=context.plan.static_capacity_factor is not None,
         )
         self._per_token = config.calculate_per_token_loss
-        # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
-        self._context_size = context.groups.collection.cp.size()
         loss = partial(micro_batch_loss, per_token=self._per_token)
         self._graphs = graphs
         if graphs is None and context.graph_stream is not None:
@@ -171,8 +170,7 @@ class PlanExecutor:
         self._optimizer.zero_grad()
         self._begin(trains=True)
         state = self._state(instructions, batches, step)
-        device = next(self._chunks[0].parameters()).device
-        set_aux_loss_scale(state.loss_scale, device)
+        state.update.token_count = set_attached_scales(self.context, state.batches, self._optimizer.loss_scale)
         if self._graphs is not None:
             self._graphs.begin(instructions)
         with self._collectives.recorded():
@@ -201,24 +199,17 @@ class PlanExecutor:
         facts = self._facts_of(instructions)
         # All at once: chunks of an interleaved pipeline read the same micro-batch at different times.
         arrived = [next(batches) for _ in range(facts.micro_batches)]
+        # A loss per token is a sum: the update divides all gradients by the tokens of the step.
+        share = 1.0 if self._per_token else micro_batch_share(self.context, facts.micro_batches)
         return StepState(
             Buffers(lambda i: facts.partitions.get(i.name, 1)),
             arrived,
-            self._optimizer.loss_scale * self._share_of_micro_batch(facts.micro_batches),
+            self._optimizer.loss_scale * share,
             self._clock.seed,
             first_micro_batch(step),
             facts.recomputed,
             update=UpdateState(micro_batches=facts.micro_batches),
         )
-
-    def _share_of_micro_batch(self, micro_batches: int) -> float:
-        """The factor of a micro-batch's losses, so that DDP's reduction makes the gradient of the mean over the step."""
-        if self._per_token:
-            return 1.0
-        if self.context.plan.sums_gradients:
-            # Every rank of every stage adds: replicas of one stage are not those of another.
-            return 1.0 / (micro_batches * self.context.stage.data)
-        return self._context_size / micro_batches
 
     def _facts_of(self, instructions: Sequence[Instruction]) -> _ListFacts:
         """The facts of a list, read once: reading it in every step would leave the device idle."""

@@ -35,7 +35,7 @@ class StepState:
     buffers: Buffers
     batches: Sequence[Batch]
     loss_scale: float
-    """Scale of every micro-batch's loss, auxiliary losses included, in the gradients; with fp16, times the optimizer's."""
+    """Scale of every micro-batch's main loss in the gradients; with fp16, times the optimizer's."""
     seed: int
     """Seed of the gates' draws."""
     first_micro_batch: int

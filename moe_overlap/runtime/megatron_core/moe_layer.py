@@ -91,6 +91,8 @@ class RecordedMoELayer(MoELayer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        # Attached losses are weighted by one scale for the step (state/attached_losses.py), not by each router's tokens.
+        self.router.calculate_per_token_loss = False
         self.recorder = recorder
         self.operator = "moe"
         self._shared_input: Tensor | None = None

@@ -29,6 +29,7 @@ from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_ins
 from moe_overlap.runtime.routing.balance_report import forget_balance_losses
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.state.attached_losses import set_attached_scales
 from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult
 
@@ -147,7 +148,9 @@ class MegatronStepRunner:
         config = copy.copy(chunks[0].config)
         config.finalize_model_grads_func = self._finalize
         config.grad_scale_func = self._scaled
-        # Without overlapped reduction DDP reduces in `finish_grad_sync` only: no micro-batch needs `no_sync`.
+        # Without these the schedule leaves the scales of attached losses as `run` has set them.
+        config.num_moe_experts = config.mtp_num_layers = None
+        # Without overlapped reduction DDP reduces in `finish_grad_sync` only: nothing is held back between micro-batches.
         config.no_sync_func = None
         if chunks[0].ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in chunks]
@@ -167,9 +170,11 @@ class MegatronStepRunner:
             chunk.train()
         # megatron-core's schedule ends with the reduction of gradients: it runs the first update instruction (`_finalize`).
         completing, *update = (i for i in instructions if i.operator.is_update)
-        state = UpdateState(micro_batches=micro_batches_of(instructions))
+        arrived = self._arrived(instructions, batches)
+        state = UpdateState(micro_batches=len(arrived))
+        state.token_count = set_attached_scales(self.context, arrived, self._loss_scale)
         self._ending = completing, state
-        state.reports = self._pass(instructions, batches, step, forward_only=False)
+        state.reports = self._pass(arrived, step, forward_only=False)
         for instruction in update:
             self._update.run(instruction, state)
         return self._update.result(state)
@@ -180,17 +185,17 @@ class MegatronStepRunner:
         self._recorder.start_step()
         for chunk in self.context.chunks:
             chunk.eval()
-        reports = self._pass(instructions, batches, step, forward_only=True)
+        reports = self._pass(self._arrived(instructions, batches), step, forward_only=True)
         loss, tokens, predictions = self._update.mean_losses(reports)
         forget_balance_losses()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()), predictions)
 
-    def _pass(
-        self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int, forward_only: bool
-    ) -> list[Tensor]:
-        """Run the schedule over the list's micro-batches; returns [loss sum, tokens, …] of each, on the last stage only."""
-        micro_batches = micro_batches_of(instructions)
-        arrived = [next(batches) for _ in range(micro_batches)]
+    @staticmethod
+    def _arrived(instructions: Sequence[Instruction], batches: Iterator[Batch]) -> list[Batch]:
+        return [next(batches) for _ in range(micro_batches_of(instructions))]
+
+    def _pass(self, arrived: Sequence[Batch], step: int, forward_only: bool) -> list[Tensor]:
+        """Run the schedule over micro-batches; returns [loss sum, tokens, …] of each, on the last stage only."""
         # Every chunk of an interleaved pipeline reads the same micro-batches, each at its own pace.
         feeds = [enumerate(arrived) for _ in self._scheduled]
         several = len(self._scheduled) > 1
@@ -203,7 +208,7 @@ class MegatronStepRunner:
                 forward_step_func=partial(self._forward_step, step),
                 data_iterator=feeds if several else feeds[0],
                 model=self._scheduled if several else self._scheduled[0],
-                num_microbatches=micro_batches,
+                num_microbatches=len(arrived),
                 seq_length=self.context.plan.sequence_length,
                 micro_batch_size=self.context.stage.micro_batch_size,
                 forward_only=forward_only,
@@ -239,12 +244,10 @@ class MegatronStepRunner:
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss * self._loss_scale
 
-    def _finalize(self, chunks: Sequence[ScheduledChunk], token_count: Tensor | None = None, **_: Any) -> None:
-        """Reduce the gradients; the schedule's other arguments repeat what the context holds."""
+    def _finalize(self, *_: Any, **__: Any) -> None:
+        """Reduce the gradients; the schedule's own arguments name what the context and the step's state hold."""
         assert self._ending is not None
-        completing, state = self._ending
-        state.token_count = token_count
-        self._update.run(completing, state)
+        self._update.run(*self._ending)
 
 
 def _record_ends(model: GPTModel, recorder: SpanRecorder) -> None:

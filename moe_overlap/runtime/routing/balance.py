@@ -6,8 +6,8 @@ No partition knows f in its forward pass; every one does in its backward pass, w
 loss is the mean over samples of the same; the global one takes f averaged over the micro-batches of the step so far. The z-loss
 is a mean over tokens, of which a partition adds its share.
 
-Formulas, scalings and names of logged values are megatron-core's (transformer/moe/router.py); one all-reduce of the counts per
-group and micro-batch replaces its one per loss.
+Formulas and names of logged values are megatron-core's (transformer/moe/router.py), weights those of `state/attached_losses.py`;
+one all-reduce of the counts per group and micro-batch replaces its one per loss.
 
 Legend: T tokens of a partition, B samples of the micro-batch, E experts; f counts, P summed scores.
 """
@@ -103,9 +103,6 @@ def z_loss_share(
     if not torch.is_grad_enabled():
         return logits_TE
     share = squares_T.sum() / totals.valid_tokens * (router.config.moe_z_loss_coeff / router.tp_cp_group.size())
-    if router.calculate_per_token_loss:
-        # Gradients are divided by the tokens of the step later.
-        share = share * totals.valid_tokens
     return MoEAuxLossAutoScaler.apply(logits_TE, share)
 
 
@@ -126,9 +123,9 @@ def close_balance(router: TopKRouter, totals: BalanceTotals) -> None:
         coefficient = router.get_aux_loss_coeff(kind)
         if coefficient == 0:
             continue
-        group, local, counts, terms = router.tp_cp_group, totals.counts_BE.sum(), near_BE.sum(0), 1
+        group, counts, terms = router.tp_cp_group, near_BE.sum(0), 1
         if kind == "seq_aux_loss":
-            counts, local, terms = near_BE, local / samples, samples
+            counts, terms = near_BE, samples
         tokens = counts.sum() / (router.topk * terms)
         if kind == "global_aux_loss":
             group = router.tp_dp_cp_group
@@ -140,8 +137,7 @@ def close_balance(router: TopKRouter, totals: BalanceTotals) -> None:
         weight = counts * router.num_experts / (router.topk * tokens.clamp(min=1).square()) / terms
         if totals.logs:
             _log(router, totals, name, (totals.scores_BE * weight).sum(), group, has_dp=kind == "global_aux_loss")
-        local_tokens = local / router.topk if router.calculate_per_token_loss else 1
-        totals.factor_BE += coefficient * local_tokens * weight
+        totals.factor_BE += coefficient * weight
 
 
 def sum_over(counts: Tensor, group: Any) -> Tensor:

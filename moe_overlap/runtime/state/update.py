@@ -53,18 +53,15 @@ def finalize_gradients(
     groups: ProcessGroupCollection,
     config: TransformerConfig,
     over_replicas: Callable[[], None] | None = None,
-    over_ranks: Callable[[Tensor], None] | None = None,
 ) -> None:
     """Reduce the gradients of one rank's chunks.
 
     Args:
         chunks: DDP-wrapped model chunks whose backward passes are over.
-        token_count: with a per-token loss, the tokens of this rank's micro-batches (right on the last stage only).
+        token_count: with a per-token loss, the tokens of the step that count.
         groups: the stage's groups.
         config: the chunks' TransformerConfig.
-        over_replicas: completes the reduction over data-parallel replicas; None: DDP's own.
-        over_ranks: replaces a rank's token count by that of the step, in place; None: broadcast from the last rank of the
-            pipeline group.
+        over_replicas: completes the reduction over data-parallel replicas; DDP's own unless given.
     """
     if over_replicas is None:
         for chunk in chunks:
@@ -76,16 +73,9 @@ def finalize_gradients(
     if config.moe_router_enable_expert_bias:
         update_expert_bias(chunks, groups.tp_dp_cp, config.moe_router_bias_update_rate)
     reset_model_temporary_tensors(config, list(chunks))
-    if token_count is not None:
-        # Only the last stage sees losses; every stage must divide its gradients by the same number of tokens.
-        if over_ranks is not None:
-            over_ranks(token_count)
-        else:
-            dist.broadcast(token_count, group_src=groups.pp.size() - 1, group=groups.pp)
-            dist.all_reduce(token_count, group=groups.dp_cp)
-        if token_count > 0:
-            for chunk in chunks:
-                chunk.scale_gradients(1.0 / token_count)
+    if token_count is not None and token_count > 0:
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / token_count)
 
 
 @torch.no_grad()
@@ -109,9 +99,8 @@ class UpdateState:
     Attributes:
         reports: [sum of the losses, tokens] of this rank's micro-batches, followed by the same of every prediction layer; empty
             off the last stage. Complete when the norm begins.
-        token_count: with a per-token loss, the tokens of this rank's micro-batches (right on the last stage only) if the
-            schedule counts them; None: taken from the reports.
-        micro_batches: number of this rank's micro-batches.
+        token_count: with a per-token loss, the tokens of the step that count (attached_losses.py); None without.
+        micro_batches: of this rank.
         is_reduced: whether `gradients` has run.
         gradients: set by `optimizer.norm`, as the losses are.
         loss, tokens, predictions, balance: see `StepResult`.
@@ -155,7 +144,6 @@ class StepUpdate:
         self._device, self._model = context.device, context.model
         is_tied = bool(context.groups.ends) and context.model.tied_embeddings
         self._tied = TiedEmbedding(self._chunks, context.groups) if is_tied else None
-        self._over_ranks = self._sum_tokens if context.plan.transfers else None
         self._loss_rank = context.plan.stages[context.plan.loss_stage].devices.ranks[-1]
         # A replayed graph adds to the tracker's tensors of the step in which it was captured.
         self._reports_balance = context.graph_stream is None
@@ -193,23 +181,14 @@ class StepUpdate:
         """Step 1."""
         # A gradient still in the queue would miss the reduction.
         self._queue.assert_empty()
-        config = self._chunks[0].config
-        tokens = state.token_count
-        if tokens is None and config.calculate_per_token_loss:
-            tokens = _tokens_of(state.reports, self._device)
-        # Buckets have been reduced where the list places them: the replicas have nothing more to send.
+        config, tokens = self._chunks[0].config, state.token_count
+        # Buckets have been reduced where the list placed them: the replicas have nothing left to send.
         over_replicas = self._buckets.finish if self._buckets is not None else None
         with self._recorded(instruction):
             if self._tied is not None:
                 self._tied.exchange()
-            finalize_gradients(self._chunks, tokens, self._groups.collection, config, over_replicas, self._over_ranks)
+            finalize_gradients(self._chunks, tokens, self._groups.collection, config, over_replicas)
         state.is_reduced = True
-
-    def _sum_tokens(self, tokens: Tensor) -> None:
-        """Sum the tokens of the step over all ranks, without a group across the stages: tensor ranks count the same ones."""
-        if self._groups.collection.tp.rank() > 0:
-            tokens.zero_()
-        dist.all_reduce(tokens, group=self._groups.world)
 
     def _take_norm(self, instruction: Instruction, state: UpdateState) -> None:
         """Step 2. Norm and loss are collective, so every rank computes both in this order, even if the first is not finite."""
@@ -277,8 +256,3 @@ def micro_batch_loss(losses_BS: Tensor, batch: Batch, per_token: bool) -> tuple[
 def micro_batches_of(instructions: Sequence[Instruction]) -> int:
     """Number of micro-batches of an instruction list."""
     return 1 + max(i.micro_batch for i in instructions if i.micro_batch is not None)
-
-
-def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Tokens that count in this rank's micro-batches, int64; 0 off the last stage."""
-    return sum((report[1].long() for report in reports), torch.zeros((), dtype=torch.int64, device=device))

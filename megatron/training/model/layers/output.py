@@ -173,10 +173,13 @@ class PredictingModel(LanguageModel):
 
     Attributes:
         prediction_report: sum of the losses and number of tokens of every prediction layer, in turn, for the last micro-batch.
+        mean_counts: with a per-token loss, the tokens of a micro-batch that count in each prediction layer, in the mean over the
+            step; set before the step.
     """
 
     mtp: Any
     prediction_report: Tensor
+    mean_counts: Tensor | None = None
 
     def __init__(
         self,
@@ -229,10 +232,11 @@ class PredictingModel(LanguageModel):
             name: inputs[name] for name in ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
         }
         reports = []
-        for layer in self.mtp.layers:
+        for number, layer in enumerate(self.mtp.layers):
             ahead, targets, losses_BS, count = self.predict(layer, ahead, targets, weight, shared)
             reports += [losses_BS.detach().sum(), count]
-            hidden_states = MTPLossAutoScaler.apply(hidden_states, self.weighted(losses_BS, count))
+            divisor = count if self.mean_counts is None else self.mean_counts[number]
+            hidden_states = MTPLossAutoScaler.apply(hidden_states, self.weighted(losses_BS, divisor))
         self.prediction_report = torch.stack(reports)
         logits, _ = self.output_layer(hidden_states, weight=weight)
         return self.compute_language_model_loss(labels, logits)
@@ -263,13 +267,14 @@ class PredictingModel(LanguageModel):
         return ahead, Targets(tokens_BS, positions_BS, labels_BS, mask_BS), losses_BS, count
 
     def weighted(self, losses_BS: Tensor, count: Tensor) -> Tensor:
-        """The scaled losses of one layer, to be added to the micro-batch's loss; the schedule scales both by the same factor.
+        """This rank's share of one layer's weighted loss, which the step scales as its balancing losses.
 
-        Ranks that share a sample average their gradients: each divides by the mean number of tokens per rank.
+        Args:
+            losses_BS: 0 where they do not count.
+            count: number of this rank's losses that count; with a per-token loss, of a micro-batch in the mean over the step.
         """
-        scale = self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers
-        if self.config.calculate_per_token_loss:
-            return scale * losses_BS
-        count = count.clone()
-        dist.all_reduce(count, group=self.cp_group)
-        return scale * losses_BS * self.cp_group.size() / count.clamp(min=1)
+        if not self.config.calculate_per_token_loss:
+            count = count.clone()
+            dist.all_reduce(count, group=self.cp_group)
+            count = count.clamp(min=1)
+        return self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers * losses_BS / count
