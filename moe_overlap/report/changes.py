@@ -1,4 +1,4 @@
-"""The changes that a plan makes to a user's own flags, one decision at a time, with the predicted effect of each alone."""
+"""The differences between a plan and the user's flags, decision by decision, each with its separate predicted effect."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moe_overlap.tuner.cost.analytic import Prediction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A decision that the plan makes otherwise than the user's flags.
+    """A decision in which the plan differs from the user's flags.
 
     Attributes:
         name: of the decision, such as "micro-batch".
-        before, after: flags with their values; what stands in one of them only is removed or added.
-        alone: the user's flags with this change and no other; None where rules refuse them.
-        rule: why they do.
+        before, after: flag -> values, in the user's flags and in the plan; a flag in only one of them is removed or added.
+        alone: the prediction of the user's flags with only this change; None if a rule refuses them.
+        rule: the rule that refuses them.
     """
 
     name: str
@@ -44,30 +44,30 @@ class Change:
         return ", ".join(parts)
 
     def gain(self, baseline: Prediction) -> float:
-        """Seconds of a step that the change saves alone; 0 where it cannot be made alone."""
+        """Seconds of a step that the change saves by itself; 0 if it is not possible by itself."""
         return 0.0 if self.alone is None else baseline.predicted.step_seconds - self.alone.predicted.step_seconds
 
     def effect(self, baseline: Prediction) -> str:
-        """The predicted effect of the change alone, as text."""
+        """The predicted effect of only this change, as text."""
         if self.alone is None:
             return f"only together with others: {self.rule}"
         seconds = self.alone.predicted.step_seconds - baseline.predicted.step_seconds
         memory = self.alone.fullest.needed_bytes - baseline.fullest.needed_bytes
         fits = "" if self.alone.fits else f"; {self.alone.memory_verdict}"
-        space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "as much memory"
-        # What costs something alone is no reason for itself.
-        others = "" if seconds < 0 and self.alone.fits else "; chosen for what it gives together with the others"
+        space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "the same memory"
+        # A change that costs time or memory by itself needs another reason.
+        others = "" if seconds < 0 and self.alone.fits else "; chosen for its effect together with the others"
         return f"alone {difference(seconds)} a step and {space}{fits}{others}"
 
 
 def helpful(changes: Sequence[Change], baseline: Prediction) -> list[Change]:
-    """The changes that save seconds alone, in their order; those that alone do not fit come last."""
+    """The changes that save time by themselves, in order; those that do not fit by themselves come last."""
     gaining = [change for change in changes if change.gain(baseline) > 0.0]
     return sorted(gaining, key=lambda change: change.alone is None or not change.alone.fits)
 
 
 def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
-    """The changes for programs, the largest gain first."""
+    """The changes as JSON, the largest gain first."""
     return [
         {
             "name": change.name,
@@ -83,5 +83,5 @@ def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
 
 
 def change_lines(changes: Sequence[Change], baseline: Prediction) -> list[str]:
-    """The changes for a reader, the largest gain first."""
+    """The lines on the changes, the largest gain first."""
     return [line("change", f"{change.sentence}: {change.effect(baseline)}") for change in changes]

@@ -1,4 +1,4 @@
-"""The plans that are left at the end of a search: written as flags, predicted, and some of them simulated."""
+"""The finalists of a search: plans that were written as flags and predicted; some are also simulated."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.problem import Problem
 
 APART = 0.01
-"""Share of a predicted step by which its simulation may differ without being told."""
+"""Largest difference between simulation and prediction that is not reported, as a share of the predicted step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finalist:
-    """A plan that was written as flags, read again and predicted.
+    """A plan that was written as flags, parsed again and predicted.
 
     Attributes:
-        problem: the run under its plan, as read from the flags.
-        arguments: the flags of the whole run; `said` are those that say the plan, but for those that its file says in their place
-            (`in_file`): flags cannot say what single stages recompute.
-        is_staged: whether its stages decided for themselves about layers and recomputation.
-        refusal: why pretrain_moe.py refuses the plan; None where it, or the target, executes it.
-        simulated: simulated seconds of the step over the predicted ones; None where the plan was not simulated.
-        lacks_lists: whether it is predicted by a closed form as yet, though lists know more: on unlike meshes, in whose closed
-            form nothing waits for tiles, and where states move (tuner/cost/prediction.py).
+        problem: the run with this plan, as parsed from the flags.
+        arguments: all flags of the run.
+        said: the flags among them that express the plan.
+        in_file: flags whose decisions are in the plan's file instead: no flag expresses the recomputation of single stages.
+        is_staged: whether layers and recomputation were chosen separately for each stage.
+        refusal: why pretrain_moe.py refuses the plan; None if it, or the target, executes it.
+        simulated: simulated over predicted seconds of the step; None if the plan was not simulated.
+        lacks_lists: whether the prediction is still the closed form, which ignores tile waits (unlike meshes) and moved states
+            (tuner/cost/prediction.py); such a plan should be simulated.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Finalist:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the flags say."""
+        """The plan of the flags."""
         return self.problem.plan
 
     @property
@@ -51,7 +52,7 @@ class Finalist:
 
     @property
     def simulated_seconds(self) -> float:
-        """Simulated seconds of a step, by which finalists are ordered; the predicted ones where it was not simulated."""
+        """Simulated seconds of a step, which rank the finalists; the predicted ones if it was not simulated."""
         return self.seconds * (1.0 if self.simulated is None else self.simulated)
 
     @property
@@ -61,19 +62,19 @@ class Finalist:
 
 
 def is_paired(finalist: Finalist) -> bool:
-    """Whether its layers overlap as Megatron-LM overlaps them; only Megatron-LM runs it then."""
+    """Whether its layers use Megatron-LM's overlap, so that only Megatron-LM runs it."""
     return finalist.problem.features.overlap_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screened:
-    """A layout that was looked at for the all-to-alls that it may hide.
+    """A layout that was evaluated for the all-to-alls that it can hide.
 
     Attributes:
-        way: to overlap.
-        least_seconds: of its step, if all that can be hidden were.
-        seconds: simulated, of the simplest plan of that way; None where it does not fit or a rule refuses it.
-        refused: why there is none.
+        way: the mechanism of overlap.
+        least_seconds: lower bound of its step: all communication that can be hidden is hidden.
+        seconds: simulated seconds of the simplest plan with this mechanism; None if it does not fit or a rule refuses it.
+        refused: why there is no such plan.
     """
 
     name: str
@@ -84,5 +85,5 @@ class Screened:
 
     @property
     def order(self) -> tuple[float, float]:
-        """The fastest first; those without a plan behind them."""
+        """Sort key: the fastest first, then those without a plan."""
         return math.inf if self.seconds is None else self.seconds, self.least_seconds

@@ -1,4 +1,4 @@
-"""The answer of a plan search: as data, as JSON, as about ten lines, and as the files that run it."""
+"""The answer of a plan search: as data, as JSON, as about ten lines, and as the files of a run."""
 
 from __future__ import annotations
 
@@ -50,35 +50,36 @@ from moe_overlap.tuner.write.upstream_rules import PAIRED
 EXECUTED = "--target moe-overlap: the best plan that runs today"
 EARLY = "stopped early: better plans may be left"
 SHOWN_CHANGES = 1
-"""Changes of the user's flags that the short answer names; --verbose and the JSON have all."""
+"""Changes of the user's flags in the short answer; --verbose and the JSON have all."""
 MEASURE = "--pipeline-model-parallel-size"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSearch:
-    """The chosen plan, what else was looked at, and how to run it.
+    """The chosen plan, the other candidates, and how to run the plan.
 
     Attributes:
         words: the user's flags without their layout.
-        tuned: the overlap of the chosen plan, for this runtime; None where nothing is overlapped.
-        others: the other finalists, from the fastest on.
+        tuned: the overlap of the chosen plan, for this runtime; None without overlap.
+        others: the other finalists, the fastest first.
         found: the search over uniform plans.
         refused: plans that rules across flags refuse, with the rule.
-        baseline: of the user's own layout; None where the flags have none.
-        dropped: flags of the user that the run goes without, with the reason.
-        staged: the search over plans of unlike stages; None where there was none.
-        equal_stages_seconds: of the fastest plan whose stages recompute alike, with its overlap; None: no others were searched.
+        baseline: the prediction of the user's layout; None if the flags have none.
+        dropped: flags of the user that the run does not use, with the reason.
+        staged: the search over plans with unlike stages; None if it did not run.
+        equal_stages_seconds: step of the fastest plan with equal stages, its overlap included; None: no unlike stages were
+            searched.
         is_interrupted: whether Ctrl-C ended it early.
-        is_late: whether the time limit passed while its best plans were simulated and their overlap was decided.
-        dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
-        why_plain: why the chosen plan overlaps nothing; empty where it does, or where overlap was not asked for.
-        screened: layouts that were looked at for the all-to-alls that they may hide, the fastest first.
-        changes: what the plan changes in the user's own layout, the largest gain first.
-        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
-        sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
-        launching: what launches from the host cost the chosen plan.
-        wider_space: a search space that has plans like the user's own layout, where this one does not; else empty.
-        kept_micro_batch: the user's, where another would change what is trained; None: all were searched.
+        is_late: whether the time limit passed during the simulation of its best plans and the choice of their overlap.
+        dispatchers: the other dispatchers that were evaluated; empty if the dispatcher of the flags is kept.
+        why_plain: why the chosen plan has no overlap; empty if it has, or if overlap was not requested.
+        screened: layouts that were evaluated for the all-to-alls that they can hide, the fastest first.
+        changes: the differences from the user's layout, the largest gain first.
+        graphs: whether lists are replayed as CUDA graphs, with the alternative; None if there is no choice.
+        sharding: the best sharding of every operator, including shardings that nothing executes; None if the space excludes it.
+        launching: the cost of launches from the host in the chosen plan.
+        wider_space: a search space that includes plans like the user's layout, if this one does not; else empty.
+        kept_micro_batch: the user's micro-batch size if another one would change the training; None: all sizes were searched.
     """
 
     target: str
@@ -109,36 +110,36 @@ class PlanSearch:
 
     @property
     def ended_early(self) -> bool:
-        """Whether time or Ctrl-C ended the search."""
+        """Whether the time limit or Ctrl-C ended the search."""
         return self.is_interrupted or self.is_late or _solution(self).status is Status.TIME_LIMIT
 
     @property
     def problem(self) -> Problem:
-        """The problem that prices the chosen plan: with lists replayed as CUDA graphs where those of the answer are."""
+        """The problem that prices the chosen plan, with CUDA graphs if the answer has them."""
         return self.chosen.problem.replaying(self.graphs is not None and self.graphs.is_on)
 
     @property
     def sentence(self) -> str:
-        """The chosen plan in words; of unlike meshes no stage stands for the others."""
-        words = self.chosen.name if self.plan.transfers else plan_sentence(self.plan)
+        """The chosen plan as text; for unlike meshes its name, because no stage represents the others."""
+        sentence = self.chosen.name if self.plan.transfers else plan_sentence(self.plan)
         if not self.is_upstream:
-            return words
+            return sentence
         overlap = ", overlap: two micro-batches at a time" if PAIRED[0] in (*self.words, *self.chosen.said) else ""
-        return f"{words}{overlap}, for unmodified Megatron-LM"
+        return f"{sentence}{overlap}, for unmodified Megatron-LM"
 
     @property
     def is_upstream(self) -> bool:
-        """Whether the plan is written for unmodified Megatron-LM, and not for this runtime."""
+        """Whether the plan is written for unmodified Megatron-LM instead of this runtime."""
         return self.target == "megatron-lm" or is_paired(self.chosen)
 
     @property
     def written_for(self) -> Target:
-        """The software that the flags of the plan are for."""
+        """The software that reads the flags of the plan."""
         return "megatron-lm" if self.is_upstream else "moe-overlap"
 
     @property
     def refusal(self) -> str | None:
-        """Why nothing runs the chosen plan today; None where it is written as flags."""
+        """Why nothing runs the chosen plan today; None if it is written as flags."""
         return self.chosen.refusal
 
     @property
@@ -155,39 +156,44 @@ class PlanSearch:
     @property
     def written(self) -> WrittenFlags:
         """The flags that run the plan."""
-        plan_file, words, said = None, self.words, self.chosen.said
+        plan_file, arguments, plan_arguments = None, self.words, self.chosen.said
         in_file = self.chosen.in_file
         if in_file:
             plan_file = "plan.json"
         if self.plan.transfers:
-            # The file says the layout, and no flag what its lists need.
-            words, in_file = self.chosen.arguments, ()
+            # The plan's file has the layout; no flag expresses it.
+            arguments, in_file = self.chosen.arguments, ()
         if self.tuned is not None and self.tuned.chosen.name != PLAIN:
-            plan_file, words, said, in_file = "plan.json", self.tuned.arguments, (), (*in_file, *said)
+            plan_file, arguments, plan_arguments, in_file = (
+                "plan.json",
+                self.tuned.arguments,
+                (),
+                (*in_file, *plan_arguments),
+            )
         head = [f"{self.plan.model.name} on {self.cluster.gpus} × {self.cluster.group_of(0).gpu.name}"]
-        # Megatron-LM's own overlap may be what the search found, whoever the target is.
-        dropped = {name: reason for name, reason in self.dropped.items() if name not in said}
+        # For any target the search may have chosen Megatron-LM's overlap.
+        dropped = {name: reason for name, reason in self.dropped.items() if name not in plan_arguments}
         if self.tuned is not None:
             dropped |= {name: LEFT_OUT[name] for name in self.tuned.dropped}
         effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
         if self.dispatchers and self.tuned is None:
-            looked_at = ", ".join((FIRST, *(outcome.name for outcome in self.dispatchers)))
-            effects["--moe-token-dispatcher-type"] = f"predicted to be the fastest of {looked_at}"
+            evaluated = ", ".join((FIRST, *(outcome.name for outcome in self.dispatchers)))
+            effects["--moe-token-dispatcher-type"] = f"predicted to be the fastest of {evaluated}"
         if self.baseline is not None:
             for change in self.changes:
                 for flag in list(change.after)[:1]:
-                    own = f"in your flags, {change.effect(self.baseline)}"
-                    effects[flag] = "; ".join(filter(None, (effects.get(flag), own)))
+                    effect = f"in your flags, {change.effect(self.baseline)}"
+                    effects[flag] = "; ".join(filter(None, (effects.get(flag), effect)))
         if plan_file is not None:
-            dropped.pop("--plan", None)  # The plan that was found stands in its place.
-        if GRAPHS in words:
+            dropped.pop("--plan", None)  # The chosen plan replaces it.
+        if GRAPHS in arguments:
             dropped.pop(GRAPHS, None)
-        # What the search took from the user's flags is among them again, so that it is listed with its reason.
-        words = (*words, *(name for name in dropped if name not in words))
+        # Dropped flags are added again, so that the file lists them with the reason.
+        arguments = (*arguments, *(name for name in dropped if name not in arguments))
         return argument_file(
-            words,
+            arguments,
             self.plan,
-            said,
+            plan_arguments,
             self.written_for,
             effects=effects,
             dropped=dropped,
@@ -201,7 +207,7 @@ class PlanSearch:
 
 
 def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[str, Any]:
-    """The answer for programs: the chosen plan as tools/predict.py prints it, the plan itself, and the others."""
+    """The answer as JSON: the prediction of the chosen plan as in tools/predict.py, the plan itself, and the other candidates."""
     counts, solution = search.found.counts, _solution(search)
     executed = search.refusal is None
     training = training_json(search.prediction, search.cluster, train_tokens)
@@ -265,7 +271,7 @@ def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[s
 
 
 def _dispatchers_json(search: PlanSearch) -> dict[str, Any]:
-    """The dispatcher of the plan, and what became of the others."""
+    """The dispatcher of the plan, and the results of the others."""
     return {
         "chosen": search.chosen.problem.features.dispatcher,
         "first": FIRST,
@@ -282,9 +288,9 @@ def _dispatchers_json(search: PlanSearch) -> dict[str, Any]:
 
 
 def _solution(search: PlanSearch) -> Solution[Any]:
-    """The best over uniform plans and plans of unlike stages.
+    """The best solution over uniform plans and plans with unlike stages.
 
-    With unlike stages the bound is proven for the layouts whose stages were freed, and for uniform plans of the others.
+    The bound holds for layouts with freed stages that were searched, and for uniform plans of all others.
     """
     uniform = search.found.solution
     if search.staged is None:
@@ -299,7 +305,7 @@ def _solution(search: PlanSearch) -> Solution[Any]:
 
 
 def _staged_json(staged: StageSearch) -> dict[str, Any]:
-    """JSON of the search over unlike stages: its size, and what it proved of the layouts that it looked at."""
+    """The search over unlike stages as JSON: its size, and its bound for the searched layouts."""
     solution = staged.solution
     return {
         "layouts": staged.layouts,
@@ -316,7 +322,7 @@ def _staged_json(staged: StageSearch) -> dict[str, Any]:
 
 
 def simulated_json(finalist: Finalist) -> float | None:
-    """Simulated seconds of a step; None where the plan was not simulated."""
+    """Simulated seconds of a step; None if the plan was not simulated."""
     return None if finalist.simulated is None else finalist.simulated_seconds
 
 
@@ -324,16 +330,16 @@ def simulated_json(finalist: Finalist) -> float | None:
 
 
 def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_tokens: float | None) -> list[str]:
-    """The answer for a reader.
+    """The answer as text.
 
     Args:
-        folder, files: where the answer is written, and under which names.
+        folder, files: the folder of the answer, and the names of its files.
     """
     return [*answer_lines(answer_of(search, train_tokens)), *closing_lines(search, folder, files)]
 
 
 def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
-    """The answer about the chosen plan; runners-up stand in their order, with simulated steps where they were simulated."""
+    """The answer about the chosen plan; runners-up keep their rank and have simulated seconds if they were simulated."""
     others = [
         dataclasses.replace(runner_up(other.name, other.prediction, search.prediction), seconds=other.simulated_seconds)
         for other in search.others
@@ -354,7 +360,7 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
 
 
 def _no_other_overlap(search: PlanSearch) -> str:
-    """Why a search for this runtime, too, would find no overlap; empty where it may."""
+    """Why a search for this runtime cannot find an overlap either; empty if it can."""
     if search.target == "any":
         return "the search has compared it"
     refusal = search.chosen.problem.listed.refusal
@@ -362,8 +368,7 @@ def _no_other_overlap(search: PlanSearch) -> str:
 
 
 def detail_lines(search: PlanSearch) -> list[str]:
-    """The lines of --verbose: every change of the user's flags, CUDA graphs, the plans that rules refuse, and what no layout
-    shards."""
+    """The lines of --verbose: every change of the user's flags, CUDA graphs, screened layouts, free sharding, refused plans."""
     changes = [] if search.baseline is None else change_lines(search.changes, search.baseline)
     sharding = [] if search.sharding is None else sharding_details(search.sharding)
     return [
@@ -376,7 +381,7 @@ def detail_lines(search: PlanSearch) -> list[str]:
 
 
 def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
-    """The plans that rules refuse: a line for each flag, with the first of its plans."""
+    """The refused plans: a line per flag, with its first refused plan."""
     by_flag: dict[str, list[tuple[str, str]]] = {}
     for name, rule in refused:
         by_flag.setdefault(rule.split(maxsplit=1)[0].rstrip(":"), []).append((name, rule))
@@ -389,12 +394,12 @@ def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _graphs_lines(search: PlanSearch) -> list[str]:
-    """A line on lists that are replayed as CUDA graphs, or not; none where no list is run."""
+    """The line on CUDA graphs; empty if the plan follows no lists."""
     return [line("graphs", text) for text in graphs_lines(search.graphs, search.prediction)]
 
 
 def _screened_lines(screened: Sequence[Screened]) -> list[str]:
-    """Layouts that may gain by overlap, and what the simplest plan of each takes."""
+    """Layouts that may gain by overlap, with the step of their simplest plan."""
     lines = []
     for layout in screened:
         took = layout.refused if layout.seconds is None else f"{layout.seconds:.3f} s in its simplest form"
@@ -403,7 +408,7 @@ def _screened_lines(screened: Sequence[Screened]) -> list[str]:
 
 
 def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:
-    """The user's own layout, flags that are left out, how far the search went, what is written, and how to run it."""
+    """Lines on the user's layout, dropped flags, the extent of the search, the files, and the command to run."""
     lines, counts = [], search.found.counts
     ended = f"; {EARLY}" if search.ended_early else ""
     if search.baseline is not None:
@@ -423,13 +428,13 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
                 "tokens; --allow-micro-batch-change searches the others",
             )
         )
-    apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
-    if apart:
-        widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
+    differing = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
+    if differing:
+        widest = max(differing, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
         lines.append(
             line(
                 "simulated",
-                f"{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
+                f"{len(differing)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
                 f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}",
             )
         )
@@ -447,7 +452,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         line(
             "searched",
             f"{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
-            f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} ruled out by bounds"
+            f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} pruned by bounds"
             f"{f', {counts.not_reached:,} not reached' if counts.not_reached else ''}{ended}",
         )
     )
@@ -481,7 +486,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
 
 
 def _stages_lines(search: PlanSearch) -> list[str]:
-    """The gain of stages that decide for themselves over the best plan with equal ones; none where no others were searched."""
+    """The line on the gain of unlike stages over equal ones; empty if no unlike stages were searched."""
     equal, seconds = search.equal_stages_seconds, search.prediction.predicted.step_seconds
     if equal is None or search.staged is None or not search.staged.layouts:
         return []
@@ -496,7 +501,7 @@ def _stages_lines(search: PlanSearch) -> list[str]:
 
 
 def _dispatcher_lines(search: PlanSearch) -> list[str]:
-    """The dispatcher of the plan where it was searched, and the others; none where layers overlap, which bring their own."""
+    """The line on the searched dispatchers; empty if there was no choice, or with overlap, which has its own dispatcher."""
     if not search.dispatchers or search.tuned is not None:
         return []
     name = search.chosen.problem.features.dispatcher
@@ -505,27 +510,27 @@ def _dispatcher_lines(search: PlanSearch) -> list[str]:
     best: dict[str, float] = {}
     for finalist in (search.chosen, *search.others):
         best.setdefault(finalist.problem.features.dispatcher, finalist.seconds)
-    said = [f"{other} {best[other]:.3f} s" if other in best else f"{other} not faster" for other in others]
-    return [line("dispatcher", f"{name}{needed}; {', '.join(said)}")]
+    steps = [f"{other} {best[other]:.3f} s" if other in best else f"{other} not faster" for other in others]
+    return [line("dispatcher", f"{name}{needed}; {', '.join(steps)}")]
 
 
 # Files
 
 
 def write_search(folder: Path, search: PlanSearch) -> list[str]:
-    """Write the plan, the flags that run it and the script that starts it.
+    """Write the plan, its flags and the script that starts the run.
 
     Returns:
-        The names of the files. A machine that was measured gets no script: it may know no Slurm. A plan that nothing runs is
-        written alone.
+        The names of the files. There is no script for a measured machine, which may lack Slurm, and only the plan if nothing runs
+        it.
     Raises:
-        ConfigError: they cannot be written, or nodes have unlike numbers of GPUs.
+        ConfigError: the files cannot be written, or nodes have different numbers of GPUs.
     """
     plan = dataclasses.replace(search.plan, predicted=search.prediction.predicted)
     texts = _run_texts(search, plan) if search.refusal is None else {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The plan first: an earlier one beside new flags, which name it, would be run without a word.
+        # The plan first: otherwise, after a failure, new flags would silently run an earlier plan.
         save_plan(plan, folder / "plan.json")
         for name, text in texts.items():
             write_whole(folder / name, text)
@@ -535,7 +540,7 @@ def write_search(folder: Path, search: PlanSearch) -> list[str]:
 
 
 def _run_texts(search: PlanSearch, plan: Plan) -> dict[str, str]:
-    """The flags and the script by the names of their files."""
+    """File name -> text, for the flags and the script."""
     written = search.written
     target = search.written_for
     environment = run_environment(plan, written.flags, search.cluster.group_of(0).gpu.architecture, target)
