@@ -23,8 +23,8 @@ RECORD = ROOT / "examples/records/argument_lists.md"
 
 def record(answers: Sequence[Answer]) -> str:
     """The record's text."""
-    accepted = sum(one.refused is None for one in answers)
-    runnable = sum(one.refused is None and not one.stops for one in answers)
+    accepted = sum(row.refused is None for row in answers)
+    runnable = sum(row.refused is None and not row.stops for row in answers)
     lines = [
         "# Argument lists of real Megatron-LM jobs",
         "",
@@ -37,11 +37,11 @@ def record(answers: Sequence[Answer]) -> str:
         "| list | MoE | dry run | refused, or stops a start on the CPU, because |",
         "|---|---|---|---|",
     ]
-    for one in sorted(answers, key=lambda one: (not one.moe, one.name)):
-        verdict = "accepted" if one.refused is None else "refused"
-        reason = one.refused or (one.stops[0] if one.stops else "-")
-        others = f" (and {len(one.stops) - 1} more)" if len(one.stops) > 1 else ""
-        cells = (one.name, "yes" if one.moe else "no", verdict, (reason + others).replace("|", "\\|"))
+    for row in sorted(answers, key=lambda row: (not row.moe, row.name)):
+        verdict = "accepted" if row.refused is None else "refused"
+        reason = row.refused or (row.stops[0] if row.stops else "-")
+        others = f" (and {len(row.stops) - 1} more)" if len(row.stops) > 1 else ""
+        cells = (row.name, "yes" if row.moe else "no", verdict, (reason + others).replace("|", "\\|"))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -112,9 +112,9 @@ class GateCells:
     def cell(self, ratio: float) -> Cell:
         """Choose, predict and measure one cell."""
         problem = problem_of(self._flags, self._operators.cluster(), {})
-        whole = priced(problem, problem.plan)
-        mbit = whole.sent_bytes * 8e-6 / (ratio * whole.computation)
-        self._say(f"{self._gate}, ratio {ratio:g}: {mbit:.0f} Mbit/s, computation {whole.computation:.3f} s")
+        plain = priced(problem, problem.plan)
+        mbit = plain.sent_bytes * 8e-6 / (ratio * plain.computation)
+        self._say(f"{self._gate}, ratio {ratio:g}: {mbit:.0f} Mbit/s, computation {plain.computation:.3f} s")
         self._ranks.set_rate(mbit)
         bed = self._bed(f"ratio-{ratio:g}", self._operators)
         bed.measure_links(CELL_LINKS)
@@ -186,8 +186,8 @@ def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequenc
             steps: dict[str, list[float]] = {name: [] for name in names}
             for repeat in range(arguments.repeats + 1):
                 for name, variant in names.items():
-                    taken = max(answer["step"] for answer in ranks.tell(do=ORDER_STEP, variant=variant, scale=1.0))
-                    steps[name] += [taken] if repeat else []  # the first one warms up
+                    seconds = max(answer["step"] for answer in ranks.tell(do=ORDER_STEP, variant=variant, scale=1.0))
+                    steps[name] += [seconds] if repeat else []  # the first one warms up
             say(f"{cell.gate}, ratio {cell.ratio:g}: real computation")
             measured.append(dataclasses.replace(cell, real=steps))
     return measured
@@ -289,8 +289,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--sweeps", type=int, default=1, help="how often all plans take turns")
     parser.add_argument("--repeats", type=int, default=5, help="turns of the finalists")
     parser.add_argument("--real", action="store_true", help="also with real computation")
-    kept = cache_folder().parent / "choices"
-    parser.add_argument("--folder", type=Path, default=kept, help=f"of measurements and plans; default {kept}")
+    folder = cache_folder().parent / "choices"
+    parser.add_argument("--folder", type=Path, default=folder, help=f"of measurements and plans; default {folder}")
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")
     arguments, rest = parser.parse_known_args(argv)
     for gate in arguments.gates:

@@ -152,9 +152,9 @@ def without_links(path: Path) -> Cluster:
     return load_cluster(free)
 
 
-def operator_seconds(words: Sequence[str], free: Cluster) -> list[dict[str, float]]:
+def operator_seconds(flags: Sequence[str], free: Cluster) -> list[dict[str, float]]:
     """Seconds of one instruction of every operator, stage by stage, on links that take no time."""
-    problem = problem_of(words, free, {})
+    problem = problem_of(flags, free, {})
     step = simulate_step(problem.plan, problem)
     seconds = []
     for prices in step.prices.values():
@@ -166,10 +166,10 @@ def operator_seconds(words: Sequence[str], free: Cluster) -> list[dict[str, floa
     return seconds
 
 
-def refusal_of(words: Sequence[str], ranks: int) -> str | None:
+def refusal_of(flags: Sequence[str], ranks: int) -> str | None:
     """The rule by which training refuses a command line; None where it accepts it."""
     try:
-        read_job(words, ranks)
+        read_job(flags, ranks)
     except ConfigError as error:
         return str(error)
     return None
@@ -199,30 +199,30 @@ def candidates_of(
     candidates, refused = [], []
     chosen = list(grid(list(uniform_layouts(described.model, run)), micro_batches))
     fitting = {layout.name: (*job, *layout_flags_of(layout)) for layout in chosen}
-    for name, words in list(fitting.items()):
-        if (rule := refusal_of(words, cluster.gpus)) is not None:
-            refused.append(Row(name, words, refusal=rule))
+    for name, flags in list(fitting.items()):
+        if (rule := refusal_of(flags, cluster.gpus)) is not None:
+            refused.append(Row(name, flags, refusal=rule))
             del fitting[name]
     assert cluster.measured is not None
-    keys = {key for words in fitting.values() for key in job_operators(words, cluster.gpus, "cpu")}
+    keys = {key for flags in fitting.values() for key in job_operators(flags, cluster.gpus, "cpu")}
     fill(Database.load(Path(cluster.measured.database)), sorted(keys), cluster.gpus)
-    for name, words in fitting.items():
-        seconds = predict(words, cluster).predicted.step_seconds
-        candidates.append(Candidate(name, words, seconds, operator_seconds(words, free)))
+    for name, flags in fitting.items():
+        seconds = predict(flags, cluster).predicted.step_seconds
+        candidates.append(Candidate(name, flags, seconds, operator_seconds(flags, free)))
     say(f"{len(candidates)} layouts predicted, {len(refused)} refused")
     return candidates, refused
 
 
 def choose(job: Sequence[str], cluster: Cluster, free: Cluster, folder: Path, say: Say) -> tuple[Candidate, float]:
     """Search the plan as tools/autotune.py does, and write its files."""
-    found = search_plan([*job], cluster, SearchSettings(has_baseline=False))
-    write_search(folder, found)
-    overlap = "" if found.tuned is None else f" + {found.tuned.chosen.name}"
-    name = f"{found.chosen.name}{overlap}"
-    words = (f"@{(folder / 'megatron_args.txt').resolve()}",)
-    say(f"chosen in {found.seconds:.1f} s: {name}")
-    predicted = found.prediction.predicted.step_seconds
-    return Candidate(name, words, predicted, operator_seconds(words, free)), found.seconds
+    answer = search_plan([*job], cluster, SearchSettings(has_baseline=False))
+    write_search(folder, answer)
+    overlap = "" if answer.tuned is None else f" + {answer.tuned.chosen.name}"
+    name = f"{answer.chosen.name}{overlap}"
+    flags = (f"@{(folder / 'megatron_args.txt').resolve()}",)
+    say(f"chosen in {answer.seconds:.1f} s: {name}")
+    predicted = answer.prediction.predicted.step_seconds
+    return Candidate(name, flags, predicted, operator_seconds(flags, free)), answer.seconds
 
 
 def measure(candidates: Sequence[Candidate], start: Callable[[], Ranks], steps: int, say: Say) -> list[Row]:
@@ -250,11 +250,11 @@ def _measured(candidates: Sequence[Candidate], tell: Callable[..., list[Any]], s
     for candidate in candidates:
         tell(do=ORDER_LAYOUT, flags=list(candidate.flags), seconds=candidate.seconds)
         answers = [tell(do=ORDER_STEP) for _ in range(WARMING_STEPS + steps)][WARMING_STEPS:]
-        taken = [max(answer["whole"] for answer in step) for step in answers]
+        seconds = [max(answer["whole"] for answer in step) for step in answers]
         worst = [max(step, key=lambda answer: float(answer["late"])) for step in answers]
         late = sorted(float(answer["late"]) for answer in worst)[steps // 2]
         unknown = tuple(sorted({name for answer in answers[0] for name in answer["unknown"]}))
-        rows.append(Row(candidate.name, candidate.flags, candidate.predicted_seconds, tuple(taken), late, unknown))
+        rows.append(Row(candidate.name, candidate.flags, candidate.predicted_seconds, tuple(seconds), late, unknown))
     return rows
 
 
@@ -321,8 +321,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--fastest", type=int, help="run only so many of the grid, predicted to be the fastest")
     parser.add_argument("--slower", type=float, default=6.0, help="how much slower than this machine the device is")
-    kept = cache_folder().parent / "closed_loop"
-    parser.add_argument("--folder", type=Path, default=kept, help=f"of measurements and plans; default {kept}")
+    folder = cache_folder().parent / "closed_loop"
+    parser.add_argument("--folder", type=Path, default=folder, help=f"of measurements and plans; default {folder}")
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")
     arguments = parser.parse_args(argv)
     for model in arguments.models:
@@ -358,8 +358,8 @@ def main(argv: Sequence[str]) -> int:
         for mbit in arguments.mbit:
             for model in arguments.models:
                 cells.append(cell_of(arguments, model, mbit, say))
-                kept = arguments.folder / f"{model}-{mbit:g}mbit-{arguments.ranks}ranks.json"
-                kept.write_text(json.dumps(as_json(cells[-1]), indent=1) + "\n")
+                path = arguments.folder / f"{model}-{mbit:g}mbit-{arguments.ranks}ranks.json"
+                path.write_text(json.dumps(as_json(cells[-1]), indent=1) + "\n")
                 say(rows_table(cells[-1]))
     except (ConfigError, RankFailed) as error:
         return report_failure(error)

@@ -82,18 +82,18 @@ def measure(
     """Measure all variants in turn, `repeats` times, each with the limited and with the free link."""
     limited: dict[str, list[Turn]] = {name: [] for name in names}
     free: dict[str, list[Turn]] = {name: [] for name in names}
-    alone: dict[str, list[float]] = {name: [] for name in names} if timer else {}
+    communication: dict[str, list[float]] = {name: [] for name in names} if timer else {}
     for repeat in range(repeats):
         processes.set_rate(mbit)
         for name in names:
             limited[name].append(turn_of(processes, name))
             if timer:
-                alone[name].append(step_of(processes, name, scale=0.0)["step"])
+                communication[name].append(step_of(processes, name, scale=0.0)["step"])
         processes.set_rate(None)
         for name in names:
             free[name].append(turn_of(processes, name))
         say(f"repeat {repeat + 1}/{repeats}")
-    return Measured(limited, free, alone)
+    return Measured(limited, free, communication)
 
 
 def run(

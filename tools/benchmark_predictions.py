@@ -82,9 +82,9 @@ class Shape:
     @property
     def plans(self) -> dict[str, Variant]:
         """Its plans by their names, in the order of the overlap benchmark."""
-        found = variants(GATE, (2, 4), (RANGE,), (2, 4), micro_batches=self.micro_batches)
-        found += [late_sends(GATE)] if self.stages > 1 else []
-        named = [dataclasses.replace(plan, name=f"{self.prefix}{plan.name}") for plan in found if not plan.plain]
+        plans = variants(GATE, (2, 4), (RANGE,), (2, 4), micro_batches=self.micro_batches)
+        plans += [late_sends(GATE)] if self.stages > 1 else []
+        named = [dataclasses.replace(plan, name=f"{self.prefix}{plan.name}") for plan in plans if not plan.plain]
         return {plan.name: plan for plan in named}
 
 
@@ -100,8 +100,8 @@ def choose(names: Sequence[str]) -> dict[Shape, list[Variant]]:
     """
     for name in names:
         if not any(name in shape.plans for shape in SHAPES):
-            behind = [name.removeprefix(STAGES.prefix) for name in STAGES.plans]
-            several = ", ".join(name for name in behind if name not in FLAT.plans)
+            staged = [name.removeprefix(STAGES.prefix) for name in STAGES.plans]
+            several = ", ".join(name for name in staged if name not in FLAT.plans)
             fix = f"choose among {', '.join(FLAT.plans)}, with `pipeline ` or `interleaved ` before it also {several}"
             raise ConfigError("--plans", name, "unknown here", fix)
     return {shape: [plan for name, plan in shape.plans.items() if name in names] for shape in SHAPES}
@@ -252,8 +252,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--repeats", type=int, default=5)
     default = f"{', '.join(PLANS)}; with timer compute on namespaces also {', '.join(PIPELINED)}"
     parser.add_argument("--plans", nargs="+", help=f"default: {default}")
-    kept = cache_folder().parent / "beds"
-    parser.add_argument("--folder", type=Path, default=kept, help=f"of measurements and traces; default {kept}")
+    folder = cache_folder().parent / "beds"
+    parser.add_argument("--folder", type=Path, default=folder, help=f"of measurements and traces; default {folder}")
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.mbit <= 0:

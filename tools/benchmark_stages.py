@@ -66,8 +66,8 @@ def strategies(data: float, expert_data: float) -> Strategy:
 
 def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes, Strategy]:
     """A maker of evaluators by strategy, shapes of a middle stage, and the strategies."""
-    words = f"@{MODEL} --recompute-granularity full --recompute-method block --recompute-num-layers 1".split()
-    problem = problem_of(words, shipped_cluster(gpu, GPUS), {})
+    flags = f"@{MODEL} --recompute-granularity full --recompute-method block --recompute-num-layers 1".split()
+    problem = problem_of(flags, shipped_cluster(gpu, GPUS), {})
     # One stage in two chunks: block recomputation of the first layers of each gives all kinds of layers.
     layers = problem.model.num_layers
     stage = replace(
@@ -75,8 +75,8 @@ def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes,
         chunks=((0, 20), (20, layers)),
         recompute=Recompute(layers=2, granularity="full"),
     )
-    whole = replace(problem.plan, stages=(stage,), embedding_stage=0, loss_stage=0, mtp_stage=0)
-    (family,) = prepare(whole, problem.model, problem.graphs, problem.features)
+    plan = replace(problem.plan, stages=(stage,), embedding_stage=0, loss_stage=0, mtp_stage=0)
+    (family,) = prepare(plan, problem.model, problem.graphs, problem.features)
     runs = [replace(part, chunk=0) for part in runs_of(family.parts[0])[0]]
     kinds = list(dict.fromkeys(runs))
     assert len(kinds) == len(family.tables)
@@ -103,10 +103,10 @@ def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes,
         boundary_bytes=family.boundary_bytes,
     )
 
-    def made(strategy: Strategy) -> StageEvaluator:
-        return stage_evaluator(whole, problem.model, family, problem.machine, problem.features, strategy)
+    def make_evaluator(strategy: Strategy) -> StageEvaluator:
+        return stage_evaluator(plan, problem.model, family, problem.machine, problem.features, strategy)
 
-    return made, shapes, strategies(float(stage.data * stage.context), float(stage.expert_data))
+    return make_evaluator, shapes, strategies(float(stage.data * stage.context), float(stage.expert_data))
 
 
 def some(strategy: Strategy, members: NDArray[np.intp]) -> Strategy:
@@ -131,23 +131,23 @@ def main() -> None:
     parser.add_argument("--gpu", default="H100")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    made, shapes, strategy = stages(arguments.gpu)
+    make_evaluator, shapes, strategy = stages(arguments.gpu)
     count, size = len(strategy.data), len(shapes.in_flight)
     # Kinds are priced once for a layout, before any strategy.
     chosen = np.random.default_rng(1).permutation(count)[:APART]
-    evaluator, apart = made(strategy), made(some(strategy, chosen))
+    evaluator, separate = make_evaluator(strategy), make_evaluator(some(strategy, chosen))
 
     def together() -> None:
         priced = evaluator.anew()
         for start in range(0, size, LOT):
             assert priced.costs(shapes.some(slice(start, start + LOT))).peak_bytes.all()
 
-    def alone() -> None:
-        assert apart.anew().costs(shapes.some(slice(0, 1))).peak_bytes.all()
+    def one_by_one() -> None:
+        assert separate.anew().costs(shapes.some(slice(0, 1))).peak_bytes.all()
 
     figures = {
         "shared": measure(together, count * size, arguments.repeats),
-        "apart": measure(alone, len(chosen), arguments.repeats),
+        "apart": measure(one_by_one, len(chosen), arguments.repeats),
     }
     if arguments.json:
         print(json.dumps(figures))

@@ -59,9 +59,9 @@ def resolve(python: str, torch: str, environment: Mapping[str, str], log: Path) 
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
     # pip asks for a target wherever it resolves for another machine; nothing is written there.
     command += ["--target", str(log.parent), "--constraint", str(ROOT / "constraints.txt")]
-    words = [*command, *torch.split(), *requirements()]
+    full_command = [*command, *torch.split(), *requirements()]
     with log.open("wb") as file:
-        return subprocess.Popen(words, env=dict(environment), stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(full_command, env=dict(environment), stdout=file, stderr=subprocess.STDOUT)
 
 
 def conflict(log: str) -> list[str]:

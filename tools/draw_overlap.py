@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
         for path, title in ((arguments.without, "Without overlap"), (arguments.overlapped, "With overlap")):
             spans = {rank: spans for file in read_traces(path) for rank, spans in file.spans.items()}
             if arguments.rank not in spans:
-                known = ", ".join(map(str, sorted(spans)))
-                raise ConfigError("--rank", arguments.rank, f"is not in {path}", f"choose among {known}")
+                ranks = ", ".join(map(str, sorted(spans)))
+                raise ConfigError("--rank", arguments.rank, f"is not in {path}", f"choose among {ranks}")
             steps.append(step_of(spans[arguments.rank], title))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

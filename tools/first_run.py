@@ -100,7 +100,7 @@ class FirstRun:
         link: namespaces, emulator or none.
         no_namespaces: why `auto` took the emulator; empty where it did not.
         ranks: processes, all in one group of expert parallelism.
-        words: flags of pretrain_moe.py, files expanded.
+        flags: of pretrain_moe.py, files expanded.
         train_steps: of the tuned run.
         plain_steps: of the plain run.
         folder: an absolute path.
@@ -109,7 +109,7 @@ class FirstRun:
     link: str
     no_namespaces: str
     ranks: int
-    words: tuple[str, ...]
+    flags: tuple[str, ...]
     train_steps: int
     plain_steps: int
     folder: Path
@@ -162,19 +162,19 @@ def probe_of(steps: Sequence[Sequence[dict[str, float]]]) -> Probe:
     )
 
 
-def settled_link(asked: str) -> tuple[str, str]:
+def settled_link(link: str) -> tuple[str, str]:
     """The link that is used, the one asked for or the first that this machine allows; and why that is not namespaces.
 
     Raises:
         ConfigError: namespaces are asked for and cannot be made.
     """
-    if asked not in ("auto", "namespaces"):
-        return asked, ""
+    if link not in ("auto", "namespaces"):
+        return link, ""
     try:
         with Bed(1, None):
             return "namespaces", ""
     except ConfigError as error:
-        if asked == "namespaces":
+        if link == "namespaces":
             raise
         return "emulator", error.rule
 
@@ -209,10 +209,10 @@ def read_command(argv: Sequence[str]) -> FirstRun:
             raise ConfigError(flag, "", rule, fix)
     batch = micro_batch_size([f"@{JOB}", *more]) * ranks
     grown = ("--expert-model-parallel-size", str(ranks), "--global-batch-size", str(batch))
-    words = tuple(expand_files([f"@{JOB}", *grown, *more]))
-    parsed = parse(list(words))
+    flags = tuple(expand_files([f"@{JOB}", *grown, *more]))
+    parsed = parse(list(flags))
     validate(parsed.config, ranks)
-    plan = read_job(words, ranks).plan
+    plan = read_job(flags, ranks).plan
     if plan.stages[0].expert != ranks:
         size = parsed.config.parallel.expert_model_parallel_size
         raise ConfigError("--expert-model-parallel-size", size, f"{ranks} processes share one link", f"use {ranks}")
@@ -225,32 +225,32 @@ def read_command(argv: Sequence[str]) -> FirstRun:
         raise ConfigError("--train-samples", "", "the comparison counts steps", "use --train-iters")
     link, no_namespaces = settled_link(arguments.link)
     folder = arguments.folder.resolve()
-    return FirstRun(link, no_namespaces, ranks, words, steps, min(arguments.plain_steps, steps), folder)
+    return FirstRun(link, no_namespaces, ranks, flags, steps, min(arguments.plain_steps, steps), folder)
 
 
-def micro_batch_size(words: Sequence[str]) -> int:
+def micro_batch_size(flags: Sequence[str]) -> int:
     """The micro-batch that the flags say, before the batch that depends on it is known."""
-    size = parse(list(expand_files(words))).config.training.micro_batch_size
+    size = parse(list(expand_files(flags))).config.training.micro_batch_size
     if size is None:
         raise ConfigError("--micro-batch-size", "", "is not given", "add it")
     return size
 
 
-def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Flags without some of them and their values."""
-    return _parted(words, flags)[0]
+def without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The arguments without some flags and their values."""
+    return _split(arguments, flags)[0]
 
 
-def only(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Some of the flags and their values."""
-    return _parted(words, flags)[1]
+def only(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Some flags of the arguments, with their values."""
+    return _split(arguments, flags)[1]
 
 
-def _parted(words: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(arguments: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
     others: list[str] = []
     named: list[str] = []
     into = others
-    for word in words:
+    for word in arguments:
         if word.startswith("--"):
             into = named if word.partition("=")[0] in flags else others
         into.append(word)
@@ -262,7 +262,7 @@ class Console:
 
     def __init__(self) -> None:
         self._moving = sys.stderr.isatty()
-        self._said = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def say(self, name: str, text: str) -> None:
         """A line that stays."""
@@ -275,8 +275,8 @@ class Console:
         """Say what is under way: the line replaces the last such one on a terminal, else one in QUIET_SECONDS is printed."""
         if self._moving:
             sys.stderr.write(f"\r\x1b[K            … {text}")
-        elif time.monotonic() - self._said > QUIET_SECONDS:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._printed_at > QUIET_SECONDS:
+            self._printed_at = time.monotonic()
             sys.stderr.write(f"            … {text}\n")
         sys.stderr.flush()
 
@@ -284,15 +284,15 @@ class Console:
 def measure(run: FirstRun, console: Console) -> tuple[float | None, MeasuredBed, Cluster]:
     """Steps 1 and 2: derive and make the link, then measure what the tuner has to know."""
     begun = time.monotonic()
-    words, plain = without(run.words, OUTPUTS), Variant("plain", ())
+    flags, plain = without(run.flags, OUTPUTS), Variant("plain", ())
     console.doing("starting the ranks")
     with ranks_on_bed(
-        run.ranks, words, [[plain]], plain, timer=False, namespaces=run.link == "namespaces", mbit=None
+        run.ranks, flags, [[plain]], plain, timer=False, namespaces=run.link == "namespaces", mbit=None
     ) as ranks:
         mbit = make_link(run, ranks, console)
         path = run.folder / "cluster.json"
         bed = MeasuredBed(path, run.ranks, 1, ranks.tell, console.doing)
-        keys = operators_of(words, run.ranks)
+        keys = operators_of(flags, run.ranks)
         for first in range(0, len(keys), OPERATORS_AT_ONCE):
             console.doing(f"measuring operators {first + 1} … of {len(keys)}")
             bed.measure_operators(keys[: first + OPERATORS_AT_ONCE])
@@ -328,28 +328,28 @@ def make_link(run: FirstRun, ranks: RanksOnBed, console: Console) -> float | Non
     console.say("1 link", f"{mbit:g} Mbit/s out of each rank: {place[run.link]}")
     if run.no_namespaces:
         console.say("", f"not in namespaces: {run.no_namespaces}")
-    alone, sent = limited.sent_bytes * 8 / (mbit * 1e6), limited.sent_bytes / 2**20
-    share = f"{alone / free.compute_seconds:.2f} of the {free.compute_seconds:.2f} s of its computation"
-    console.say("", f"a step sends {sent:.0f} MiB, {alone:.2f} s at this rate: {share}")
+    link_seconds, sent = limited.sent_bytes * 8 / (mbit * 1e6), limited.sent_bytes / 2**20
+    share = f"{link_seconds / free.compute_seconds:.2f} of the {free.compute_seconds:.2f} s of its computation"
+    console.say("", f"a step sends {sent:.0f} MiB, {link_seconds:.2f} s at this rate: {share}")
     console.say("", f"with waiting for each other's data its all-to-alls take {limited.exchange_seconds:.2f} s")
     return mbit
 
 
-def operators_of(words: Sequence[str], ranks: int) -> list[Any]:
+def operators_of(flags: Sequence[str], ranks: int) -> list[Any]:
     """Operators of the job, whole and in parts."""
     ways: list[tuple[str, ...]] = [(), ("--defer-weight-gradients",)]
     for parts in MEASURED_PARTITIONS:
         cut = ("--moe-overlap-partitions", str(parts), "--moe-overlap-range", "around", "--defer-weight-gradients")
         with contextlib.suppress(ConfigError):  # a micro-batch has fewer samples: the tuner does not cut it so often
-            job_operators([*words, *cut], ranks, "cpu")
+            job_operators([*flags, *cut], ranks, "cpu")
             ways.append(cut)
-    return sorted({key for way in ways for key in job_operators([*words, *way], ranks, "cpu")})
+    return sorted({key for way in ways for key in job_operators([*flags, *way], ranks, "cpu")})
 
 
 def tune_job(run: FirstRun, cluster: Cluster, console: Console) -> Tuned:
     """Step 3: choose the overlap and write flags and plan."""
     console.doing("comparing ways to overlap")
-    tuned = tune(without(run.words, OUTPUTS), cluster, LIMITS)
+    tuned = tune(without(run.flags, OUTPUTS), cluster, LIMITS)
     write_run(run.folder, tuned)
     gained = tuned.plain_seconds / tuned.chosen.seconds
     figures = f"{tuned.plain_seconds:.2f} s → {tuned.chosen.seconds:.2f} s a step predicted ({gained:.2f}x)"
@@ -364,27 +364,27 @@ def plain_words(run: FirstRun) -> list[str]:
     """Flags of the plain run: it follows the schedule of the whole run, and ends early."""
     outputs = ("--log-json", str(run.folder / "plain.jsonl"), "--trace", str(run.folder / "plain_trace.json"))
     ends = ("--eval-iters", "0", "--exit-interval", str(run.plain_steps), "--log-interval", "1")
-    return [*without(run.words, OUTPUTS), *outputs, *ends]
+    return [*without(run.flags, OUTPUTS), *outputs, *ends]
 
 
 def tuned_words(run: FirstRun, tuned: Tuned) -> list[str]:
     """Flags of the tuned run: the user's own stand behind ours, and win."""
     outputs = ("--log-json", str(run.folder / "tuned.jsonl"), "--trace", str(run.folder / "tuned_trace.json"))
-    kept = ("--save", "checkpoints", "--log-interval", "1")
+    logging = ("--save", "checkpoints", "--log-interval", "1")
     plan = run.folder / "plan.json"
     decided = ("--plan", str(plan)) if plan.exists() else ()
-    return [*outputs, *kept, *tuned.arguments, *only(run.words, OUTPUTS), *decided]
+    return [*outputs, *logging, *tuned.arguments, *only(run.flags, OUTPUTS), *decided]
 
 
 def train_job(
-    run: FirstRun, words: Sequence[str], name: str, steps: int, mbit: float | None, console: Console
+    run: FirstRun, flags: Sequence[str], name: str, steps: int, mbit: float | None, console: Console
 ) -> list[dict[str, Any]]:
     """Step 4: train once. The first step and a few others are shown; the whole output is in NAME.log.
 
     Returns:
         What the training has logged of every step.
     """
-    logged = Path(str(parse(list(words)).config.logging.log_json))
+    logged = Path(str(parse(list(flags)).config.logging.log_json))
     before = logged.stat().st_size if logged.exists() else 0  # a user's file may hold other runs
     parts = SHOWN_STEPS[name]
     shown = {1, *(round(steps * part / parts) for part in range(1, parts + 1))}
@@ -402,13 +402,13 @@ def train_job(
 
     rate = mbit * 1e6 / 8 if run.emulated and mbit is not None else None
     with Bed(run.ranks, mbit) if run.link == "namespaces" else contextlib.nullcontext() as bed:
-        train(command_of_training(words, rate), run.ranks, bed, run.folder / f"{name}.log", show)
+        train(command_of_training(flags, rate), run.ranks, bed, run.folder / f"{name}.log", show)
     return [dict(plain_json(line)) for line in logged.read_bytes()[before:].decode().splitlines()]
 
 
-def predicted_steps(words: Sequence[Sequence[str]], bed: MeasuredBed, cluster: Cluster) -> list[list[Span]]:
+def predicted_steps(trainings: Sequence[Sequence[str]], bed: MeasuredBed, cluster: Cluster) -> list[list[Span]]:
     """A step of rank 0 under the flags of every training, as its recorder would write it."""
-    return [predicted_spans(without(of_run, OUTPUTS), cluster, bed.links(), None)[0] for of_run in words]
+    return [predicted_spans(without(of_run, OUTPUTS), cluster, bed.links(), None)[0] for of_run in trainings]
 
 
 def compare(
@@ -416,11 +416,11 @@ def compare(
     tuned: Tuned,
     predicted: Sequence[Sequence[Span]],
     setting: Sequence[str],
-    words: Sequence[Sequence[str]],
+    trainings: Sequence[Sequence[str]],
     rows: Sequence[Sequence[dict[str, Any]]],
 ) -> Facts:
     """Step 5: predicted and measured figures of both trainings; the trace and the page are written."""
-    traces = [Path(str(parse(list(of_run)).config.overlap.trace)) for of_run in words]
+    traces = [Path(str(parse(list(of_run)).config.overlap.trace)) for of_run in trainings]
     measured = [{rank: ran for file in read_traces(path) for rank, ran in file.spans.items()} for path in traces]
     seconds = tuned.plain_seconds, tuned.chosen.seconds
     plain_facts, tuned_facts = (RunFacts(seconds[n], communication_seconds(predicted[n])[1], rows[n]) for n in range(2))
@@ -459,14 +459,14 @@ def go(run: FirstRun, console: Console) -> Facts:
     console.say("", torch_build())
     mbit, bed, cluster = measure(run, console)
     tuned = tune_job(run, cluster, console)
-    words = plain_words(run), tuned_words(run, tuned)
+    trainings = plain_words(run), tuned_words(run, tuned)
     console.say("4 train", f"plain: {run.plain_steps} of {run.train_steps} steps, nothing overlapped")
-    plain_rows = train_job(run, words[0], "plain", run.plain_steps, mbit, console)
+    plain_rows = train_job(run, trainings[0], "plain", run.plain_steps, mbit, console)
     console.say("", f"tuned: all {run.train_steps} steps from the same start, {tuned.chosen.name}")
-    tuned_rows = train_job(run, words[1], "tuned", run.train_steps, mbit, console)
+    tuned_rows = train_job(run, trainings[1], "tuned", run.train_steps, mbit, console)
     link = "no limited link" if mbit is None else f"{run.link}, {mbit:g} Mbit/s"
     setting = (f"{JOB.stem}: {run.ranks} ranks, {link}", f"plan: {tuned.chosen.name}")
-    return compare(run, tuned, predicted_steps(words, bed, cluster), setting, words, (plain_rows, tuned_rows))
+    return compare(run, tuned, predicted_steps(trainings, bed, cluster), setting, trainings, (plain_rows, tuned_rows))
 
 
 def main(argv: Sequence[str]) -> int:

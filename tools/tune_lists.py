@@ -32,7 +32,7 @@ NUMBERS = (8, 16, 32, 64, 128, 256)
 ANSWERS = "answers.json"
 
 
-def smallest(words: Sequence[str]) -> int:
+def smallest(flags: Sequence[str]) -> int:
     """The fewest GPUs of `NUMBERS` on which the list's own layout runs.
 
     Raises:
@@ -40,7 +40,7 @@ def smallest(words: Sequence[str]) -> int:
     """
     for gpus in NUMBERS:
         try:
-            read_job(words, gpus)
+            read_job(flags, gpus)
         except ConfigError as error:
             if error.subject != "world size" or gpus == NUMBERS[-1]:
                 raise
@@ -49,12 +49,12 @@ def smallest(words: Sequence[str]) -> int:
     raise AssertionError("unreachable")
 
 
-def tuned(words: Sequence[str], space: str, limit_seconds: float) -> dict[str, Any]:
+def tuned(flags: Sequence[str], space: str, limit_seconds: float) -> dict[str, Any]:
     """The answer of tools/autotune.py to a list, or how it ended without one."""
-    gpus = smallest(words)
+    gpus = smallest(flags)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "list.args")
-        file.write_text(shlex.join(words), encoding="utf-8")
+        file.write_text(shlex.join(flags), encoding="utf-8")
         options = f"--gpu {GPU} --num-gpus {gpus} --search-space {space} --json --output".split()
         command = [sys.executable, str(ROOT / "tools/autotune.py"), "--megatron-args", str(file), *options]
         begun = time.monotonic()
@@ -75,27 +75,27 @@ def tuned(words: Sequence[str], space: str, limit_seconds: float) -> dict[str, A
     if process.returncode != 0:
         lines = [line for line in err.splitlines() if line.strip()]
         return {"gpus": gpus, "seconds": seconds, "ended": lines[-1] if lines else f"status {process.returncode}"}
-    found = json.loads(out)
+    result = json.loads(out)
     changes = [
         change
-        for change in found["changes"]
-        if change["alone_step_seconds"] is not None and change["alone_step_seconds"] < found["baseline_step_seconds"]
+        for change in result["changes"]
+        if change["alone_step_seconds"] is not None and change["alone_step_seconds"] < result["baseline_step_seconds"]
     ]
     return {
         "gpus": gpus,
         "seconds": seconds,
-        "before": found["baseline_step_seconds"],
-        "after": found["step_seconds"],
-        "plan": found["chosen"],
-        "overlap": found["overlap"],
+        "before": result["baseline_step_seconds"],
+        "after": result["step_seconds"],
+        "plan": result["chosen"],
+        "overlap": result["overlap"],
         "change": changes[0] if changes else None,
-        "without": found["dropped_flags"],
+        "without": result["dropped_flags"],
     }
 
 
 def record(answers: Mapping[str, Mapping[str, Any]], refused: Mapping[str, str], command: str) -> str:
     """The record's text."""
-    answered = [name for name, found in answers.items() if "after" in found]
+    answered = [name for name, result in answers.items() if "after" in result]
     lines = [
         "# Plans for the argument lists of real MoE jobs",
         "",
@@ -108,28 +108,30 @@ def record(answers: Mapping[str, Mapping[str, Any]], refused: Mapping[str, str],
         "| list | GPUs | seconds | step before | step after | plan | first change, alone | without |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, found in answers.items():
-        seconds = f"{found['seconds']:.0f}" if "seconds" in found else ""
-        if "after" not in found:
-            lines.append(f"| {name} | {found['gpus']} | {seconds} | | | {found['ended']} | | |")
+    for name, result in answers.items():
+        seconds = f"{result['seconds']:.0f}" if "seconds" in result else ""
+        if "after" not in result:
+            lines.append(f"| {name} | {result['gpus']} | {seconds} | | | {result['ended']} | | |")
             continue
-        before = "-" if found["before"] is None else f"{found['before']:.3f} s"
-        overlap = f", {found['overlap']}" if found["overlap"] else ""
-        cells = (name, str(found["gpus"]), seconds, before, f"{found['after']:.3f} s", f"{found['plan']}{overlap}")
-        lines.append(f"| {' | '.join((*cells, _change(found), ', '.join(found['without']) or '-'))} |")
+        before = "-" if result["before"] is None else f"{result['before']:.3f} s"
+        overlap = f", {result['overlap']}" if result["overlap"] else ""
+        cells = (name, str(result["gpus"]), seconds, before, f"{result['after']:.3f} s", f"{result['plan']}{overlap}")
+        lines.append(f"| {' | '.join((*cells, _change(result), ', '.join(result['without']) or '-'))} |")
     lines += ["", "Refused by a dry run, and so by a search for this runtime:", ""]
     lines += [f"- {name}: {reason}" for name, reason in refused.items()]
     return "\n".join(lines) + "\n"
 
 
-def _change(found: Mapping[str, Any]) -> str:
+def _change(result: Mapping[str, Any]) -> str:
     """The flags of the change that gains most alone, and its gain."""
-    change = found["change"]
+    change = result["change"]
     if change is None:
         return "-"
-    said = f"{' '.join(change['before']) or 'nothing'} → {' '.join(change['after']) or 'nothing'}".replace("|", "\\|")
-    said = said if len(said) <= 120 else f"{said[:117]}…"
-    return f"{change['name']}: {said} ({change['alone_step_seconds'] - found['before']:+.3f} s)"
+    sentence = f"{' '.join(change['before']) or 'nothing'} → {' '.join(change['after']) or 'nothing'}".replace(
+        "|", "\\|"
+    )
+    sentence = sentence if len(sentence) <= 120 else f"{sentence[:117]}…"
+    return f"{change['name']}: {sentence} ({change['alone_step_seconds'] - result['before']:+.3f} s)"
 
 
 def main() -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from moe_overlap.describe.cluster import GIB
 
 VISIBLE_BYTES = GIB / 20
-"""Less is none, where a tenth of a GiB is shown."""
+"""Smallest number of bytes that is shown, given one decimal of a GiB."""
 FEW_SECONDS = 0.01
-"""Below them differences are shown in ms, to a hundredth."""
+"""Smaller differences are shown in ms, with two decimals."""
 
 
 def difference(seconds: float) -> str:
-    """More or less seconds of a step, in ms where they are few."""
+    """A signed difference of step seconds, in ms if it is small."""
     if abs(seconds) >= FEW_SECONDS:
         return f"{seconds:+.3f} s"
-    # Rounding leaves differences that are none.
+    # + 0.0 turns a rounded -0.0 into 0.
     return f"{round(1e3 * seconds, 2) + 0.0:+g} ms"

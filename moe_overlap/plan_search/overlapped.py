@@ -220,9 +220,9 @@ def _screened(
 
 
 def why_plain(tuned: Tuned) -> str:
-    """The reason why a layout overlaps nothing: the way to overlap that came closest, and what it lacks.
+    """Why the chosen plan has no overlap: the fastest candidate with overlap, and what is wrong with it.
 
-    Empty where none was tried.
+    Empty if there is no such candidate.
     """
     ways = [way for way in (tuned.chosen, *tuned.others) if way.name != PLAIN]
     predicted = [way for way in ways if way.prediction is not None]

@@ -33,24 +33,25 @@ from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 
 MEASURE = "--pipeline-model-parallel-size"
 SHARED = 1e-6
-"""Share of a step below which two shardings count as equally fast."""
+"""Largest difference of two shardings that count as equally fast, as a share of the step."""
 APART = 0.01
-"""Share of a predicted step by which its simulation may differ without being told."""
+"""Largest difference between simulation and prediction that is not reported, as a share of the predicted step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finalist:
-    """A plan that was written as flags, read again and predicted.
+    """A plan that was written as flags, parsed again and predicted.
 
     Attributes:
-        problem: the run under its plan, as read from the flags.
-        arguments: the flags of the whole run; `said` are those that say the plan, but for those that its file says in their place
-            (`in_file`): flags cannot say what single stages recompute.
-        is_staged: whether its stages decided for themselves about layers and recomputation.
-        refusal: why pretrain_moe.py refuses the plan; None where it, or the target, executes it.
-        simulated: simulated seconds of the step over the predicted ones; None where the plan was not simulated.
-        lacks_lists: whether it is predicted by a closed form as yet, though lists know more: on unlike meshes, in whose closed
-            form nothing waits for tiles, and where states move (tuner/cost/prediction.py).
+        problem: the run with this plan, as parsed from the flags.
+        arguments: all flags of the run.
+        said: the flags among them that express the plan.
+        in_file: flags whose decisions are in the plan's file instead: no flag expresses the recomputation of single stages.
+        is_staged: whether layers and recomputation were chosen separately for each stage.
+        refusal: why pretrain_moe.py refuses the plan; None if it, or the target, executes it.
+        simulated: simulated over predicted seconds of the step; None if the plan was not simulated.
+        lacks_lists: whether the prediction is still the closed form, which ignores tile waits (unlike meshes) and moved states
+            (tuner/cost/prediction.py); such a plan should be simulated.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Finalist:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the flags say."""
+        """The plan of the flags."""
         return self.problem.plan
 
     @property
@@ -76,7 +77,7 @@ class Finalist:
 
     @property
     def simulated_seconds(self) -> float:
-        """Simulated seconds of a step, by which finalists are ordered; the predicted ones where it was not simulated."""
+        """Simulated seconds of a step, which rank the finalists; the predicted ones if it was not simulated."""
         return self.seconds * (1.0 if self.simulated is None else self.simulated)
 
     @property
@@ -86,19 +87,19 @@ class Finalist:
 
 
 def is_paired(finalist: Finalist) -> bool:
-    """Whether its layers overlap as Megatron-LM overlaps them; only Megatron-LM runs it then."""
+    """Whether its layers use Megatron-LM's overlap, so that only Megatron-LM runs it."""
     return finalist.problem.features.overlap_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screened:
-    """A layout that was looked at for the all-to-alls that it may hide.
+    """A layout that was evaluated for the all-to-alls that it can hide.
 
     Attributes:
-        way: to overlap.
-        least_seconds: of its step, if all that can be hidden were.
-        seconds: simulated, of the simplest plan of that way; None where it does not fit or a rule refuses it.
-        refused: why there is none.
+        way: the mechanism of overlap.
+        least_seconds: lower bound of its step: all communication that can be hidden is hidden.
+        seconds: simulated seconds of the simplest plan with this mechanism; None if it does not fit or a rule refuses it.
+        refused: why there is no such plan.
     """
 
     name: str
@@ -109,24 +110,24 @@ class Screened:
 
     @property
     def order(self) -> tuple[float, float]:
-        """The fastest first; those without a plan behind them."""
+        """Sort key: the fastest first, then those without a plan."""
         return math.inf if self.seconds is None else self.seconds, self.least_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """The chosen overlap, what else was looked at, and how to execute it.
+    """The chosen overlap, the other candidates, and how to execute it.
 
     Attributes:
-        others: the candidates that were not chosen: the predicted ones from the fastest on, then the refused ones.
-        mix: the mechanism of every class of layers, without deferred weight gradients; None where no plan with overlap fits.
-        step: of the chosen plan, simulated with a micro-batch or more for every stage.
-        plain_seconds: of the baseline's predicted step.
-        arguments: the flags that execute the chosen plan, without `--plan`.
-        dropped: flags of the user that it runs without.
-        refinement: the change that traces made to prices; None without traces.
-        assumed: sentences on what was taken for what the flags do not say.
-        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
+        others: the other candidates: predicted ones, the fastest first, then refused ones.
+        mix: the mechanism of every class of layers, without deferred weight gradients; None if no plan with overlap fits.
+        step: the chosen plan, simulated with at least one micro-batch per stage.
+        plain_seconds: predicted step of the baseline, which overlaps nothing.
+        arguments: the flags of the chosen plan, without `--plan`.
+        dropped: flags of the user that the run does not use.
+        refinement: the refinement of prices by traces; None without traces.
+        assumed: sentences on assumptions that replace missing flags.
+        graphs: whether lists are replayed as CUDA graphs, with the alternative; None if there is no choice.
     """
 
     chosen: Candidate
@@ -144,12 +145,12 @@ class Tuned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leeway:
-    """The advice that a job leaves room for; the default rules none out.
+    """Which advice applies to a job; the default excludes none.
 
     Attributes:
-        data_flags: flags that hide reductions and gathers, and that the job has not.
+        data_flags: flags that hide reductions and gathers and that the job does not set yet.
         may_interleave: whether its stages may have two model chunks each.
-        no_overlap: why no search finds an overlap of its all-to-alls; empty where one may.
+        no_overlap: why no search can find an overlap of its all-to-alls; empty if one can.
     """
 
     data_flags: tuple[str, ...] = ("--overlap-grad-reduce", "--overlap-param-gather")
@@ -162,9 +163,9 @@ class SearchedSharding:
     """The search for a free sharding of one stage of all GPUs.
 
     Attributes:
-        answer: None where the integer program was not run.
-        refusal: why it was not; else None.
-        micro_batches: of a step, as the program has them.
+        answer: None if the integer program was not run.
+        refusal: why it was not run; else None.
+        micro_batches: of a step in the program.
         samples: of a micro-batch over all GPUs.
     """
 
@@ -175,7 +176,7 @@ class SearchedSharding:
 
     @property
     def lost_seconds(self) -> float:
-        """Seconds per step by which the best sharding beats megatron-core's best layout; infinite where either is missing."""
+        """Seconds per step by which the best sharding beats megatron-core's best layout; infinite if either is missing."""
         answer = self.answer
         if answer is None or answer.best is None or answer.nearest is None:
             return math.inf
@@ -190,13 +191,13 @@ class SearchedSharding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A decision that the plan makes otherwise than the user's flags.
+    """A decision in which the plan differs from the user's flags.
 
     Attributes:
         name: of the decision, such as "micro-batch".
-        before, after: flags with their values; what stands in one of them only is removed or added.
-        alone: the user's flags with this change and no other; None where rules refuse them.
-        rule: why they do.
+        before, after: flag -> values, in the user's flags and in the plan; a flag in only one of them is removed or added.
+        alone: the prediction of the user's flags with only this change; None if a rule refuses them.
+        rule: the rule that refuses them.
     """
 
     name: str
@@ -220,47 +221,48 @@ class Change:
         return ", ".join(parts)
 
     def gain(self, baseline: Prediction) -> float:
-        """Seconds of a step that the change saves alone; 0 where it cannot be made alone."""
+        """Seconds of a step that the change saves by itself; 0 if it is not possible by itself."""
         return 0.0 if self.alone is None else baseline.predicted.step_seconds - self.alone.predicted.step_seconds
 
     def effect(self, baseline: Prediction) -> str:
-        """The predicted effect of the change alone, as text."""
+        """The predicted effect of only this change, as text."""
         if self.alone is None:
             return f"only together with others: {self.rule}"
         seconds = self.alone.predicted.step_seconds - baseline.predicted.step_seconds
         memory = self.alone.fullest.needed_bytes - baseline.fullest.needed_bytes
         fits = "" if self.alone.fits else f"; {self.alone.memory_verdict}"
-        space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "as much memory"
-        # What costs something alone is no reason for itself.
-        others = "" if seconds < 0 and self.alone.fits else "; chosen for what it gives together with the others"
+        space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "the same memory"
+        # A change that costs time or memory by itself needs another reason.
+        others = "" if seconds < 0 and self.alone.fits else "; chosen for its effect together with the others"
         return f"alone {difference(seconds)} a step and {space}{fits}{others}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSearch:
-    """The chosen plan, what else was looked at, and how to run it.
+    """The chosen plan, the other candidates, and how to run the plan.
 
     Attributes:
         words: the user's flags without their layout.
-        tuned: the overlap of the chosen plan, for this runtime; None where nothing is overlapped.
-        others: the other finalists, from the fastest on.
+        tuned: the overlap of the chosen plan, for this runtime; None without overlap.
+        others: the other finalists, the fastest first.
         found: the search over uniform plans.
         refused: plans that rules across flags refuse, with the rule.
-        baseline: of the user's own layout; None where the flags have none.
-        dropped: flags of the user that the run goes without, with the reason.
-        staged: the search over plans of unlike stages; None where there was none.
-        equal_stages_seconds: of the fastest plan whose stages recompute alike, with its overlap; None: no others were searched.
+        baseline: the prediction of the user's layout; None if the flags have none.
+        dropped: flags of the user that the run does not use, with the reason.
+        staged: the search over plans with unlike stages; None if it did not run.
+        equal_stages_seconds: step of the fastest plan with equal stages, its overlap included; None: no unlike stages were
+            searched.
         is_interrupted: whether Ctrl-C ended it early.
-        is_late: whether the time limit passed while its best plans were simulated and their overlap was decided.
-        dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
-        why_plain: why the chosen plan overlaps nothing; empty where it does, or where overlap was not asked for.
-        screened: layouts that were looked at for the all-to-alls that they may hide, the fastest first.
-        changes: what the plan changes in the user's own layout, the largest gain first.
-        graphs: whether lists are replayed as CUDA graphs, and the other way; None where there is none.
-        sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
-        launching: what launches from the host cost the chosen plan.
-        wider_space: a search space that has plans like the user's own layout, where this one does not; else empty.
-        kept_micro_batch: the user's, where another would change what is trained; None: all were searched.
+        is_late: whether the time limit passed during the simulation of its best plans and the choice of their overlap.
+        dispatchers: the other dispatchers that were evaluated; empty if the dispatcher of the flags is kept.
+        why_plain: why the chosen plan has no overlap; empty if it has, or if overlap was not requested.
+        screened: layouts that were evaluated for the all-to-alls that they can hide, the fastest first.
+        changes: the differences from the user's layout, the largest gain first.
+        graphs: whether lists are replayed as CUDA graphs, with the alternative; None if there is no choice.
+        sharding: the best sharding of every operator, including shardings that nothing executes; None if the space excludes it.
+        launching: the cost of launches from the host in the chosen plan.
+        wider_space: a search space that includes plans like the user's layout, if this one does not; else empty.
+        kept_micro_batch: the user's micro-batch size if another one would change the training; None: all sizes were searched.
     """
 
     target: str
@@ -291,27 +293,27 @@ class PlanSearch:
 
     @property
     def ended_early(self) -> bool:
-        """Whether time or Ctrl-C ended the search."""
+        """Whether the time limit or Ctrl-C ended the search."""
         return self.is_interrupted or self.is_late or self.solution.status is Status.TIME_LIMIT
 
     @property
     def problem(self) -> Problem:
-        """The problem that prices the chosen plan: with lists replayed as CUDA graphs where those of the answer are."""
+        """The problem that prices the chosen plan, with CUDA graphs if the answer has them."""
         return self.chosen.problem.replaying(self.graphs is not None and self.graphs.is_on)
 
     @property
     def is_upstream(self) -> bool:
-        """Whether the plan is written for unmodified Megatron-LM, and not for this runtime."""
+        """Whether the plan is written for unmodified Megatron-LM instead of this runtime."""
         return self.target == "megatron-lm" or is_paired(self.chosen)
 
     @property
     def written_for(self) -> Target:
-        """The software that the flags of the plan are for."""
+        """The software that reads the flags of the plan."""
         return "megatron-lm" if self.is_upstream else "moe-overlap"
 
     @property
     def refusal(self) -> str | None:
-        """Why nothing runs the chosen plan today; None where it is written as flags."""
+        """Why nothing runs the chosen plan today; None if it is written as flags."""
         return self.chosen.refusal
 
     @property
@@ -328,39 +330,44 @@ class PlanSearch:
     @property
     def written(self) -> WrittenFlags:
         """The flags that run the plan."""
-        plan_file, words, said = None, self.words, self.chosen.said
+        plan_file, arguments, plan_arguments = None, self.words, self.chosen.said
         in_file = self.chosen.in_file
         if in_file:
             plan_file = "plan.json"
         if self.plan.transfers:
-            # The file says the layout, and no flag what its lists need.
-            words, in_file = self.chosen.arguments, ()
+            # The plan's file has the layout; no flag expresses it.
+            arguments, in_file = self.chosen.arguments, ()
         if self.tuned is not None and self.tuned.chosen.name != PLAIN:
-            plan_file, words, said, in_file = "plan.json", self.tuned.arguments, (), (*in_file, *said)
+            plan_file, arguments, plan_arguments, in_file = (
+                "plan.json",
+                self.tuned.arguments,
+                (),
+                (*in_file, *plan_arguments),
+            )
         head = [f"{self.plan.model.name} on {self.cluster.gpus} × {self.cluster.group_of(0).gpu.name}"]
-        # Megatron-LM's own overlap may be what the search found, whoever the target is.
-        dropped = {name: reason for name, reason in self.dropped.items() if name not in said}
+        # For any target the search may have chosen Megatron-LM's overlap.
+        dropped = {name: reason for name, reason in self.dropped.items() if name not in plan_arguments}
         if self.tuned is not None:
             dropped |= {name: LEFT_OUT[name] for name in self.tuned.dropped}
         effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
         if self.dispatchers and self.tuned is None:
-            looked_at = ", ".join((FIRST, *(outcome.name for outcome in self.dispatchers)))
-            effects["--moe-token-dispatcher-type"] = f"predicted to be the fastest of {looked_at}"
+            evaluated = ", ".join((FIRST, *(outcome.name for outcome in self.dispatchers)))
+            effects["--moe-token-dispatcher-type"] = f"predicted to be the fastest of {evaluated}"
         if self.baseline is not None:
             for change in self.changes:
                 for flag in list(change.after)[:1]:
-                    own = f"in your flags, {change.effect(self.baseline)}"
-                    effects[flag] = "; ".join(filter(None, (effects.get(flag), own)))
+                    effect = f"in your flags, {change.effect(self.baseline)}"
+                    effects[flag] = "; ".join(filter(None, (effects.get(flag), effect)))
         if plan_file is not None:
-            dropped.pop("--plan", None)  # The plan that was found stands in its place.
-        if GRAPHS in words:
+            dropped.pop("--plan", None)  # The chosen plan replaces it.
+        if GRAPHS in arguments:
             dropped.pop(GRAPHS, None)
-        # What the search took from the user's flags is among them again, so that it is listed with its reason.
-        words = (*words, *(name for name in dropped if name not in words))
+        # Dropped flags are added again, so that the file lists them with the reason.
+        arguments = (*arguments, *(name for name in dropped if name not in arguments))
         return argument_file(
-            words,
+            arguments,
             self.plan,
-            said,
+            plan_arguments,
             self.written_for,
             effects=effects,
             dropped=dropped,
@@ -371,9 +378,9 @@ class PlanSearch:
 
     @property
     def solution(self) -> Solution[Any]:
-        """The best over uniform plans and plans of unlike stages.
+        """The best solution over uniform plans and plans with unlike stages.
 
-        With unlike stages the bound is proven for the layouts whose stages were freed, and for uniform plans of the others.
+        The bound holds for layouts with freed stages that were searched, and for uniform plans of all others.
         """
         uniform = self.found.solution
         if self.staged is None:
@@ -397,7 +404,8 @@ class ScalingRow:
     """The answer for one number of GPUs.
 
     Attributes:
-        search: None where no plan was found; `reason` then says why.
+        search: None if no plan was found.
+        reason: why not; else empty.
     """
 
     cluster: Cluster
@@ -406,7 +414,7 @@ class ScalingRow:
 
     @property
     def folder(self) -> str:
-        """The folder of the plan, inside the folder of the answer."""
+        """The subfolder of the plan in the folder of the answer."""
         return folder_of(self.cluster)
 
 
@@ -417,7 +425,7 @@ class BothTargets:
     Attributes:
         upstream: the search for unmodified Megatron-LM.
         here: the search for this runtime; it has the baseline.
-        tie: share of a step below which predictions tell no plan from another.
+        tie: largest difference that predictions cannot resolve, as a share of a step.
     """
 
     upstream: PlanSearch
@@ -426,6 +434,6 @@ class BothTargets:
 
     @property
     def gain(self) -> float:
-        """How many times as fast this runtime's plan is."""
-        upstream, here = (search.prediction.predicted.step_seconds for search in (self.upstream, self.here))
-        return upstream / here
+        """Speedup of this runtime's plan over Megatron-LM's."""
+        upstream, runtime = (search.prediction.predicted.step_seconds for search in (self.upstream, self.here))
+        return upstream / runtime

@@ -1,15 +1,15 @@
-"""The answer about one plan in about ten lines, the same for a prediction and for a search; everything else is `--verbose`.
+"""The answer about one plan in about ten lines, for predictions and searches alike; all details are in `--verbose`.
 
-    plan        what runs, in one sentence
+    plan        the plan in one sentence
     step        seconds with their interval, tokens per second and GPU, MFU
     training    days and GPU-hours for a number of tokens
-    memory      what the fullest stage needs, against its GPU's capacity
-    waiting     communication that nothing hides, by kind, the pipeline's bubble, and launches from the host
-    beware      why the figures may be off
-    runner-up   other plans, and the term of the breakdown that costs each of them most
-    try next    what may be worth a look
+    memory      bytes that the fullest stage needs, against its GPU's capacity
+    waiting     exposed communication by kind, the pipeline's bubble, and launches from the host
+    beware      reasons why the figures may be wrong
+    runner-up   other plans, each with the term of the breakdown that costs it most
+    try next    advice
 
-`Answer` is data that the search or the prediction fills in; `answer_lines` writes it.
+The search or the prediction fills in `Answer`; `answer_lines` formats it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from moe_overlap.tuner.cost.host import WORTH_A_LOOK, Launching
 
 SHOWN_RUNNERS_UP = 3
 SHOWN_TERMS = 2
-"""Terms of the breakdown by which a runner-up is explained."""
+"""Terms of the breakdown in the line of a runner-up."""
 SMALLEST_TERM = 0.001
-"""Share of the step below which a difference of a term is not told."""
+"""Smallest difference of a term that is shown, as a share of the step."""
 SMALLEST_SHARE = 0.0005
-"""Share of the step below which what it waits for is not told."""
+"""Smallest waiting time that is shown, as a share of the step."""
 DAY_SECONDS, HOUR_SECONDS, MINUTE_SECONDS = 86400.0, 3600.0, 60.0
 LAUNCHES = "launching from the host"
 UNEQUAL = "waiting for the slowest stage"
@@ -49,7 +49,7 @@ OVERLAPS: Mapping[Mechanism, str] = MappingProxyType(
         "fused": "fused kernels",
     }
 )
-"""Mechanisms of layers for a reader."""
+"""Mechanism -> its name in answers."""
 _NAME_WIDTH = 12
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
@@ -59,9 +59,9 @@ class RunnerUp:
     """A plan that was not chosen.
 
     Attributes:
-        seconds: of its step; None where none was predicted.
-        why: the term that costs it most against the chosen plan, or the rule that refuses it.
-        more_bytes: that its fullest stage needs beyond the chosen plan's: why one that is no slower was not chosen.
+        seconds: of its step; None without a prediction.
+        why: the term that costs it most compared with the chosen plan, or the rule that refuses it.
+        more_bytes: bytes that its fullest stage needs more than the chosen plan's; the reason if it is not slower.
     """
 
     name: str
@@ -75,17 +75,17 @@ ANY = Leeway()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A plan with everything that an answer says about it.
+    """The data of an answer about a plan.
 
     Attributes:
-        chosen: the sentence on what runs; default `plan_sentence`.
-        train_tokens: tokens of the whole training, where the user named or the flags imply them.
+        chosen: the sentence about the plan; default `plan_sentence`.
+        train_tokens: tokens of the full training, from the user or the flags; None if unknown.
         runners_up: the best first; three are shown.
-        compared_seconds: of the plan's step, that those of runners-up are compared with; default the predicted ones.
-        try_next: sentences; where there are none, those of `suggestions`.
-        is_upstream: whether unmodified Megatron-LM runs the plan, for which this fork's overlap is no advice.
-        is_searched: whether a search found the plan: what it decides is no advice.
-        leeway: what the job leaves to advise.
+        compared_seconds: the plan's step seconds for the comparison with runners-up; default the predicted ones.
+        try_next: advice; empty: that of `suggestions`.
+        is_upstream: whether the plan is for unmodified Megatron-LM, so that this fork's overlap is not a matching advice.
+        is_searched: whether a search found the plan, so that decisions of the search are no advice.
+        leeway: which advice applies to the job.
     """
 
     plan: Plan
@@ -112,12 +112,12 @@ def answer_lines(answer: Answer) -> list[str]:
 
 
 def beware_lines(prediction: Prediction) -> list[str]:
-    """The warnings that a reader must know before trusting a prediction."""
+    """The warnings about a prediction."""
     return [line("beware", text) for text in _beware(prediction)]
 
 
 def figure_lines(answer: Answer, name: str = "plan") -> list[str]:
-    """The plan under this name, its step, the training where tokens are known, and its memory."""
+    """The lines on the plan (labelled `name`), its step, the training if its tokens are known, and its memory."""
     return [
         line(name, answer.chosen or plan_sentence(answer.plan)),
         line("step", _step(answer)),
@@ -127,7 +127,7 @@ def figure_lines(answer: Answer, name: str = "plan") -> list[str]:
 
 
 def line(name: str, text: str) -> str:
-    """A line of an answer: its name in a column of its own, then the text; without a name the line before it goes on."""
+    """A line of an answer: its name in the first column, then the text; an empty name continues the previous line."""
     return f"{name:<{_NAME_WIDTH}}{text}"
 
 
@@ -137,26 +137,26 @@ def line(name: str, text: str) -> str:
 def plan_sentence(plan: Plan) -> str:
     """A plan in one sentence: parallel sizes, micro-batches, states, recomputation, offloading and overlap."""
     stage = plan.stages[0]
-    words = [_sizes(plan, stage), f"micro-batch {stage.micro_batch_size} × {stage.gradient_accumulation_steps}"]
-    words += [f"ZeRO-{stage.zero_level}", _recomputations(plan)]
+    parts = [_sizes(plan, stage), f"micro-batch {stage.micro_batch_size} × {stage.gradient_accumulation_steps}"]
+    parts += [f"ZeRO-{stage.zero_level}", _recomputations(plan)]
     if stage.offload != Offload():
         shares = {name: getattr(stage.offload, name) for name in ("weights", "gradients", "optimizer", "activations")}
-        words += [f"{100 * share:.0f} % of {name} on the host" for name, share in shares.items() if share]
+        parts += [f"{100 * share:.0f} % of {name} on the host" for name, share in shares.items() if share]
     overlap = _overlap(plan)
-    words += [f"overlap: {' and '.join(overlap)}"] if overlap else []
-    unlike = len({(each.tensor, each.data, each.zero_level, each.offload) for each in plan.stages}) > 1
-    return ", ".join(words) + (" (stage 0; other stages differ)" if unlike else "")
+    parts += [f"overlap: {' and '.join(overlap)}"] if overlap else []
+    unlike = len({(other.tensor, other.data, other.zero_level, other.offload) for other in plan.stages}) > 1
+    return ", ".join(parts) + (" (stage 0; other stages differ)" if unlike else "")
 
 
 def stages_sentence(plan: Plan) -> str:
-    """The layers of every stage, and how many of them it recomputes, where whole layers are recomputed."""
+    """The number of layers of every stage, and of fully recomputed ones, if any."""
     layers = f"{'+'.join(str(len(stage.layers)) for stage in plan.stages)} layers"
     again = [_layers_again(stage) for stage in plan.stages]
     return f"{layers}, {'+'.join(map(str, again))} of them recomputed" if any(again) else layers
 
 
 def _layers_again(stage: StagePlan) -> int:
-    """Layers of a stage that are recomputed as a whole."""
+    """Number of fully recomputed layers of a stage."""
     recompute = stage.recompute
     if recompute.granularity == "uniform":
         return len(stage.layers)
@@ -165,16 +165,18 @@ def _layers_again(stage: StagePlan) -> int:
 
 
 def _recomputations(plan: Plan) -> str:
-    """Says how each stage recomputes, in one phrase where all do the same."""
+    """The recomputation of each stage, in one phrase if all are equal."""
     phrases = list(dict.fromkeys(map(_recomputation, plan.stages)))
     if len(phrases) == 1:
         return phrases[0]
-    whole = all(stage.recompute.granularity != "selective" for stage in plan.stages)
-    return stages_sentence(plan) if whole else "recomputation by stage: " + ", ".join(map(_recomputation, plan.stages))
+    is_full = all(stage.recompute.granularity != "selective" for stage in plan.stages)
+    return (
+        stages_sentence(plan) if is_full else "recomputation by stage: " + ", ".join(map(_recomputation, plan.stages))
+    )
 
 
 def _overlap(plan: Plan) -> list[str]:
-    """The ways in which a plan overlaps, by the words of the glossary."""
+    """The mechanisms by which a plan overlaps, with their names in answers."""
     layers = [layer for stage in plan.stages for layer in stage.overlap.layers]
     used = {layer.mechanism for layer in layers}
     if any(stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages):
@@ -227,7 +229,7 @@ def _step(answer: Answer) -> str:
 
 
 def devices(cluster: Cluster) -> str:
-    """The GPUs of a cluster, as `64 × H100`."""
+    """The GPUs of a cluster, such as `64 × H100`."""
     counts: dict[str, int] = {}
     for group in cluster.groups:
         counts[group.gpu.name] = counts.get(group.gpu.name, 0) + group.gpus
@@ -235,13 +237,13 @@ def devices(cluster: Cluster) -> str:
 
 
 def training_of(prediction: Prediction, cluster: Cluster, tokens: float) -> tuple[float, float]:
-    """Seconds of a training on so many tokens, and its GPU-hours."""
+    """Seconds and GPU-hours of a training on `tokens` tokens."""
     seconds = tokens / (prediction.predicted.tokens_per_second_per_gpu * cluster.gpus)
     return seconds, seconds / HOUR_SECONDS * cluster.gpus
 
 
 def training_json(prediction: Prediction, cluster: Cluster, tokens: float | None) -> dict[str, float]:
-    """The same for programs; nothing where the tokens are not known."""
+    """`training_of` as JSON; empty if the tokens are unknown."""
     if tokens is None:
         return {}
     seconds, hours = training_of(prediction, cluster, tokens)
@@ -253,12 +255,12 @@ def _training(answer: Answer) -> str:
     tokens = answer.train_tokens
     seconds, hours = training_of(answer.prediction, answer.cluster, tokens)
     units = ((DAY_SECONDS, "days"), (HOUR_SECONDS, "hours"), (MINUTE_SECONDS, "minutes"))
-    unit, name = next((each for each in units if seconds >= each[0]), (1.0, "seconds"))
+    unit, name = next((choice for choice in units if seconds >= choice[0]), (1.0, "seconds"))
     return f"{shown_tokens(tokens)} tokens in {seconds / unit:,.1f} {name}, {figure(hours)} GPU-hours"
 
 
 def shown_tokens(tokens: float) -> str:
-    """A number of tokens, as `300 B`."""
+    """A number of tokens, such as `300 B`."""
     for unit, name in _UNITS:
         if tokens >= unit:
             return f"{tokens / unit:.3g} {name}"
@@ -266,7 +268,7 @@ def shown_tokens(tokens: float) -> str:
 
 
 def _gib(size: float) -> str:
-    """Bytes in GiB, to a tenth, or to a hundredth where there is less than one."""
+    """Bytes in GiB with one decimal, or two below 1 GiB."""
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2f}"
 
 
@@ -280,7 +282,7 @@ def _memory(prediction: Prediction) -> str:
 
 
 def _overflowing(prediction: Prediction) -> str:
-    """`5 stages do not fit, 4 more may not`: each by the margin's quantiles of its own."""
+    """`5 stages do not fit, 4 more may not`, by the quantiles of the memory margin."""
     surely, perhaps = overflow_counts(prediction.predicted.stages, prediction.capacity_bytes, prediction.memory)
     if not surely:
         return f"{perhaps} stages may not fit"
@@ -309,7 +311,7 @@ def _share(part: float) -> str:
 
 
 def exposed_seconds(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of communication that nothing hides, by kind."""
+    """Seconds of exposed communication, by kind."""
     return {
         term_words(name).removeprefix("exposed "): seconds
         for name, seconds in breakdown.items()
@@ -318,7 +320,7 @@ def exposed_seconds(breakdown: Mapping[str, float]) -> dict[str, float]:
 
 
 def term_words(name: str) -> str:
-    """A key of the breakdown for a reader: `exposed_expert_seconds` is `exposed expert`."""
+    """A key of the breakdown as text: `exposed_expert_seconds` -> `exposed expert`."""
     return name.removesuffix("_seconds").replace("_", " ")
 
 
@@ -327,12 +329,12 @@ def _beware(prediction: Prediction) -> list[str]:
     if prediction.not_run:
         more = _more(prediction.not_run)
         texts.append(f"Megatron-LM with megatron-core 0.16.1 does not run this: {prediction.not_run[0]}{more}")
-    # Beside the first, the release that takes the place of one that the user wrote.
+    # The first reason, and the substitution of the user's release, if any.
     reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
     texts += [f"extrapolating: {reason}" for reason in reasons]
-    untold = [reason for reason in prediction.extrapolating if reason not in reasons]
-    if untold:
-        texts[-1] += _more((texts[-1], *untold))
+    others = [reason for reason in prediction.extrapolating if reason not in reasons]
+    if others:
+        texts[-1] += _more((texts[-1], *others))
     if prediction.expected_error is None and not reasons:
         texts.append("error not known: no prediction for this machine has been compared with a step measured on it")
     if prediction.not_modelled:
@@ -344,7 +346,7 @@ def _beware(prediction: Prediction) -> list[str]:
 
 
 def _more(sentences: Sequence[str]) -> str:
-    """How many sentences stand behind the first, which alone is shown."""
+    """The number of sentences after the first, the only one that is shown."""
     return f" (and {len(sentences) - 1} more: --verbose)" if len(sentences) > 1 else ""
 
 
@@ -352,7 +354,7 @@ def _more(sentences: Sequence[str]) -> str:
 
 
 def runner_up(name: str, other: Prediction, chosen: Prediction) -> RunnerUp:
-    """A plan that was predicted and not chosen, with what costs it most."""
+    """A predicted plan that was not chosen, with the terms that cost it most."""
     if not other.fits and chosen.fits:
         return RunnerUp(name, other.predicted.step_seconds, other.overflow[0])
     more = other.fullest.needed_bytes - chosen.fullest.needed_bytes
@@ -360,7 +362,7 @@ def runner_up(name: str, other: Prediction, chosen: Prediction) -> RunnerUp:
 
 
 def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
-    """The terms of the breakdown that cost another plan most, in seconds of a step, and what they cost; with what it saves."""
+    """The terms of the breakdown that cost another plan most, in seconds of a step, and the term that it saves most."""
     differences = {name: other.get(name, 0.0) - chosen.get(name, 0.0) for name in {**chosen, **other}}
     ordered = sorted(differences.items(), key=lambda item: -item[1])
     visible = SMALLEST_TERM * sum(chosen.values())
@@ -379,9 +381,9 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     chosen = answer.compared_seconds or answer.prediction.predicted.step_seconds
     expected = answer.prediction.expected_error
     change = other.seconds / chosen - 1
-    # The prediction cannot tell them apart, and says so.
+    # A smaller difference than the expected error is a tie.
     tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
-    # Of plans that predictions do not tell apart the one that needs the least memory is chosen.
+    # Among tied plans the one that needs the least memory is chosen.
     tells_memory = bool(tie) and change < 0 and other.more_bytes >= VISIBLE_BYTES
     more = f", needs {other.more_bytes / GIB:.1f} GiB more" if tells_memory else ""
     return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}{more}): {other.why}"
@@ -394,10 +396,10 @@ def suggestions(
     is_searched: bool = False,
     leeway: Leeway = ANY,
 ) -> list[str]:
-    """Advice from what a plan waits for or lacks; the largest term decides, and none below a twentieth of the step. Where whole
-    layers are computed again for memory that is not needed, that comes first.
+    """Advice for a plan, by its largest waiting term if that exceeds WORTH_A_LOOK; before it, advice against recomputation that
+    memory does not require.
 
-    Behind a search only what it cannot decide is advice: the batch, and who runs the plan.
+    After a search the advice is limited to decisions that no search makes: the batch, and the software that runs the plan.
     """
     if prediction.remedy is not None:
         remedy = prediction.remedy
@@ -430,7 +432,7 @@ def suggestions(
 
 
 def _search_advice(launching: Launching | None, seconds: float, is_upstream: bool, leeway: Leeway) -> dict[str, str]:
-    """Term of a step of `seconds` -> what a search has not decided."""
+    """Term of a step of `seconds` -> advice on decisions that a search does not make."""
     batch = "a larger global batch, if the training allows it"
     advice = {"bubble": batch, "exposed data": batch}
     if is_upstream and not leeway.no_overlap:
@@ -443,7 +445,7 @@ def _search_advice(launching: Launching | None, seconds: float, is_upstream: boo
 def _job_advice(
     plan: Plan, launching: Launching | None, seconds: float, is_upstream: bool, leeway: Leeway
 ) -> dict[str, str]:
-    """Term of a step of `seconds` -> what its job may change."""
+    """Term of a step of `seconds` -> advice on changes of the job."""
     stage, batch = plan.stages[0], "a larger global batch"
     if plan.is_listed:
         overlap = "another overlap of all-to-alls: tools/autotune.py compares them"
@@ -467,9 +469,9 @@ def _job_advice(
 
 
 def _less_recomputation(plan: Plan, prediction: Prediction) -> list[str]:
-    """Advice against whole layers that are computed again although more than half of the memory stays free.
+    """Advice against full recomputation of layers while more than half of the memory is free.
 
-    No term of the step shows them: they are computation like any other.
+    The breakdown does not show recomputation: its seconds are part of the computation.
     """
     spare = prediction.capacity_bytes - prediction.fullest.high_bytes
     if spare <= prediction.capacity_bytes / 2 or all(
@@ -481,7 +483,7 @@ def _less_recomputation(plan: Plan, prediction: Prediction) -> list[str]:
 
 
 def _graphs_advice(launching: Launching | None, step_seconds: float, is_upstream: bool) -> str:
-    """CUDA graphs with the step that they are predicted to have; empty where there are none to be had, or they gain nothing."""
+    """Advice for CUDA graphs with their predicted step; empty if they are unavailable or gain nothing."""
     if launching is None or launching.graphed_seconds is None or launching.graphed_seconds >= step_seconds:
         return ""
     ours = launching.graph_flags == (GRAPHS_FLAG,)

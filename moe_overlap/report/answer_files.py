@@ -1,8 +1,8 @@
-"""The files of an answer in a folder that may hold those of an earlier one: files of two answers never stand side by side.
+"""The files of an answer in a folder that may hold an earlier answer: files of two answers are never mixed.
 
-A script of one answer beside the plan of another would start what nobody predicted. A new answer replaces the files of the
-earlier one by name, and an earlier file that it lacks gets another name (`NAME.old`). A plan or a script that no answer has
-written is neither replaced nor renamed; of the other files nobody can tell who has written them.
+The script of one answer with the plan of another would start a run that was never predicted. A new answer replaces the earlier
+files of the same name; an earlier file without a successor is renamed to `NAME.old`. A plan or script that does not come from an
+answer is neither replaced nor renamed; the other files do not show where they come from.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, WRITTEN_BY
 
 PLAN = "plan.json"
 FILES = (ARGUMENTS, SCRIPT, PLAN, "report.html", "trace.json")
-"""Names under which answers are written."""
+"""Names of the files of an answer."""
 OLD = ".old"
-"""Suffix of a file that stood in the folder and is no part of the answer."""
+"""Suffix of a file of an earlier answer that the new answer lacks."""
 MOST_SCRIPT_BYTES = 1 << 20
 
 
 def require_no_other_files(folder: Path, has_script: bool = True) -> None:
-    """Refuse a folder whose plan or script no answer has written: the answer would take its place.
+    """Refuse a folder with a plan or script that does not come from an answer and that the new answer would replace.
 
     Args:
-        has_script: whether the answer has one.
+        has_script: whether the new answer has a script.
     Raises:
-        ConfigError: it names the file.
+        ConfigError: there is such a file; the error names it.
     """
     for name in (PLAN, *([SCRIPT] if has_script else [])):
         path = folder / name
@@ -43,8 +43,8 @@ def put_away_others(folder: Path, written: Sequence[str], tell: Callable[[str], 
     """Rename the files of an earlier answer that the answer in a folder lacks.
 
     Args:
-        written: names of the answer's files; none where there is no answer.
-        tell: is told which files have another name now.
+        written: names of the new answer's files; empty without a new answer.
+        tell: receives a message about the renamed files.
     Raises:
         ConfigError: the folder cannot be written.
     """
@@ -52,19 +52,19 @@ def put_away_others(folder: Path, written: Sequence[str], tell: Callable[[str], 
     stale = [path.name for path in paths if path.is_file() and _is_of_an_answer(path)]
     try:
         for name in stale:
-            # Two shards may find that all answers are there, and one of them has done it.
+            # Another shard of the search may have renamed it already.
             with suppress(FileNotFoundError):
                 (folder / name).replace(folder / f"{name}{OLD}")
     except OSError as error:
         raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
     if stale:
         renamed = ", ".join(f"{name}{OLD}" for name in stale)
-        them = "it is" if len(stale) == 1 else "they are"
-        tell(f"not of this answer: {', '.join(stale)} in {folder}; {them} now {renamed}")
+        verb = "it is" if len(stale) == 1 else "they are"
+        tell(f"not of this answer: {', '.join(stale)} in {folder}; {verb} now {renamed}")
 
 
 def _is_of_an_answer(path: Path) -> bool:
-    """Whether an answer may have written a file: of plans and scripts their content tells."""
+    """Whether a file may come from an answer; only plans and scripts show it by their content."""
     try:
         if path.name == SCRIPT:
             return WRITTEN_BY in bounded_text(path, MOST_SCRIPT_BYTES)

@@ -1,7 +1,7 @@
-"""Stages of a pipeline that take longer than the others: by how much, and whether other cuts between layers would help.
+"""Imbalance of pipeline stages: how much longer the slowest ones take, and whether moving layers would help.
 
-What the others wait for the slowest one is no bubble, which is of filling and draining: the breakdown has it as the slowest
-stage's own work, so that no term shows it. Prediction layers and the head on the last stage are the usual cause.
+Waiting for the slowest stage is not counted as bubble (fill and drain only); the breakdown counts it as that stage's compute, so
+no term shows it. The usual cause is the last stage, with the head and prediction layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.analytic import Prediction
 
 ALIKE = 0.99
-"""Stages that take this share of the slowest one's seconds are as slow."""
+"""Stages that take at least this share of the slowest stage's seconds count as slowest, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,10 +20,10 @@ class Balance:
     """The stages of a plan by their seconds in the stable part of a step.
 
     Attributes:
-        slowest: the slowest ones.
-        longer: by which share they take longer than the mean of all stages; 0 where all are alike.
-        waiting_seconds: seconds of a step that the mean stage waits for the slowest one.
-        may_move: whether the other stages have room for a layer of each of the slowest ones.
+        slowest: the slowest stages.
+        longer: excess of their seconds over the mean of all stages, as a share of the mean.
+        waiting_seconds: seconds of a step for which an average stage waits for the slowest.
+        may_move: whether the other stages can take over one layer from each of the slowest ones.
     """
 
     slowest: tuple[int, ...]
@@ -33,14 +33,14 @@ class Balance:
 
     @property
     def advice(self) -> str:
-        """The change that would help where a layer of each of the slowest stages may move."""
-        one = len(self.slowest) == 1
-        names = f"stage{'' if one else 's'} {', '.join(map(str, self.slowest))}"
-        return f"{'a layer' if one else 'a layer each'} fewer on {names} (--pipeline-model-parallel-layout)"
+        """The advice to move layers away from the slowest stages; valid if `may_move`."""
+        single = len(self.slowest) == 1
+        names = f"stage{'' if single else 's'} {', '.join(map(str, self.slowest))}"
+        return f"{'a layer' if single else 'a layer each'} fewer on {names} (--pipeline-model-parallel-layout)"
 
     @property
     def sentence(self) -> str:
-        """By how much the slowest stages are slower."""
+        """The imbalance as text."""
         several = len(self.slowest) > 1
         who = f"{len(self.slowest)} stages take" if several else f"stage {self.slowest[0]} takes"
         return f"{who} {100 * self.longer:.1f} % longer than the mean of all"
@@ -49,10 +49,13 @@ class Balance:
 def balance_of(plan: Plan, prediction: Prediction) -> Balance:
     """Compare the stages of a predicted plan.
 
-    A layer is taken to be as long as the longest of the faster stages' layers, what these have beside layers included.
+    The seconds of a layer are estimated as the largest seconds per layer among the faster stages, including their embedding or
+    head.
     """
     counts = [stage.gradient_accumulation_steps for stage in plan.stages]
-    work = [each.stable_seconds * count for each, count in zip(prediction.predicted.stages, counts, strict=True)]
+    work = [
+        predicted.stable_seconds * count for predicted, count in zip(prediction.predicted.stages, counts, strict=True)
+    ]
     most, mean = max(work), sum(work) / len(work)
     slow = [index for index, seconds in enumerate(work) if seconds >= ALIKE * most]
     others = [index for index in range(len(work)) if index not in slow]

@@ -1,4 +1,4 @@
-"""The changes that a plan makes to a user's own flags, one decision at a time, with the predicted effect of each alone."""
+"""The differences between a plan and the user's flags, decision by decision, each with its separate predicted effect."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_overlap.tuner.cost.analytic import Prediction
 
 
 def helpful(changes: Sequence[Change], baseline: Prediction) -> list[Change]:
-    """The changes that save seconds alone, in their order; those that alone do not fit come last."""
+    """The changes that save time by themselves, in order; those that do not fit by themselves come last."""
     gaining = [change for change in changes if change.gain(baseline) > 0.0]
     return sorted(gaining, key=lambda change: change.alone is None or not change.alone.fits)
 
 
 def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
-    """The changes for programs, the largest gain first."""
+    """The changes as JSON, the largest gain first."""
     return [
         {
             "name": change.name,
@@ -33,5 +33,5 @@ def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
 
 
 def change_lines(changes: Sequence[Change], baseline: Prediction) -> list[str]:
-    """The changes for a reader, the largest gain first."""
+    """The lines on the changes, the largest gain first."""
     return [line("change", f"{change.sentence}: {change.effect(baseline)}") for change in changes]

@@ -1,7 +1,7 @@
-"""Drawings of a report as SVG inside a page: stages × devices, stacked bars, points and lines over an axis.
+"""SVG drawings of a report page: stages × devices, stacked bars, points and lines over an axis.
 
-Every drawing scales with the page, needs no script, and loads nothing. Colours carry a title that a browser shows beside them,
-and every figure that is drawn also stands in a table of the page.
+Every drawing scales with the page, has no script, and loads nothing. Coloured shapes have a tooltip, and every drawn figure is
+also in a table of the page.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ WIDTH, LEFT, RIGHT, ROW = 960, 150, 20, 26
 PALETTE = ("#4a86bd", "#74b87e", "#8e6bb0", "#e4a72e", "#e4572e", "#5bb5b5", "#b5b5b5", "#9ecae1", "#c98bb0", "#7d8a3c")
 CAPACITY = "#c0392b"
 MOST_DEVICES = 256
-"""Devices of a stage that are drawn."""
+"""Most devices of a stage that are drawn."""
 
 
 def stages_and_devices(plan: Plan) -> str:
-    """A row for every stage, a cell for every device; cells of one colour hold the same experts, a gap ends a tensor group."""
+    """A row per stage with a cell per device; devices of one colour hold the same experts, a gap ends a tensor group."""
     shapes = []
     for index, stage in enumerate(plan.stages):
         top = 6 + index * (ROW + 8)
         if stage.layers:
-            # An interleaved stage shows its first chunk; the plan as text, below the drawing, has all of them.
+            # Only the first chunk of an interleaved stage is shown; the plan as text below has all chunks.
             first, end = stage.chunks[0]
             layers = f"L{first}" if end - first == 1 else f"L{first}–L{end - 1}"
             shapes.append(text(6, top + 17, f"stage {index}: {layers}{', …' if len(stage.chunks) > 1 else ''}"))
@@ -48,11 +48,11 @@ def stages_and_devices(plan: Plan) -> str:
 def stacked_bars(
     rows: Mapping[str, Mapping[str, float]], unit: str, limit: float | None = None, about: str = "bars"
 ) -> str:
-    """A bar for every row, of parts in the colours of a legend.
+    """A stacked bar per row, with a legend.
 
     Args:
-        rows: label -> part -> value, all in one unit.
-        limit: drawn as a line across all bars.
+        rows: label -> part -> value, all in `unit`.
+        limit: a value that is marked by a line across all bars.
     """
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     longest = max([limit or 0.0, *(sum(max(0.0, value) for value in row.values()) for row in rows.values())]) or 1.0
@@ -78,7 +78,7 @@ def stacked_bars(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A point of a chart; its label is shown beside it, or only where a reader points at it."""
+    """A point of a chart; its label is a tooltip."""
 
     x: float
     y: float
@@ -91,8 +91,8 @@ def chart(points: Sequence[Point], axes: tuple[str, str], joined: bool, limit: f
 
     Args:
         axes: names with units, of x and of y.
-        joined: whether a line leads from point to point.
-        limit: of x, drawn as a line.
+        joined: whether lines connect the points.
+        limit: a value of x that is marked by a line.
     """
     height, bottom = 300, 250.0
     widest = max([limit or 0.0, *(point.x for point in points)]) * 1.05 or 1.0
@@ -119,19 +119,19 @@ def chart(points: Sequence[Point], axes: tuple[str, str], joined: bool, limit: f
 
 
 def svg(shapes: Sequence[str], height: float, about: str) -> str:
-    """A drawing of the page's width."""
+    """A drawing as wide as the page."""
     size = f'viewBox="0 0 {WIDTH} {math.ceil(height)}"'
     return "\n".join([f'<svg {size} role="img" aria-label={quoteattr(about)}>', *shapes, "</svg>"])
 
 
 def rectangle(x: float, y: float, width: float, height: float, colour: str, about: str) -> str:
-    """A coloured rectangle that says what it is."""
+    """A coloured rectangle with a tooltip."""
     size = f'x="{x:.1f}" y="{y:g}" width="{max(width, 0.5):.1f}" height="{height:g}"'
     return f'<rect {size} fill="{colour}">{title(about)}</rect>'
 
 
 def title(about: str) -> str:
-    """The words that a browser shows beside a shape."""
+    """The tooltip of a shape."""
     return f"<title>{escape(about)}</title>"
 
 
@@ -147,7 +147,7 @@ def axis(longest: float, top: float, scale: float, name: str) -> list[str]:
 
 
 def legend_of(colours: Mapping[str, str], top: float) -> tuple[list[str], int]:
-    """A square and a name for each colour, and the number of lines that they take."""
+    """The shapes of a legend, a square and a name for each colour, and its number of lines."""
     shapes, x, line = [], float(LEFT), 0
     for name, colour in colours.items():
         width = 34 + 7.6 * len(name)

@@ -1,9 +1,9 @@
 """`report.html`: everything about a plan on one page, in one file that loads nothing.
 
-The answer · stages × devices · memory of every stage by category, against the capacity · what the seconds of a step are spent
-on · the simulated step · other candidates over memory and time · how the step changes with the network, the skew of routing and
-the memory · every figure as text. Each figure that is drawn stands in a table beside its drawing; a cell keeps the exact value in
-`data-value`, so that a script can read the page. `Report` is data; sections whose data are not there are left out.
+The answer · stages × devices · memory of every stage by category, against the capacity · the breakdown of a step · the simulated
+step · other candidates over memory and time · the step as a function of network, skew of routing and memory · every figure as
+text. Each drawn figure is also in a table; the cells have the exact value in `data-value`, so that a script can read the page.
+`Report` is the data of the page; sections without data are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_overlap.tuner.cost.feasibility import needed_bytes
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 
 MOST_STAGES = 16
-"""Stages whose simulated step is drawn."""
+"""Most stages of the simulated step that are drawn."""
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#222;max-width:1000px;margin:2em auto;padding:0 1em}
 h1{font-size:1.4em}h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #ddd}
@@ -41,11 +41,11 @@ svg{width:100%;height:auto}svg text{font:13px system-ui,sans-serif;fill:#222}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateRow:
-    """A plan that was looked at.
+    """A candidate of the search.
 
     Attributes:
-        seconds: of its step; None where none was predicted.
-        needed_bytes: of its fullest stage; None where none was predicted.
+        seconds: of its step; None without a prediction.
+        needed_bytes: of its fullest stage; None without a prediction.
         note: why it was not chosen.
     """
 
@@ -58,13 +58,13 @@ class CandidateRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sensitivity:
-    """The step as one property of the cluster or the routing changes.
+    """The step as a function of one property of the cluster or the routing.
 
     Attributes:
-        name: of the property: `network bandwidth`.
+        name: of the property, such as `network bandwidth`.
         unit: of its values.
-        points: value, seconds of the step, and what is then chosen or why not (empty: the same plan).
-        actual: the value that the prediction has.
+        points: (value, seconds of the step, name of the plan chosen at that value; empty: the same plan).
+        actual: the value in the prediction.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Report:
     """The content of a page.
 
     Attributes:
-        step: the chosen plan, simulated with few micro-batches; None leaves the timeline out.
+        step: the chosen plan, simulated with few micro-batches; None omits the timeline.
     """
 
     answer: Answer
@@ -89,7 +89,7 @@ class Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Write the page, an earlier one is replaced whole or stays as it was; ConfigError where it cannot be written."""
+    """Write the page, replacing an earlier one atomically; ConfigError if it cannot be written."""
     try:
         write_whole(path, report_html(report))
     except OSError as error:
@@ -97,7 +97,7 @@ def write_report(path: Path, report: Report) -> None:
 
 
 def report_html(report: Report) -> str:
-    """The page."""
+    """The page as HTML."""
     body = [f"<h1>{escape(report.title)}</h1>", _preformatted("\n".join(answer_lines(report.answer)))]
     for identifier, heading, content in SECTIONS:
         section = "\n".join(content(report))
@@ -114,7 +114,7 @@ def _preformatted(content: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table: what is shown, and the exact value behind it."""
+    """A cell of a table: the shown text, and the exact value, if it is a number."""
 
     shown: str
     value: float | None = None
@@ -124,15 +124,15 @@ Row = Sequence[Cell]
 
 
 def _table(identifier: str, head: Sequence[str], rows: Sequence[Row], chosen: frozenset[int] = frozenset()) -> str:
-    """A table.
+    """A table as HTML.
 
     Args:
-        chosen: indices of the rows that are marked.
+        chosen: indices of the highlighted rows.
     """
-    are_words = [all(row[column].value is None for row in rows) for column in range(len(head))]
+    are_text = [all(row[column].value is None for row in rows) for column in range(len(head))]
     names = (
-        f'<th class="words">{escape(name)}</th>' if words else f"<th>{escape(name)}</th>"
-        for name, words in zip(head, are_words, strict=True)
+        f'<th class="words">{escape(name)}</th>' if is_text else f"<th>{escape(name)}</th>"
+        for name, is_text in zip(head, are_text, strict=True)
     )
     lines = [f'<table id="{identifier}"><tr>{"".join(names)}</tr>']
     for index, row in enumerate(rows):
@@ -250,15 +250,17 @@ def _candidates(report: Report) -> Iterator[str]:
 
 
 def _sensitivity(report: Report) -> Iterator[str]:
-    for index, each in enumerate(report.sensitivities):
-        yield f"<h3>{escape(each.name)}</h3>"
+    for index, sensitivity in enumerate(report.sensitivities):
+        yield f"<h3>{escape(sensitivity.name)}</h3>"
         points = [
-            Point(x=value, y=seconds, label=note or each.name, is_marked=value == each.actual)
-            for value, seconds, note in each.points
+            Point(x=value, y=seconds, label=note or sensitivity.name, is_marked=value == sensitivity.actual)
+            for value, seconds, note in sensitivity.points
         ]
-        yield chart(points, (each.unit, "seconds a step"), joined=True)
-        rows = [[Cell(f"{value:g}", value), _seconds(seconds), Cell(note)] for value, seconds, note in each.points]
-        yield _table(f"sensitivity-table-{index}", [each.unit, "seconds a step", "plan"], rows)
+        yield chart(points, (sensitivity.unit, "seconds a step"), joined=True)
+        rows = [
+            [Cell(f"{value:g}", value), _seconds(seconds), Cell(note)] for value, seconds, note in sensitivity.points
+        ]
+        yield _table(f"sensitivity-table-{index}", [sensitivity.unit, "seconds a step", "plan"], rows)
 
 
 def _details(report: Report) -> Iterator[str]:

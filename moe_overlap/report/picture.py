@@ -1,8 +1,8 @@
 """A step of a rank as a self-contained SVG: a lane of computation, coloured by the kind of work, and one of communication.
 
-Communication is *hidden* while a compute span of the same rank is under way, and *exposed* while none is. The heading of each
-step counts exposed seconds with `communication_seconds`, as the training log does. Lanes of several steps, or of several ranks of
-one step, share an axis of seconds.
+Communication is *hidden* while a compute span of the same rank runs, and *exposed* otherwise. The heading of each step has the
+exposed seconds from `communication_seconds`, as in the training log. Lanes of several steps, or of several ranks of one step,
+share an axis of seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH, LEFT, RIGHT = 960, 128, 16
 LANE_HEIGHT, LANE_GAP, HEADING_HEIGHT, STEP_GAP = 30, 6, 26, 18
 MOST_TICKS = 10
 SMALLEST_GAP_PIXELS = 0.3
-"""Rectangles of one colour that are nearer to each other are drawn as one: the file stays small."""
+"""Rectangles of one colour with a smaller gap between them are drawn as one, to keep the file small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def step_of(spans: Sequence[Span], title: str) -> Step:
     communication = {HIDDEN: subtract(communicating, exposed), EXPOSED: exposed}
 
     seconds = max(span.end for span in spans)
-    # The whole length of overlapped communication is not told: a span lasts until its result is used, not until it has arrived.
+    # The heading has no total of communication: a span lasts until its result is used, not until it has arrived.
     heading = f"{title}: {seconds:.2f} s a step, {communication_seconds(spans)[1]:.2f} s of it exposed communication"
     return Step(heading, compute, communication, seconds)
 
@@ -82,7 +82,7 @@ def kind_of_work(name: str) -> str:
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Intervals in order, those that touch or are at most `gap` apart joined."""
+    """The sorted intervals, with those that overlap or are at most `gap` apart merged."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1] + gap:
@@ -93,26 +93,26 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def subtract(intervals: Sequence[Interval], covers: Sequence[Interval]) -> list[Interval]:
-    """The parts of some intervals that no cover touches; both lists are sorted and free of overlaps."""
-    left: list[Interval] = []
+    """The parts of `intervals` outside all `covers`; both are sorted and without overlaps."""
+    remaining: list[Interval] = []
     first = 0
     for start, end in intervals:
-        # Covers that end before this interval touch no later one: the time is linear in both lists.
+        # Covers that end before this interval cannot touch a later one, so the time is linear in both lists.
         while first < len(covers) and covers[first][1] <= start:
             first += 1
         place = first
         while place < len(covers) and covers[place][0] < end:
             if covers[place][0] > start:
-                left.append((start, covers[place][0]))
+                remaining.append((start, covers[place][0]))
             start = max(start, covers[place][1])
             place += 1
         if start < end:
-            left.append((start, end))
-    return left
+            remaining.append((start, end))
+    return remaining
 
 
 def tick_seconds(longest: float) -> float:
-    """Distance of the ticks of an axis: 1, 2 or 5 times a power of ten, at most MOST_TICKS of them."""
+    """Distance between the ticks of an axis: 1, 2 or 5 times a power of ten, with at most MOST_TICKS ticks."""
     power = 10.0 ** math.floor(math.log10(longest / MOST_TICKS))
     return next(factor * power for factor in (1, 2, 5, 10) if longest <= MOST_TICKS * factor * power)
 
@@ -121,7 +121,7 @@ def draw(steps: Sequence[Step], about: str = "One training step without and with
     """The picture of all steps, one below the other, on one axis.
 
     Args:
-        about: what it shows, for readers who do not see it.
+        about: description for screen readers.
     """
     longest = max(step.seconds for step in steps)
     scale = (WIDTH - LEFT - RIGHT) / longest
@@ -150,7 +150,7 @@ def draw(steps: Sequence[Step], about: str = "One training step without and with
 
 
 def draw_lane(label: str, lane: dict[str, list[Interval]], top: float, scale: float, seconds: float) -> list[str]:
-    """One row: its label, a light ground as long as the step, and a path for each colour."""
+    """One lane: its label, a light background as long as the step, and a path for each colour."""
     shapes = [text(8, top + 20, label)]
     shapes.append(f'<rect x="{LEFT}" y="{top:g}" width="{seconds * scale:.1f}" height="{LANE_HEIGHT}" fill="#f0f0f0"/>')
     for kind, intervals in lane.items():

@@ -13,9 +13,9 @@ from moe_overlap.report.prediction import figure
 from moe_overlap.tuner.cost.feasibility import needed_bytes
 
 WIDEST_CELL = 28
-"""Columns of a cell."""
+"""Most characters of a cell's line."""
 Row = tuple[str, list[str]]
-"""Name of a fact, and a cell for every stage."""
+"""Name of a row, and a cell for every stage."""
 
 
 def format_plan(plan: Plan) -> str:
@@ -39,7 +39,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def stage_rows(plan: Plan) -> list[Row]:
-    """Rows of the table of stages; a row in which no stage says anything is left out."""
+    """Rows of the table of stages, without rows in which every stage has `-`."""
     rows: list[Row] = [("stage", [str(index) for index in range(len(plan.stages))])]
     columns = [_stage_column(stage) for stage in plan.stages]
     rows += [(name, [column[name] for column in columns]) for name in columns[0]]
@@ -82,20 +82,20 @@ def _stage_column(stage: StagePlan) -> dict[str, str]:
 
 
 def _shown_chunk(overlap: StageOverlap) -> str:
-    """`128 MiB`, with `at once` where a reduction waits for no gap between all-to-alls."""
+    """`128 MiB`, with `at once` if reductions do not wait for gaps between all-to-alls."""
     if not overlap.gradient_chunk_bytes:
         return "-"
     return f"{overlap.gradient_chunk_bytes / 2**20:g} MiB{' at once' if overlap.reduce_at_once else ''}"
 
 
 def _shown_limits(limits: SearchLimits | None) -> str:
-    """`L3.attention…L6.moe.merge*2`: what memory allows where the search was given more."""
+    """`L3.attention…L6.moe.merge*2`: ranges for which memory allows fewer partitions than the search's limit."""
     lowered = () if limits is None else limits.lowered
-    return " ".join(f"{one.first_operator}…{one.last_operator}*{one.max_partitions}" for one in lowered) or "-"
+    return " ".join(f"{limit.first_operator}…{limit.last_operator}*{limit.max_partitions}" for limit in lowered) or "-"
 
 
 def _shown_layers(layers: Sequence[LayerOverlap], of_stage: Sequence[int]) -> str:
-    """`L0-3:partitioned*2 L8:none`: layers that follow one another and do the same stand together; `partitioned*2` if all do."""
+    """`L0-3:partitioned*2 L8:none`: runs of layers with the same mechanism; just `partitioned*2` if all layers have it."""
     if len(layers) == len(of_stage) > 1 and len(same := {_mechanism(layer) for layer in layers}) == 1:
         return same.pop()
     runs: list[tuple[int, int, str]] = []
@@ -109,28 +109,28 @@ def _shown_layers(layers: Sequence[LayerOverlap], of_stage: Sequence[int]) -> st
 
 
 def _mechanism(layer: LayerOverlap) -> str:
-    """`partitioned*2`: the mechanism and, where it cuts, into how many; `fused(20/26)`: the blocks that communicate."""
+    """`partitioned*2`: the mechanism with its number of partitions or chunks; `fused(20/26)`: with its communicating blocks."""
     pieces, blocks = layer.partitions or layer.tutel_degree, layer.kernel_blocks
     split = "" if blocks is None else f"({blocks.dispatch}/{blocks.combine})"
     return layer.mechanism + (f"*{pieces}" if pieces else split)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`0-3` for a run of ranks, else the list."""
+    """`0-3` for consecutive ranks, otherwise the list."""
     if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks))
 
 
 def _lines_of(cell: str) -> list[str]:
-    """A cell in lines, broken behind spaces and the commas of a long list."""
+    """The lines of a cell, broken after spaces, and after commas if it is too long."""
     if len(cell) <= WIDEST_CELL:
         return [cell]
     return textwrap.wrap(cell.replace(",", ", "), WIDEST_CELL, break_long_words=False, break_on_hyphens=False)
 
 
 def format_columns(rows: Sequence[Row]) -> str:
-    """Names to the left, cells right-aligned in columns; a long cell goes on in the next line."""
+    """A table with names to the left and right-aligned columns; a long cell takes several lines."""
     head = max(len(name) for name, _ in rows)
     broken = [(name, [_lines_of(cell) for cell in cells]) for name, cells in rows]
     columns = zip(*(cells for _, cells in broken), strict=True)

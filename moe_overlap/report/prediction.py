@@ -14,11 +14,11 @@ from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 from moe_overlap.tuner.write.memory_changes import RUN_BY_MEGATRON_LM, change_flags
 
 WHOLE_FROM = 10.0
-"""From here on figures are shown as whole numbers."""
+"""Smallest figure that is shown as a whole number."""
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
-    """The answer for programs: all seconds in s, all sizes in bytes."""
+    """The prediction as JSON: all times in seconds, all sizes in bytes."""
     predicted = prediction.predicted
     return {
         "step_seconds": predicted.step_seconds,
@@ -51,13 +51,13 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
 
 
 def software_json(prediction: Prediction) -> dict[str, Any]:
-    """The software release that counts, and how much of the seconds beyond peak rates it explains."""
+    """The assumed software release, and its factor on the time lost beyond peak rates."""
     software = prediction.software
     return {"release": software.release, "is_median": software.is_median, "loss": software.constants.loss}
 
 
 def interval_json(prediction: Prediction) -> dict[str, float] | None:
-    """Between which seconds the step lies, in which share of cases; None where that is not known."""
+    """The interval of the step's seconds and its level; None if it is unknown."""
     expected = prediction.expected_error
     if expected is None:
         return None
@@ -66,12 +66,12 @@ def interval_json(prediction: Prediction) -> dict[str, float] | None:
 
 
 def figure(value: float) -> str:
-    """A rate or a sum in whole numbers, a small one by its first two digits: a laptop's is not nothing."""
+    """A rate or a sum as a whole number, below WHOLE_FROM with two significant digits, so that a laptop's rate is not 0."""
     return f"{value:,.0f}" if value >= WHOLE_FROM or not value else f"{value:.2g}"
 
 
 def interval_text(prediction: Prediction) -> str:
-    """The interval in words; empty where it is not known."""
+    """The interval as text; empty if it is unknown."""
     expected = prediction.expected_error
     if expected is None:
         return ""
@@ -80,13 +80,13 @@ def interval_text(prediction: Prediction) -> str:
 
 
 def expected_error_text(prediction: Prediction) -> str:
-    """The error to expect, behind the seconds of a step; empty where it is not known."""
+    """The expected error, to follow the seconds of a step; empty if it is unknown."""
     expected = prediction.expected_error
     return f" ± {expected.relative * 100:.0f} %" if expected is not None else ""
 
 
 def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
-    """The answer for a reader: the step, what its seconds are spent on, a row per stage, and what to beware of."""
+    """The prediction as text: the step, its breakdown, a row per stage, and warnings."""
     predicted, seconds = prediction.predicted, prediction.predicted.step_seconds
     lines = [
         f"step          {seconds:.3f} s{expected_error_text(prediction)} on {cluster.gpus} × {cluster.group_of(0).gpu.name}",
@@ -123,7 +123,7 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
 
 
 def _remedy_lines(prediction: Prediction) -> list[str]:
-    """The change that makes a plan fit; nothing where none was looked for."""
+    """The line on the change that makes a plan fit; empty if none was searched."""
     remedy = prediction.remedy
     if remedy is not None:
         cost = f"{remedy.step_seconds:.3f} s a step ({remedy.slower_by:+.1%}), up to {remedy.high_bytes / GIB:.1f} GiB"
@@ -143,7 +143,7 @@ def _remedy_json(remedy: Remedy) -> dict[str, Any]:
 
 
 def change_name(change: Change) -> str:
-    """A change for a reader."""
+    """A change as text."""
     return {
         ChangeKind.MODULES: f"recompute {', '.join(change.modules)}",
         ChangeKind.LAYERS: f"recompute the first {change.number} layers of every chunk",
@@ -156,7 +156,7 @@ def change_name(change: Change) -> str:
 
 
 def change_advice(change: Change) -> str:
-    """The flags of a change, and that training refuses them where it does."""
+    """The flags of a change, with a note if this fork's training refuses them."""
     if change.kind not in RUN_BY_MEGATRON_LM:
         return change_flags(change)
     longer = "; its step on the host's cores takes longer than is counted"

@@ -14,7 +14,7 @@ from moe_overlap.report.search import EARLY, search_json
 HEADINGS = ("GPUs", "step", "tokens/s per GPU", "efficiency")
 OF_TRAINING = ("days", "GPU-hours")
 FOR_WHOM = {"megatron-lm": "unmodified Megatron-LM", "moe-overlap": "this runtime", "any": "no runtime in particular"}
-"""Target -> who runs its plans."""
+"""Target -> the software that runs its plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Figures:
     """Figures of a row.
 
     Attributes:
-        efficiency: tokens per second and GPU over those of the fewest GPUs that have a plan.
-        train_seconds, gpu_hours: of the whole training; None where its tokens are not known.
+        efficiency: tokens per second and GPU, relative to the smallest number of GPUs with a plan.
+        train_seconds, gpu_hours: of the full training; None if its tokens are unknown.
     """
 
     step_seconds: float
@@ -34,11 +34,13 @@ class Figures:
 
 
 def figures_of(rows: Sequence[ScalingRow], train_tokens: float | None) -> list[Figures | None]:
-    """The figures of every row; None where it has no plan."""
-    found = [None if row.search is None else row.search.prediction for row in rows]
-    smallest = next(each.predicted.tokens_per_second_per_gpu for each in found if each is not None)
+    """The figures of every row; None for a row without a plan."""
+    predictions = [None if row.search is None else row.search.prediction for row in rows]
+    smallest = next(
+        prediction.predicted.tokens_per_second_per_gpu for prediction in predictions if prediction is not None
+    )
     figures: list[Figures | None] = []
-    for row, prediction in zip(rows, found, strict=True):
+    for row, prediction in zip(rows, predictions, strict=True):
         if prediction is None:
             figures.append(None)
             continue
@@ -49,19 +51,19 @@ def figures_of(rows: Sequence[ScalingRow], train_tokens: float | None) -> list[F
 
 
 def scaling_json(rows: Sequence[ScalingRow], train_tokens: float | None) -> list[dict[str, Any]]:
-    """A search's JSON for every number of GPUs with its figures; where there is no plan, the reason."""
+    """For every number of GPUs the search's JSON with its figures, or the reason why there is no plan."""
     values: list[dict[str, Any]] = []
     for row, figures in zip(rows, figures_of(rows, train_tokens), strict=True):
         if row.search is None or figures is None:
             values.append({"num_gpus": row.cluster.gpus, "reason": row.reason})
             continue
-        own = {"num_gpus": row.cluster.gpus, "scaling_efficiency": figures.efficiency}
-        values.append(search_json(row.search, train_tokens) | own)
+        scaling = {"num_gpus": row.cluster.gpus, "scaling_efficiency": figures.efficiency}
+        values.append(search_json(row.search, train_tokens) | scaling)
     return values
 
 
 def scaling_lines(rows: Sequence[ScalingRow], folder: Path, train_tokens: float | None) -> list[str]:
-    """The table for a reader, what its columns are, and where the plans are written."""
+    """The table as text, with notes on its columns and the folders of the plans."""
     headings = HEADINGS if train_tokens is None else (*HEADINGS, *OF_TRAINING)
     table = [tuple(headings)]
     for row, figures in zip(rows, figures_of(rows, train_tokens), strict=True):
@@ -89,7 +91,7 @@ def scaling_lines(rows: Sequence[ScalingRow], folder: Path, train_tokens: float 
 
 
 def _plan_text(row: ScalingRow) -> str:
-    """The plan of a row, and what a reader must know of it; or why there is none."""
+    """The plan of a row with notes, or why there is none."""
     if row.search is None:
         return row.reason
     search = row.search

@@ -1,4 +1,4 @@
-"""The answer of a plan search: as data, as JSON, as about ten lines, and as the files that run it."""
+"""The answer of a plan search: as data, as JSON, as about ten lines, and as the files of a run."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from moe_overlap.tuner.write.upstream_rules import PAIRED
 EXECUTED = "--target moe-overlap: the best plan that runs today"
 EARLY = "stopped early: better plans may be left"
 SHOWN_CHANGES = 1
-"""Changes of the user's flags that the short answer names; --verbose and the JSON have all."""
+"""Changes of the user's flags in the short answer; --verbose and the JSON have all."""
 
 
 # Data
 
 
 def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[str, Any]:
-    """The answer for programs: the chosen plan as tools/predict.py prints it, the plan itself, and the others."""
+    """The answer as JSON: the prediction of the chosen plan as in tools/predict.py, the plan itself, and the other candidates."""
     counts, solution = search.found.counts, search.solution
     executed = search.refusal is None
     training = training_json(search.prediction, search.cluster, train_tokens)
@@ -116,7 +116,7 @@ def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[s
 
 
 def _dispatchers_json(search: PlanSearch) -> dict[str, Any]:
-    """The dispatcher of the plan, and what became of the others."""
+    """The dispatcher of the plan, and the results of the others."""
     return {
         "chosen": search.chosen.problem.features.dispatcher,
         "first": FIRST,
@@ -133,7 +133,7 @@ def _dispatchers_json(search: PlanSearch) -> dict[str, Any]:
 
 
 def _staged_json(staged: StageSearch) -> dict[str, Any]:
-    """JSON of the search over unlike stages: its size, and what it proved of the layouts that it looked at."""
+    """The search over unlike stages as JSON: its size, and its bound for the searched layouts."""
     solution = staged.solution
     return {
         "layouts": staged.layouts,
@@ -150,7 +150,7 @@ def _staged_json(staged: StageSearch) -> dict[str, Any]:
 
 
 def simulated_json(finalist: Finalist) -> float | None:
-    """Simulated seconds of a step; None where the plan was not simulated."""
+    """Simulated seconds of a step; None if the plan was not simulated."""
     return None if finalist.simulated is None else finalist.simulated_seconds
 
 
@@ -158,25 +158,25 @@ def simulated_json(finalist: Finalist) -> float | None:
 
 
 def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_tokens: float | None) -> list[str]:
-    """The answer for a reader.
+    """The answer as text.
 
     Args:
-        folder, files: where the answer is written, and under which names.
+        folder, files: the folder of the answer, and the names of its files.
     """
     return [*answer_lines(answer_of(search, train_tokens)), *closing_lines(search, folder, files)]
 
 
 def search_sentence(search: PlanSearch) -> str:
-    """The chosen plan in words; of unlike meshes no stage stands for the others."""
-    words = search.chosen.name if search.plan.transfers else plan_sentence(search.plan)
+    """The chosen plan as text; for unlike meshes its name, because no stage represents the others."""
+    sentence = search.chosen.name if search.plan.transfers else plan_sentence(search.plan)
     if not search.is_upstream:
-        return words
+        return sentence
     overlap = ", overlap: two micro-batches at a time" if PAIRED[0] in (*search.words, *search.chosen.said) else ""
-    return f"{words}{overlap}, for unmodified Megatron-LM"
+    return f"{sentence}{overlap}, for unmodified Megatron-LM"
 
 
 def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
-    """The answer about the chosen plan; runners-up stand in their order, with simulated steps where they were simulated."""
+    """The answer about the chosen plan; runners-up keep their rank and have simulated seconds if they were simulated."""
     others = [
         dataclasses.replace(runner_up(other.name, other.prediction, search.prediction), seconds=other.simulated_seconds)
         for other in search.others
@@ -197,7 +197,7 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
 
 
 def _no_other_overlap(search: PlanSearch) -> str:
-    """Why a search for this runtime, too, would find no overlap; empty where it may."""
+    """Why a search for this runtime cannot find an overlap either; empty if it can."""
     if search.target == "any":
         return "the search has compared it"
     refusal = search.chosen.problem.listed.refusal
@@ -205,8 +205,7 @@ def _no_other_overlap(search: PlanSearch) -> str:
 
 
 def detail_lines(search: PlanSearch) -> list[str]:
-    """The lines of --verbose: every change of the user's flags, CUDA graphs, the plans that rules refuse, and what no layout
-    shards."""
+    """The lines of --verbose: every change of the user's flags, CUDA graphs, screened layouts, free sharding, refused plans."""
     changes = [] if search.baseline is None else change_lines(search.changes, search.baseline)
     sharding = [] if search.sharding is None else sharding_details(search.sharding)
     return [
@@ -219,7 +218,7 @@ def detail_lines(search: PlanSearch) -> list[str]:
 
 
 def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
-    """The plans that rules refuse: a line for each flag, with the first of its plans."""
+    """The refused plans: a line per flag, with its first refused plan."""
     by_flag: dict[str, list[tuple[str, str]]] = {}
     for name, rule in refused:
         by_flag.setdefault(rule.split(maxsplit=1)[0].rstrip(":"), []).append((name, rule))
@@ -232,12 +231,12 @@ def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _graphs_lines(search: PlanSearch) -> list[str]:
-    """A line on lists that are replayed as CUDA graphs, or not; none where no list is run."""
+    """The line on CUDA graphs; empty if the plan follows no lists."""
     return [line("graphs", text) for text in graphs_lines(search.graphs, search.prediction)]
 
 
 def _screened_lines(screened: Sequence[Screened]) -> list[str]:
-    """Layouts that may gain by overlap, and what the simplest plan of each takes."""
+    """Layouts that may gain by overlap, with the step of their simplest plan."""
     lines = []
     for layout in screened:
         took = layout.refused if layout.seconds is None else f"{layout.seconds:.3f} s in its simplest form"
@@ -246,7 +245,7 @@ def _screened_lines(screened: Sequence[Screened]) -> list[str]:
 
 
 def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:
-    """The user's own layout, flags that are left out, how far the search went, what is written, and how to run it."""
+    """Lines on the user's layout, dropped flags, the extent of the search, the files, and the command to run."""
     lines, counts = [], search.found.counts
     ended = f"; {EARLY}" if search.ended_early else ""
     if search.baseline is not None:
@@ -266,13 +265,13 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
                 "tokens; --allow-micro-batch-change searches the others",
             )
         )
-    apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
-    if apart:
-        widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
+    differing = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
+    if differing:
+        widest = max(differing, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
         lines.append(
             line(
                 "simulated",
-                f"{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
+                f"{len(differing)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
                 f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}",
             )
         )
@@ -290,7 +289,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         line(
             "searched",
             f"{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
-            f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} ruled out by bounds"
+            f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} pruned by bounds"
             f"{f', {counts.not_reached:,} not reached' if counts.not_reached else ''}{ended}",
         )
     )
@@ -324,7 +323,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
 
 
 def _stages_lines(search: PlanSearch) -> list[str]:
-    """The gain of stages that decide for themselves over the best plan with equal ones; none where no others were searched."""
+    """The line on the gain of unlike stages over equal ones; empty if no unlike stages were searched."""
     equal, seconds = search.equal_stages_seconds, search.prediction.predicted.step_seconds
     if equal is None or search.staged is None or not search.staged.layouts:
         return []
@@ -339,7 +338,7 @@ def _stages_lines(search: PlanSearch) -> list[str]:
 
 
 def _dispatcher_lines(search: PlanSearch) -> list[str]:
-    """The dispatcher of the plan where it was searched, and the others; none where layers overlap, which bring their own."""
+    """The line on the searched dispatchers; empty if there was no choice, or with overlap, which has its own dispatcher."""
     if not search.dispatchers or search.tuned is not None:
         return []
     name = search.chosen.problem.features.dispatcher
@@ -348,27 +347,27 @@ def _dispatcher_lines(search: PlanSearch) -> list[str]:
     best: dict[str, float] = {}
     for finalist in (search.chosen, *search.others):
         best.setdefault(finalist.problem.features.dispatcher, finalist.seconds)
-    said = [f"{other} {best[other]:.3f} s" if other in best else f"{other} not faster" for other in others]
-    return [line("dispatcher", f"{name}{needed}; {', '.join(said)}")]
+    steps = [f"{other} {best[other]:.3f} s" if other in best else f"{other} not faster" for other in others]
+    return [line("dispatcher", f"{name}{needed}; {', '.join(steps)}")]
 
 
 # Files
 
 
 def write_search(folder: Path, search: PlanSearch) -> list[str]:
-    """Write the plan, the flags that run it and the script that starts it.
+    """Write the plan, its flags and the script that starts the run.
 
     Returns:
-        The names of the files. A machine that was measured gets no script: it may know no Slurm. A plan that nothing runs is
-        written alone.
+        The names of the files. There is no script for a measured machine, which may lack Slurm, and only the plan if nothing runs
+        it.
     Raises:
-        ConfigError: they cannot be written, or nodes have unlike numbers of GPUs.
+        ConfigError: the files cannot be written, or nodes have different numbers of GPUs.
     """
     plan = dataclasses.replace(search.plan, predicted=search.prediction.predicted)
     texts = _run_texts(search, plan) if search.refusal is None else {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The plan first: an earlier one beside new flags, which name it, would be run without a word.
+        # The plan first: otherwise, after a failure, new flags would silently run an earlier plan.
         save_plan(plan, folder / "plan.json")
         for name, text in texts.items():
             write_whole(folder / name, text)
@@ -378,7 +377,7 @@ def write_search(folder: Path, search: PlanSearch) -> list[str]:
 
 
 def _run_texts(search: PlanSearch, plan: Plan) -> dict[str, str]:
-    """The flags and the script by the names of their files."""
+    """File name -> text, for the flags and the script."""
     written = search.written
     target = search.written_for
     environment = run_environment(plan, written.flags, search.cluster.group_of(0).gpu.architecture, target)

@@ -1,4 +1,4 @@
-"""The folder of a plan search: what runs the plan, and the pictures of it."""
+"""The folder of a plan search: the files of the run, the report page and the trace."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from moe_overlap.report.trace import write_trace
 def write_answer(
     folder: Path, search: PlanSearch, tell: Callable[[str], None], train_tokens: float | None = None
 ) -> list[str]:
-    """Write plan, flags, script, page and trace in the place of an earlier answer.
+    """Write plan, flags, script, page and trace, replacing an earlier answer.
 
     Args:
-        tell: is told which files of an earlier answer have another name now.
+        tell: receives a message about renamed files of the earlier answer.
     Returns:
         The names of the files.
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: the files cannot be written.
     """
     files = write_search(folder, search)
     report = search_report(search, competitors(search), train_tokens)
     files += ["report.html", *([] if report.step is None else ["trace.json"])]
-    # Before page and trace, which are large: should they not find room, no earlier script stands beside the new plan.
+    # Before page and trace, which are large: even if the disk is full, no earlier script remains with the new plan.
     put_away_others(folder, files, tell)
     write_report(folder / "report.html", report)
     if report.step is not None:

@@ -1,4 +1,4 @@
-"""The page of a plan search: the answer, the plans that were not chosen, the frontier, and how the answer would change."""
+"""The page of a plan search: the answer, the other candidates, the frontier, and the sensitivities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_overlap.tuner.search.layer.slots import enough_micro_batches, shortened
 
 ON_FRONTIER = "on the frontier of seconds and memory"
 COMPETING = 4
-"""Plans, the chosen one among them, that compete where the network or the routing differ."""
+"""Number of plans, the chosen one included, that compete in the sensitivities to network and routing."""
 
 
 def competitors(search: PlanSearch) -> list[Competitor]:
@@ -28,8 +28,8 @@ def search_report(search: PlanSearch, plans: Sequence[Competitor], train_tokens:
     """The content of the page.
 
     Args:
-        plans: the chosen plan, with its overlap, and a few others, each with the problem that prices it; they compete where the
-            network or the routing differ. The first is simulated.
+        plans: the competitors in the sensitivities to network and routing: the chosen plan with its overlap, then a few others.
+            The first is simulated.
     """
     chosen, prediction = search.chosen, search.prediction
     answer = answer_of(search, train_tokens)
@@ -57,24 +57,24 @@ def search_report(search: PlanSearch, plans: Sequence[Competitor], train_tokens:
 
 
 def _rows(search: PlanSearch, runners_up: Sequence[RunnerUp]) -> list[CandidateRow]:
-    """The finalists, the rest of the frontier, and what rules refuse."""
+    """The finalists, the rest of the frontier, and the refused plans."""
     finalists = [
         CandidateRow(
             name=other.name, seconds=why.seconds, needed_bytes=other.prediction.fullest.needed_bytes, note=why.why
         )
         for other, why in zip(search.others, runners_up, strict=True)
     ]
-    known = {search.chosen.name, *(other.name for other in search.others)}
+    names = {search.chosen.name, *(other.name for other in search.others)}
     frontier = [
         CandidateRow(name=plan.name, seconds=plan.seconds, needed_bytes=plan.needed_bytes, note=ON_FRONTIER)
         for plan in search.found.frontier
-        if plan.name not in known
+        if plan.name not in names
     ]
     refused = [CandidateRow(name=name, seconds=None, needed_bytes=None, note=rule) for name, rule in search.refused]
     return [*finalists, *frontier, *refused]
 
 
 def shown_step(plan: Competitor) -> SimulatedStep:
-    """The step of a plan with few micro-batches, enough to see how the stages fill and drain."""
+    """The simulated step of a plan with just enough micro-batches to show the fill and drain of the pipeline."""
     few = shortened(plan.plan, enough_micro_batches(len(plan.plan.stages)))
     return simulate_step(few, plan.problem)

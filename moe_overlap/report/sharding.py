@@ -1,7 +1,7 @@
-"""A search's answer on a sharding that is free for every operator: a few lines, details, and JSON.
+"""The comparison of the plan with a free sharding of every operator: a few lines, details, and JSON.
 
-The plan of the answer has a layout of megatron-core. Beside it stand the best sharding of all, what is lost because megatron-core
-cannot execute it, and the operators where that happens, with what each would gain alone.
+The plan of the answer has a layout of megatron-core. The comparison has the best sharding of all, the seconds lost because
+megatron-core cannot execute it, and the operators responsible, each with its separate gain.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from moe_overlap.tuner.search.layer.sharding_specs import AxisWords
 from moe_overlap.tuner.search.solution import Status
 
 SHARED = 1e-6
-"""Share of a step below which two shardings count as equally fast."""
+"""Largest difference of two shardings that count as equally fast, as a share of the step."""
 SHOWN = 3
-"""Operators in the short answer."""
+"""Most operators in the short answer."""
 TERMS = "with nothing recomputed and communication exposed"
-"""Assumptions behind the seconds of both shardings, which are therefore not those of the plan's prediction."""
+"""Assumptions of the seconds of both shardings, which therefore differ from the plan's prediction."""
 SPLITS = {"expert": "experts", "output": "outputs", "input": "inputs", "flat": "elements"}
-"""Dimension of an operator -> its word here, where that is another."""
+"""Dimension of an operator -> its name in answers, if different."""
 
 
 def sharding_lines(searched: SearchedSharding) -> list[str]:
-    """The lines of the short answer: the best sharding beside the best layout, and the operators that gain most."""
+    """The lines of the short answer: the best sharding against the best layout, and the operators that gain most."""
     gaining, _ = _lost(searched)
     lines = [_sentence(searched), *(text for operator in gaining[:SHOWN] for text in operator_lines(*operator))]
     if len(gaining) > SHOWN:
         lines[-1] += f"; {len(gaining) - SHOWN} more: --verbose"
-    # Operators that change together may gain where none does alone.
+    # Operators may gain together even if none gains by itself.
     gains = [f"{part_words(part)} {gain * 1e3:.3g} ms" for part, gain in _gaining_parts(searched).items()]
     if gains:
         lines.append(f"all operators of a part together would gain: {', '.join(gains)}")
@@ -64,7 +64,7 @@ def _sentence(searched: SearchedSharding) -> str:
 
 
 def sharding_details(searched: SearchedSharding) -> list[str]:
-    """Lines of --verbose: the problem, the other operators that megatron-core executes otherwise, and those with no gain."""
+    """Lines of --verbose: the problem, the other operators that gain, and differing operators without gain."""
     answer = searched.answer
     if answer is None or answer.best is None:
         return []
@@ -88,18 +88,18 @@ def sharding_details(searched: SearchedSharding) -> list[str]:
 
 
 def _lost(searched: SearchedSharding) -> tuple[list[tuple[LostOperator, tuple[int, int]]], list[LostOperator]]:
-    """The operators that gain alone, the largest gain first, with the mesh; and those that do not."""
+    """Operators that gain by themselves, with the mesh, the largest gain first; and the others."""
     answer = searched.answer
     if answer is None or answer.best is None or answer.losses is None:
         return [], []
-    # Below that a gain is the rounding of sums.
+    # Smaller gains are rounding errors of sums.
     least, operators = SHARED * answer.losses.layout_seconds, answer.losses.operators
     gaining = [(operator, answer.best.shape) for operator in operators if operator.gain_seconds > least]
     return gaining, [operator for operator in operators if operator.gain_seconds <= least]
 
 
 def _gaining_parts(searched: SearchedSharding) -> dict[str, float]:
-    """Kinds of parts that gain with all of their operators free."""
+    """Kind of part -> its gain with all of its operators free, if significant."""
     answer = searched.answer
     if answer is None or answer.losses is None:
         return {}
@@ -112,7 +112,7 @@ def _under(title: str, lines: list[str]) -> list[str]:
 
 
 def layout_name(layout: NearestLayout) -> str:
-    """Degrees above 1, and the level of ZeRO."""
+    """The degrees above 1 and the ZeRO level, such as `TP2 DP4, ZeRO-1`."""
     degrees = [("TP", layout.tensor), ("CP", layout.context), ("DP", layout.data), ("EP", layout.expert)]
     shown = [f"{axis}{size}" for axis, size in degrees if size > 1]
     if layout.expert_tensor != layout.tensor:
@@ -121,7 +121,7 @@ def layout_name(layout: NearestLayout) -> str:
 
 
 def operator_lines(operator: LostOperator, shape: tuple[int, int]) -> list[str]:
-    """The gain of an operator, and how each of its passes and weights would be split."""
+    """The gain of an operator, and the best split of each of its passes and weights."""
     why = "no layout has that with the rest" if operator.has_layout else "no layout has that"
     gain = f"{operator.gain_seconds * 1e3:.3g} ms"
     lines = [f"{operator.operator} of the {part_words(operator.part)} would gain {gain} alone ({why})"]
@@ -132,38 +132,38 @@ def operator_lines(operator: LostOperator, shape: tuple[int, int]) -> list[str]:
 
 
 def way_sentence(way: LostWay, shape: tuple[int, int]) -> str:
-    """The split of one pass or weight in the best sharding, beside its split in megatron-core."""
-    wanted, done = split_words(way.free, shape), split_words(way.executed, shape)
+    """The split of one pass or weight in the best sharding, compared with megatron-core's."""
+    free, executed = split_words(way.free, shape), split_words(way.executed, shape)
     if way.free_zero != way.executed_zero:
-        wanted, done = f"{wanted}, ZeRO-{way.free_zero},", f"{done}, ZeRO-{way.executed_zero}"
+        free, executed = f"{free}, ZeRO-{way.free_zero},", f"{executed}, ZeRO-{way.executed_zero}"
     elif way.free == way.executed:
-        wanted = f"{wanted} with the result {split_words(way.free_out, shape)}"
-        done = f"the result {split_words(way.executed_out, shape)}"
-    return f"{way.phase}: {wanted} instead of {done}"
+        free = f"{free} with the result {split_words(way.free_out, shape)}"
+        executed = f"the result {split_words(way.executed_out, shape)}"
+    return f"{way.phase}: {free} instead of {executed}"
 
 
 def part_words(kind: str) -> str:
-    """A kind of part in a reader's words."""
+    """A kind of part as text."""
     name, _, window = kind.partition(".window")
-    words = {"dense": "dense layer", "moe": "MoE layer"}.get(name, name)
-    return f"{words} with window {window}" if window else words
+    text = {"dense": "dense layer", "moe": "MoE layer"}.get(name, name)
+    return f"{text} with window {window}" if window else text
 
 
 def split_words(split: AxisWords, shape: tuple[int, int]) -> str:
-    """The dimensions that the axes of a mesh split, and over how many ranks."""
+    """The dimensions that the axes of a mesh split, with their numbers of ranks."""
     sizes: dict[str, int] = {}
     for axis, ranks in zip(split, shape, strict=True):
         if ranks > 1:
             sizes[axis] = sizes.get(axis, 1) * ranks
     copies, sums = sizes.pop("replicated", 1), sizes.pop("partial", 1)
-    words = [f"{SPLITS.get(axis, axis)} over {ranks}" for axis, ranks in sizes.items()]
-    words += [f"summands on {sums}"] if sums > 1 else []
-    words += [f"the same on {copies}"] if copies > 1 else []
-    return " and ".join(words) or "whole"
+    parts = [f"{SPLITS.get(axis, axis)} over {ranks}" for axis, ranks in sizes.items()]
+    parts += [f"summands on {sums}"] if sums > 1 else []
+    parts += [f"the same on {copies}"] if copies > 1 else []
+    return " and ".join(parts) or "whole"
 
 
 def sharding_json(searched: SearchedSharding) -> dict[str, Any]:
-    """The same for programs; numbers that there are none of are null."""
+    """The comparison as JSON; missing numbers are null."""
     answer = searched.answer
     if answer is None:
         return {"not_run": searched.refusal}

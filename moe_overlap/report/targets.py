@@ -1,4 +1,4 @@
-"""The answer of `--target both`: the best plan for unmodified Megatron-LM, the best one for this runtime, and the gain."""
+"""The answer of `--target both`: the best plans for unmodified Megatron-LM and for this runtime, and the gain."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from moe_overlap.report.answer import Answer, beware_lines, figure_lines, line
 from moe_overlap.report.search import EARLY, closing_lines, search_json, search_sentence
 
 UPSTREAM_FOLDER = "megatron-lm"
-"""Inside the folder of the answer for this runtime."""
+"""Subfolder of Megatron-LM's plan in the folder of the answer."""
 
 
 def both_json(both: BothTargets, train_tokens: float | None) -> dict[str, Any]:
-    """The plan for this runtime as a single search has it, the other one under `megatron_lm`, and the gain."""
-    here, upstream = (search_json(search, train_tokens) for search in (both.here, both.upstream))
-    return here | {"megatron_lm": upstream, "gain": both.gain}
+    """The JSON of the search for this runtime, with the other search under `megatron_lm`, and the gain."""
+    runtime, upstream = (search_json(search, train_tokens) for search in (both.here, both.upstream))
+    return runtime | {"megatron_lm": upstream, "gain": both.gain}
 
 
 def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_tokens: float | None) -> list[str]:
-    """The answer for a reader.
+    """The answer as text.
 
     Args:
-        folder, files: where this runtime's answer is written, and under which names; the other one is in UPSTREAM_FOLDER.
+        folder, files: the folder of this runtime's answer, and the names of its files; the other answer is in UPSTREAM_FOLDER.
     """
     lines = []
     for name, search in ((UPSTREAM_FOLDER, both.upstream), (both.here.target, both.here)):
@@ -37,9 +37,9 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
             train_tokens=train_tokens,
         )
         lines += figure_lines(answer, name)
-    # Both plans are of one job on the same machines: most reservations are the same.
-    reservations = [*beware_lines(both.upstream.prediction), *beware_lines(both.here.prediction)]
-    lines += dict.fromkeys(reservations)
+    # Both plans are for one job on the same machines, so most warnings are the same.
+    warnings = [*beware_lines(both.upstream.prediction), *beware_lines(both.here.prediction)]
+    lines += dict.fromkeys(warnings)
     lines.append(line("gain", gain_sentence(both)))
     lines += closing_lines(both.here, folder, files)
     at_written = next(index for index, text in enumerate(lines) if text.startswith("written "))
@@ -48,9 +48,9 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
 
 
 def gain_sentence(both: BothTargets) -> str:
-    """The reason to use this fork, or that there is none for this job, in one sentence."""
-    upstream, here = (search.prediction.predicted.step_seconds for search in (both.upstream, both.here))
-    seconds = f"{here:.3f} s a step in place of {upstream:.3f} s"
+    """One sentence on the gain: the reason to use this fork for this job, or that there is none."""
+    upstream, runtime = (search.prediction.predicted.step_seconds for search in (both.upstream, both.here))
+    seconds = f"{runtime:.3f} s a step in place of {upstream:.3f} s"
     early = [search.target for search in (both.upstream, both.here) if search.ended_early]
     if early:
         seconds += f"; but the search for {' and '.join(early)} {EARLY}"
@@ -58,5 +58,5 @@ def gain_sentence(both: BothTargets) -> str:
         reason = "" if early else ": the reason to use this fork"
         return f"{both.gain:.2f} times as fast, {seconds}{reason}"
     if both.gain < 1 - both.tie:
-        return f"none: unmodified Megatron-LM is {1 / both.gain:.2f} times as fast ({upstream:.3f} s in place of {here:.3f} s)"
+        return f"none: unmodified Megatron-LM is {1 / both.gain:.2f} times as fast ({upstream:.3f} s in place of {runtime:.3f} s)"
     return f"none that predictions can tell: {seconds}"

@@ -1,7 +1,7 @@
 """Traces of a step: a simulated one as a file, and a predicted one compared with a measured one.
 
-A kind of span is the name of an operator without its layer (`moe.experts.backward`) on its channel; seconds are means over the
-ranks that a trace has. Errors are those of the prediction, relative to the measurement.
+A kind of span is the name of an operator without its layer (`moe.experts.backward`) and its channel; seconds are means over the
+ranks of a trace. Errors are those of the prediction, relative to the measurement.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 
 
 def write_trace(path: str | Path, step: SimulatedStep, flag: str, *, as_new_file: bool = False) -> None:
-    """Spans and kept bytes of a simulated step.
+    """Write spans and held bytes of a simulated step.
 
     Args:
-        flag: what asks for the file.
-        as_new_file: for a file of an answer, as in `write_ranks`.
+        flag: the flag with the path, for errors.
+        as_new_file: as in `write_ranks`; for files of an answer.
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     ranks, first = list(step.prices), next(iter(step.prices.values()))
     try:
@@ -46,10 +46,10 @@ class Trace:
     """Spans of a step, summed.
 
     Attributes:
-        seconds: by kind of span and channel, the mean of the ranks.
-        whole: the same with the collectives inside operators counted as computation; None where there are none.
-        step_seconds: from the first start to the last end, of the slowest rank.
-        about: what ran, as the file says; empty where it does not.
+        seconds: (kind, channel) -> seconds, the mean over the ranks.
+        whole: the same with collectives inside operators counted as computation; None if there are none.
+        step_seconds: from the first start to the last end, on the slowest rank.
+        about: plan and model of the run from the file; empty if it has none.
     """
 
     seconds: dict[tuple[str, str], float]
@@ -59,7 +59,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """A trace file and its further ranks.
+    """The summed spans of a trace file, including the files of its other ranks.
 
     Raises:
         ConfigError: a file cannot be read, or has no spans.
@@ -67,9 +67,9 @@ def read_trace(path: Path) -> Trace:
     files = read_traces(path)
     ranks = [spans for file in files for spans in file.spans.values()]
     splits = any(span.channel in INSIDE for spans in ranks for span in spans)
-    whole = _sums([operator_spans(spans) for spans in ranks]) if splits else None
+    merged = _sums([operator_spans(spans) for spans in ranks]) if splits else None
     steps = [max(span.end for span in spans) - min(span.start for span in spans) for spans in ranks]
-    return Trace(_sums(ranks), max(steps), files[0].about, whole)
+    return Trace(_sums(ranks), max(steps), files[0].about, merged)
 
 
 def _sums(ranks: Sequence[Sequence[Span]]) -> dict[tuple[str, str], float]:
@@ -82,28 +82,28 @@ def _sums(ranks: Sequence[Sequence[Span]]) -> dict[tuple[str, str], float]:
 
 
 BATCH = frozenset({"schema_version", "global_batch_size", "gradient_accumulation_steps"})
-"""Plan fields in which a simulated step may differ: it shows as many micro-batches as it takes to see the pipeline."""
+"""Plan fields in which a simulated step may differ, because it has only enough micro-batches to show the pipeline."""
 
 
 def require_one_job(predicted: Trace, measured: Trace, source: str) -> None:
-    """Refuse two traces of unlike models or layouts, where both files say what ran; overlap is what a comparison is about.
+    """Refuse two traces of different models or layouts, if both files have them. The overlap may differ: it is compared.
 
     Args:
         source: name of the measured file, for the error.
     Raises:
         ConfigError: names the first field that differs.
     """
-    for place, one, other in _common_parts(predicted.about, measured.about):
-        for name in (name for name in one if name in other):
-            if one[name] != other[name]:
-                rule = f"the prediction is of {one[name]}: the traces are of unlike jobs"
-                raise ConfigError(f"{source} {place} {name}", other[name], rule, "compare traces of the same flags")
+    for place, first, second in _common_parts(predicted.about, measured.about):
+        for name in (name for name in first if name in second):
+            if first[name] != second[name]:
+                rule = f"the prediction is of {first[name]}: the traces are of unlike jobs"
+                raise ConfigError(f"{source} {place} {name}", second[name], rule, "compare traces of the same flags")
 
 
 def _common_parts(
     predicted: Mapping[str, Any], measured: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Model, plan and stages of both, without the fields in which traces of one job may differ."""
+    """(Place, its fields in both) for model, plan and stages, without fields in which traces of one job may differ."""
     both = predicted, measured
     if not all(isinstance(about.get(name), dict) for about in both for name in ("plan", "model")):
         return
@@ -121,7 +121,7 @@ def _without(record: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
 
 
 def comparison_json(predicted: Trace, measured: Trace) -> dict[str, Any]:
-    """The step and every kind of span, predicted and measured."""
+    """The step and every kind of span, predicted and measured, as JSON."""
     return {
         "step": _row("step", "", predicted.step_seconds, measured.step_seconds),
         "kinds": rows_of(predicted, measured),
@@ -129,9 +129,9 @@ def comparison_json(predicted: Trace, measured: Trace) -> dict[str, Any]:
 
 
 def rows_of(predicted: Trace, measured: Trace) -> list[dict[str, Any]]:
-    """A row for each kind that a trace has, the longest first; `error` is None where nothing was measured.
+    """A row for each kind of span in either trace, the longest first; `error` is None without a measurement.
 
-    Collectives inside operators have rows where both traces tell them apart; else they count as computation in both.
+    Collectives inside operators have rows if both traces separate them; otherwise they count as computation in both.
     """
     rows, sums = [], [predicted.seconds, measured.seconds]
     if predicted.whole is None or measured.whole is None:
@@ -154,7 +154,7 @@ def _row(kind: str, channel: str, predicted: float, measured: float) -> dict[str
 
 
 def comparison_text(comparison: dict[str, Any]) -> str:
-    """The rows of `comparison_json` as a table, the step at its end."""
+    """The rows of `comparison_json` as a table, with the step last."""
     rows: Sequence[dict[str, Any]] = (*comparison["kinds"], comparison["step"])
     lines = [f"{'kind':<34}{'channel':<10}{'predicted ms':>14}{'measured ms':>13}{'error':>9}"]
     for row in rows:

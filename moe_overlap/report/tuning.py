@@ -1,7 +1,7 @@
-"""The answer of `tune`: as JSON, as text, and as the files that execute it.
+"""The answer of `tune`: as JSON, as text, and as the files of a run.
 
-About ten lines say what traces refined (where there are any), the chosen plan and its figures, and the runners-up with the reason
-why each was not chosen; --verbose has every way that was tried, and the mechanism of every class of layers.
+About ten lines have the refinement by traces (if any), the chosen plan with its figures, and the runners-up with the reason why
+each was not chosen; --verbose has every candidate, and the mechanism of every class of layers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
 from moe_overlap.tuner.search.layer.overlap import WORTH, GraphsChoice
 from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 
-# Data: one function makes the JSON, of whose parts each has a function.
+# JSON
 
 
 def tuned_json(tuned: Tuned) -> dict[str, Any]:
-    """The answer for programs: the chosen plan as tools/predict.py prints it, and the others."""
+    """The answer as JSON: the prediction of the chosen plan as in tools/predict.py, and the other candidates."""
     assert tuned.chosen.prediction is not None
     refined = {} if tuned.refinement is None else {"refinement": refinement_json(tuned.refinement)}
     decided = {
@@ -56,7 +56,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 
 def classes_json(mix: Mix | None) -> dict[str, Any] | None:
-    """Classes of layers; steps are those without deferred weight gradients. None where no plan with overlap fits."""
+    """The classes of layers as JSON, with steps without deferred weight gradients; None if no plan with overlap fits."""
     if mix is None:
         return None
     return {
@@ -80,7 +80,7 @@ def _class_json(choice: ClassChoice) -> dict[str, Any]:
 
 
 def graphs_json(graphs: GraphsChoice | None) -> dict[str, Any] | None:
-    """Whether lists are replayed as CUDA graphs, and the other way; None where there is none."""
+    """The choice on CUDA graphs as JSON; None if there is no choice."""
     if graphs is None:
         return None
     other = graphs.other
@@ -94,7 +94,7 @@ def graphs_json(graphs: GraphsChoice | None) -> dict[str, Any] | None:
 
 
 def refinement_json(refinement: Refinement) -> dict[str, Any]:
-    """The factors of every kind of instruction, and the measured steps before and after."""
+    """The refinement as JSON: the factor of every kind of instruction, and each measured step with its predictions."""
     return {
         "kinds": [
             {
@@ -124,15 +124,15 @@ def refinement_json(refinement: Refinement) -> dict[str, Any]:
 # Text.
 
 RUNNERS_UP = 3
-"""Other ways that the short answer names."""
+"""Most runners-up in the short answer."""
 
 
 def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
-    """The answer for a reader, in about ten lines; `tuned_details` has the rest.
+    """The answer in about ten lines; `tuned_details` has the rest.
 
     Args:
-        folder: where `write_run` has written it.
-        per_node: GPUs.
+        folder: the folder in which `write_run` has written it.
+        per_node: GPUs per node.
     """
     chosen = tuned.chosen
     assert chosen.prediction is not None and chosen.plan is not None
@@ -148,13 +148,13 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
     lines += [line("without", f"{flag}: {LEFT_OUT[flag]}") for flag in tuned.dropped]
     lines += [line("assumed", text) for text in tuned.assumed]
     refused = sum(other.prediction is None for other in tuned.others)
-    said = f", {refused} of them refused" if refused else ""
+    refusals = f", {refused} of them refused" if refused else ""
     mixes = 0 if tuned.mix is None else tuned.mix.predictions
     mixed = f" and {mixes} mixes by class of layers" if mixes else ""
     lines += [
         line(
             "searched",
-            f"{1 + len(tuned.others)} ways{said}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them",
+            f"{1 + len(tuned.others)} ways{refusals}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them",
         )
     ]
     lines += [line("written", f"{folder}: {', '.join(written_files(tuned))}")]
@@ -169,16 +169,16 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
 
 
 def answers_graphs(graphs: GraphsChoice | None, chosen: Prediction) -> bool:
-    """Whether the answer has a line on CUDA graphs: where they would gain nothing they are a detail.
+    """Whether the short answer has a line on CUDA graphs; if they gain nothing, only --verbose has it.
 
     Args:
-        chosen: the prediction of the plan as it is chosen.
+        chosen: the prediction of the chosen plan.
     """
     return graphs is not None and (graphs.is_on or graphs_help(graphs, chosen))
 
 
 def tuned_details(tuned: Tuned) -> list[str]:
-    """Lines that --verbose adds: refined prices, decisions of the chosen plan, every other way, every class of layers."""
+    """Lines of --verbose: refined prices, decisions of the chosen plan, all other candidates, all classes of layers."""
     lines = [] if tuned.refinement is None else [*kind_lines(tuned.refinement), ""]
     lines += [line("decided", text) for text in _decisions(tuned.chosen)]
     lines += [line("not", f"{other.name}: {_why(other, tuned.chosen)}") for other in tuned.others]
@@ -192,10 +192,10 @@ UNTRIED = "captured graphs have not run on hardware yet"
 
 
 def graphs_lines(graphs: GraphsChoice | None, chosen: Prediction) -> list[str]:
-    """A line on the answer with its lists replayed as CUDA graphs, or without; none where there is no other way.
+    """The line on the alternative with, or without, CUDA graphs; empty if there is no choice.
 
     Args:
-        chosen: the prediction of the plan as it is chosen, to which the other way is compared.
+        chosen: the prediction of the chosen plan, for comparison.
     """
     if graphs is None:
         return []
@@ -207,13 +207,13 @@ def graphs_lines(graphs: GraphsChoice | None, chosen: Prediction) -> list[str]:
         return [f"{GRAPHS}, as the flags ask; without it {than}; {UNTRIED}"]
     needed = other.fullest.needed_bytes / GIB
     fits = "" if other.fits else f", {other.memory_verdict}"
-    # The choice of overlap knew nothing of graphs: with the flag, more partitions may be worth their launches.
+    # The overlap was chosen without graphs, which make launches cheaper: with them, more partitions may be faster.
     again = "search again with the flag; " if graphs_help(graphs, chosen) else ""
     return [f"with {GRAPHS} {graphs.name}: {than}, needs {needed:.1f} GiB{fits}; {again}{UNTRIED}"]
 
 
 def graphs_help(graphs: GraphsChoice, chosen: Prediction) -> bool:
-    """Whether CUDA graphs, which the answer goes without, fit and would make its step shorter by more than rounding."""
+    """Whether an answer without CUDA graphs would fit and be significantly faster with them."""
     if graphs.is_on or graphs.other is None:
         return False
     return graphs.other.fits and graphs.other.predicted.step_seconds < chosen.predicted.step_seconds * (1.0 - WORTH)
@@ -227,17 +227,17 @@ def _figures(candidate: Candidate) -> str:
 
 
 def _why(other: Candidate, chosen: Candidate) -> str:
-    """The reason why another candidate was not chosen."""
+    """Why another candidate was not chosen."""
     if other.prediction is None:
         return other.refused
     if not other.prediction.fits:
         return f"{_figures(other)}; {other.prediction.overflow[0]}"
     compared = f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
-    return f"{compared}, no more than predictions err" if other.seconds < chosen.seconds else compared
+    return f"{compared}, within the prediction's error" if other.seconds < chosen.seconds else compared
 
 
 def _decisions(chosen: Candidate) -> list[str]:
-    """Ranges, chunks and stages of the chosen plan, each with the seconds that it hides."""
+    """Lines on the ranges, chunks and stages of the chosen plan, with the seconds that each hides."""
     lines = []
     for stage in chosen.ranges.stages if chosen.ranges is not None else ():
         for chosen_range in stage.ranges:
@@ -253,19 +253,19 @@ def _decisions(chosen: Candidate) -> list[str]:
         for chunk in chosen.schedule.chunks:
             solution = chunk.solution
             lines.append(
-                f"weight gradients of stage {chunk.stage}, chunk {chunk.chunk}: {solution.value * 1e3:.3f} ms under exchanges, "
+                f"weight gradients of stage {chunk.stage}, chunk {chunk.chunk}: {solution.value * 1e3:.3f} ms under all-to-alls, "
                 f"greedy {solution.greedy_value * 1e3:.3f}, at most {solution.bound * 1e3:.3f} (gap {solution.gap:.1%})"
             )
         for index, seconds in enumerate(chosen.schedule.behind_seconds):
             if seconds > 0:
                 lines.append(
-                    f"weight gradients of stage {index}: {seconds * 1e3:.3f} ms behind its sends to the stage before"
+                    f"weight gradients of stage {index}: {seconds * 1e3:.3f} ms after its sends to the previous stage"
                 )
     return lines
 
 
 def classes_text(mix: Mix | None) -> list[str]:
-    """A line for each class, and one for each of its other mechanisms."""
+    """A line for each class of layers, and one for each of its other mechanisms."""
     if mix is None:
         return ["", "by class of layers: nothing that overlaps fits"]
     kind = "a mix" if mix.changed else "no mix is shorter"
@@ -292,7 +292,7 @@ def _shown_layers(layers: tuple[int, ...]) -> str:
 
 
 def kind_lines(refinement: Refinement) -> list[str]:
-    """Kinds of instructions that were measured and predicted, and kinds that were only one of them."""
+    """A table of kinds of instructions that were both measured and predicted, and lines on the others."""
     both = [fitted for fitted in refinement.kinds if fitted.predicted_seconds and fitted.measured_seconds]
     lines = [f"{'kind':<34}{'predicted ms':>14}{'measured ms':>13}{'factor':>10}"]
     for fitted in both:
@@ -301,17 +301,17 @@ def kind_lines(refinement: Refinement) -> list[str]:
         seconds = f"{fitted.predicted_seconds * 1e3:>14.2f}{fitted.measured_seconds * 1e3:>13.2f}"
         lines.append(f"{name:<34}{seconds}{fitted.factor or 1.0:>10.2f}{most}")
     lacking = [fitted for fitted in refinement.kinds if fitted not in both]
-    for what, kinds in (
+    for treatment, kinds in (
         ("not measured, priced as before", [fitted for fitted in lacking if fitted.predicted_seconds]),
         ("not predicted, taken as measured", [fitted for fitted in lacking if fitted.is_taken]),
         ("not predicted", [fitted for fitted in lacking if fitted.measured_seconds and not fitted.is_taken]),
     ):
-        lines += [f"{what}: {', '.join(sorted({fitted.kind[0] for fitted in kinds}))}"] if kinds else []
+        lines += [f"{treatment}: {', '.join(sorted({fitted.kind[0] for fitted in kinds}))}"] if kinds else []
     return lines
 
 
 def refined_lines(refinement: Refinement) -> list[str]:
-    """A line for each measured step: what was predicted before and after."""
+    """A line for each measured step, with its prediction before and after the refinement."""
     lines = []
     for step in refinement.steps:
         before, after = (seconds / step.seconds - 1.0 for seconds in (step.before_seconds, step.after_seconds))
@@ -330,15 +330,15 @@ def refined_lines(refinement: Refinement) -> list[str]:
 
 
 def written_files(tuned: Tuned) -> list[str]:
-    """The files of an answer: a run that overlaps nothing has no plan of its own."""
+    """The names of the files; without overlap there is no plan."""
     return [*([] if tuned.chosen.name == PLAIN else ["plan.json"]), "megatron_args.txt", "trace.json"]
 
 
 def write_run(folder: Path, tuned: Tuned) -> None:
-    """Write the flags of the chosen run, and its plan where it overlaps anything.
+    """Write the flags of the chosen plan, and the plan if it overlaps anything.
 
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: the files cannot be written.
     """
     chosen, arguments = tuned.chosen, list(tuned.arguments)
     try:
@@ -347,7 +347,7 @@ def write_run(folder: Path, tuned: Tuned) -> None:
             assert chosen.prediction is not None
             plan = replace(chosen.decided, predicted=chosen.prediction.predicted)
             save_plan(plan, folder / "plan.json")
-            # It is looked for beside the file that names it, so that the folder can be moved.
+            # A relative path: --plan is resolved from the folder of the argument file, so the folder can be moved.
             arguments += ["--plan", "plan.json"]
         write_whole(folder / "megatron_args.txt", _lines(arguments))
     except OSError as error:
@@ -361,4 +361,4 @@ def _lines(arguments: Sequence[str]) -> str:
         if word.startswith("--") or not lines:
             lines.append([])
         lines[-1].append(shlex.quote(word))
-    return "".join(" ".join(words) + "\n" for words in lines)
+    return "".join(" ".join(fields) + "\n" for fields in lines)

@@ -59,10 +59,10 @@ SPACES = (
 def job(family: str, size: str, gpus: int) -> Case:
     """A model of the evaluation on so many V100."""
     machines = Machines(gpu=V100, gpus=gpus, network_gb_per_s=25 / 8 / 8, like="A100")
-    words = (f"@{EXAMPLES / f'alpa-{family}-{size}.args'}",)
+    flags = (f"@{EXAMPLES / f'alpa-{family}-{size}.args'}",)
     name = f"{family.upper() if family == 'gpt' else 'MoE'}-{size.upper()}, {gpus} V100"
     paper = PAPER[family].get(gpus, "") if {**GPT, **MOE}.get(size) == gpus else ""
-    return Case(name=name, words=words, machines=machines, paper=paper)
+    return Case(name=name, words=flags, machines=machines, paper=paper)
 
 
 def sizes_of(family: str) -> tuple[Case, ...]:
@@ -81,7 +81,7 @@ def search_time() -> Figure:
     paper = "compilation time grows linearly with the model and with the GPUs; at most several hours, with profiling"
     cases = tuple(replace(job("gpt", "2.6b", gpus), paper=paper) for gpus in (8, 16, 32, 64))
     space = (Space(name="Alpa's", space=ALPA),)
-    return Figure(name="Alpa, search time", spaces=space, cases=cases, columns=taken, widens=False)
+    return Figure(name="Alpa, search time", spaces=space, cases=cases, columns=search_costs, widens=False)
 
 
 def large() -> Figure:
@@ -101,11 +101,11 @@ def large() -> Figure:
             paper="goal: 600 s and 6 GB",
         ),
     )
-    return Figure(name="Full size", spaces=full, cases=cases, columns=taken, widens=False)
+    return Figure(name="Full size", spaces=full, cases=cases, columns=search_costs, widens=False)
 
 
-def taken(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
-    """The step, and what the search took: processor seconds, those of its captures, memory, points."""
+def search_costs(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
+    """The step, and the costs of the search: processor seconds, processor seconds of its captures, memory, layouts."""
     columns: dict[str, float | None] = {}
     for name, outcome in outcomes.items():
         columns[f"{name} seconds"] = outcome.seconds

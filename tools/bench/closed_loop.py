@@ -46,8 +46,8 @@ EVERY_MODEL = MODELS | {
 
 def job_of(model: str) -> list[str]:
     """The flags of a model's job, without a layout."""
-    own = EVERY_MODEL[model].split()
-    return [*BASE, *own, *(MOE if "--num-experts" in own else [])]
+    flags = EVERY_MODEL[model].split()
+    return [*BASE, *flags, *(MOE if "--num-experts" in flags else [])]
 
 
 def layout_flags_of(layout: UniformLayout) -> list[str]:
@@ -59,15 +59,15 @@ def layout_flags_of(layout: UniformLayout) -> list[str]:
         "--expert-tensor-parallel-size": layout.expert_tensor,
         "--micro-batch-size": layout.micro_batch,
     }
-    words = [word for flag, size in sizes.items() for word in (flag, str(size))]
-    return [*words, *(["--sequence-parallel"] if layout.tensor > 1 else [])]
+    flags = [word for flag, size in sizes.items() for word in (flag, str(size))]
+    return [*flags, *(["--sequence-parallel"] if layout.tensor > 1 else [])]
 
 
 def grid(layouts: Sequence[UniformLayout], micro_batches: Sequence[int]) -> Iterator[UniformLayout]:
     """The layouts of the comparison: one model chunk per stage, no context parallelism, experts whole or cut as attention is."""
     for layout in layouts:
-        plain = layout.context == 1 and layout.virtual == 1 and layout.expert_tensor in (1, layout.tensor)
-        if plain and layout.micro_batch in micro_batches:
+        compared = layout.context == 1 and layout.virtual == 1 and layout.expert_tensor in (1, layout.tensor)
+        if compared and layout.micro_batch in micro_batches:
             yield layout
 
 
@@ -143,9 +143,9 @@ class Cell:
         return self.picked.measured_seconds / self.best.measured_seconds - 1.0
 
 
-def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Spearman's rank correlation: that of the ranks, where equal values share the mean of theirs."""
-    return statistics.correlation(ranks_of(left), ranks_of(right))
+    return statistics.correlation(ranks_of(predicted), ranks_of(measured))
 
 
 def ranks_of(values: Sequence[float]) -> list[float]:

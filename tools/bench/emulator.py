@@ -86,8 +86,8 @@ class EgressClock:
 
 def sleep_until(moment: float, now: Callable[[], float] = time.monotonic) -> None:
     """Sleep until a clock has reached a moment."""
-    while (left := moment - now()) > 0:
-        time.sleep(left)
+    while (remaining := moment - now()) > 0:
+        time.sleep(remaining)
 
 
 STAMP_TAGS = 1 << 30
@@ -248,9 +248,9 @@ def replaced(receive_first: bool, clock: EgressClock | None) -> Iterator[None]:
         dist.all_to_all_single = original
 
 
-def _sizes(given: Sequence[int] | None, rows: Tensor, size: int) -> list[int]:
+def _sizes(splits: Sequence[int] | None, rows: Tensor, size: int) -> list[int]:
     """Rows of every rank as plain numbers; megatron-core hands over arrays."""
-    return [rows.shape[0] // size] * size if given is None else [int(count) for count in given]
+    return [rows.shape[0] // size] * size if splits is None else [int(count) for count in splits]
 
 
 def _exchange(output: Tensor, rows: Tensor, arriving: list[int], leaving: list[int], group: Any) -> None:

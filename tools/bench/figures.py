@@ -114,18 +114,20 @@ class Measured:
 
     Attributes:
         limited, free: variant -> turns with the limited and the free link.
-        alone: variant -> seconds of its communication without computation.
+        communication: variant -> seconds of its communication without computation.
     """
 
     limited: Mapping[str, Sequence[Turn]]
     free: Mapping[str, Sequence[Turn]]
-    alone: Mapping[str, Sequence[float]]
+    communication: Mapping[str, Sequence[float]]
 
     def totals(self, sequential: str) -> Totals:
         """Computation and communication of the sequential variant."""
-        whole, computation = _median(self.limited[sequential]), _median(self.free[sequential])
-        alone = self.alone.get(sequential)
-        return Totals(whole, computation, statistics.median(alone) if alone else whole - computation)
+        sequential_seconds, computation = _median(self.limited[sequential]), _median(self.free[sequential])
+        turns = self.communication.get(sequential)
+        return Totals(
+            sequential_seconds, computation, statistics.median(turns) if turns else sequential_seconds - computation
+        )
 
     def figures(self, sequential: str, plain: str | None) -> list[Figures]:
         """A row per variant, in the order of their turns."""
@@ -133,9 +135,9 @@ class Measured:
 
     def _row(self, name: str, sequential: str, plain: str | None) -> Figures:
         turns, free, totals = self.limited[name], self.free[name], self.totals(sequential)
-        alone = statistics.median(self.alone[name]) if self.alone.get(name) else None
+        communication = statistics.median(self.communication[name]) if self.communication.get(name) else None
         exposed = Spread.of([turn.exposed for turn in turns])
-        both = max(0.0, (totals.communication if alone is None else alone) - exposed.median)
+        both = max(0.0, (totals.communication if communication is None else communication) - exposed.median)
         hideable = totals.sequential - totals.computation
         return Figures(
             variant=name,
@@ -144,7 +146,7 @@ class Measured:
             exposed_seconds=exposed,
             free_exposed_seconds=statistics.median(turn.exposed for turn in free),
             exposed_by_difference=_median(turns) - _median(free),
-            alone_seconds=alone,
+            alone_seconds=communication,
             only_computation_seconds=_median(turns) - exposed.median - both,
             both_seconds=both,
             speedup=self._speedup(name, sequential),

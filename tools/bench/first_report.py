@@ -53,8 +53,8 @@ class RunFacts:
         return {int(row["step"]): float(row["loss"]) for row in self.rows}
 
     def _median(self, name: str) -> float:
-        kept = self.rows[WARM_UP_STEPS:] or self.rows
-        return statistics.median(float(row[name]) for row in kept)
+        rows = self.rows[WARM_UP_STEPS:] or self.rows
+        return statistics.median(float(row[name]) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: T
         steps.append(computing(read_trace(trace)))
     flags, measured = flags_of(variant, cluster.gpus), MeasuredOperators(database)
 
-    def alone(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
+    def measured_seconds(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
         key = key_of(op, shape, moved_bytes)
         return None if key is None else measured.seconds(key)
 
@@ -167,7 +167,7 @@ def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: T
         return None if key_of(op, shape, moved_bytes) is None else (1.0, "measured")
 
     return Calibration(
-        statistics.median(steps), *(_passes_seconds(flags, cluster, lookup) for lookup in (alone, counted))
+        statistics.median(steps), *(_passes_seconds(flags, cluster, lookup) for lookup in (measured_seconds, counted))
     )
 
 
@@ -266,8 +266,8 @@ class MeasuredBed:
         if queued not in self.database.links:
             self._say("measuring counts")
             answers = self._tell(do=ORDER_COUNTS, held_bytes=QUEUE_BYTES)
-            for key, taken in zip((counts, queued), zip(*answers, strict=True), strict=True):
-                self.database.add_link(key, max(taken))
+            for key, seconds in zip((counts, queued), zip(*answers, strict=True), strict=True):
+                self.database.add_link(key, max(seconds))
         if "overlap_slowdown" not in self.database.rates:
             lost = statistics.fmean(self._tell(do=ORDER_SLOWDOWN, held_bytes=SLOWDOWN_BYTES))
             self.database.add_rate("overlap_slowdown", max(lost, 1e-6))

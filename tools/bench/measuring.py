@@ -90,8 +90,8 @@ def link_seconds(kind: str, held_bytes: int, exchange: AllToAll) -> tuple[float,
 
     dist.barrier()
     once()
-    taken = [once() for _ in range(IN_A_ROW * REPEATS)]
-    return statistics.median(whole for whole, _ in taken), statistics.median(start for _, start in taken)
+    times = [once() for _ in range(IN_A_ROW * REPEATS)]
+    return statistics.median(total for total, _ in times), statistics.median(start for _, start in times)
 
 
 def transfer_seconds(held_bytes: int, stages: AllToAll) -> float:
@@ -114,23 +114,23 @@ def count_seconds(held_bytes: int, wires: RankWires) -> tuple[float, float]:
     """Seconds of an all-to-all of counts: with the link to itself, and behind rows of this many bytes that fill its queue."""
     numbers, ones = torch.zeros(wires.counts.size, 1, dtype=torch.int64), [1] * wires.counts.size
     rows = torch.zeros(wires.rows.size, held_bytes // wires.rows.size, dtype=torch.uint8)
-    each = [1] * wires.rows.size
+    row_counts = [1] * wires.rows.size
 
     def count() -> float:
         before = time.perf_counter()
         wires.counts.start(numbers, ones, ones, tag=wires.counts.take_tags(1), name="counts").wait()
         return time.perf_counter() - before
 
-    alone, behind = [], []
+    idle_link, queued = [], []
     for _ in range(REPEATS):
         dist.barrier()
         count()  # the ranks leave the barrier one after the other
-        alone.append(count())
-        pending = wires.rows.start(rows, each, each, tag=wires.rows.take_tags(1), name="all-to-all")
+        idle_link.append(count())
+        pending = wires.rows.start(rows, row_counts, row_counts, tag=wires.rows.take_tags(1), name="all-to-all")
         time.sleep(FILLING_SECONDS)
-        behind.append(count())
+        queued.append(count())
         pending.wait()
-    return statistics.median(alone), statistics.median(behind)
+    return statistics.median(idle_link), statistics.median(queued)
 
 
 def overlap_slowdown(held_bytes: int, exchange: AllToAll) -> float:
@@ -145,20 +145,20 @@ def overlap_slowdown(held_bytes: int, exchange: AllToAll) -> float:
 
     lost = []
     for _ in range(REPEATS):
-        alone = _exchange_seconds(exchange, held_bytes, lambda: None)
-        count = max(1, round(alone / products(100) * 100))
+        exchanged = _exchange_seconds(exchange, held_bytes, lambda: None)
+        count = max(1, round(exchanged / products(100) * 100))
         multiplied = products(count)
         both = _exchange_seconds(exchange, held_bytes, lambda count=count: products(count))  # type: ignore[misc]
-        lost.append((both - max(alone, multiplied)) / min(alone, multiplied))
+        lost.append((both - max(exchanged, multiplied)) / min(exchanged, multiplied))
     return min(1.0, max(0.0, statistics.median(lost)))
 
 
-def _exchange_seconds(exchange: AllToAll, held_bytes: int, beside: Callable[[], object]) -> float:
+def _exchange_seconds(exchange: AllToAll, held_bytes: int, compute: Callable[[], object]) -> float:
     size = exchange.size
     rows = torch.zeros(size, held_bytes // size, dtype=torch.uint8)
     dist.barrier()
     start = time.perf_counter()
     pending = exchange.start(rows, [1] * size, [1] * size, tag=exchange.take_tags(1), name="all-to-all")
-    beside()
+    compute()
     pending.wait()
     return time.perf_counter() - start

@@ -61,11 +61,11 @@ ENUMERATED = (
 )
 
 
-def job(family: str, size: str, machines: Machines, *further: str, paper: str = "", name: str = "") -> Case:
+def job(family: str, size: str, machines: Machines, *flags: str, paper: str = "", name: str = "") -> Case:
     """One of the example models."""
     title = name or f"{family.upper() if family == 'gpt' else family.capitalize()}-{size.upper()}"
-    words = (f"@{EXAMPLES / f'mist-{family}-{size}.args'}", *further)
-    return Case(name=f"{title}, {machines.gpus} {machines.gpu}", words=words, machines=machines, paper=paper)
+    case_flags = (f"@{EXAMPLES / f'mist-{family}-{size}.args'}", *flags)
+    return Case(name=f"{title}, {machines.gpus} {machines.gpu}", words=case_flags, machines=machines, paper=paper)
 
 
 def length(tokens: int) -> tuple[str, ...]:
@@ -73,12 +73,12 @@ def length(tokens: int) -> tuple[str, ...]:
     return "--seq-length", str(tokens), "--max-position-embeddings", str(tokens)
 
 
-def _with_and_without(size: str, machines: Machines, words: tuple[str, ...], paper: str) -> tuple[Case, ...]:
+def _with_and_without(size: str, machines: Machines, flags: tuple[str, ...], paper: str) -> tuple[Case, ...]:
     """A job with fused attention and without: the paper's section 3 does not say which it is of."""
-    unfused = (*words, *UNFUSED)
+    unfused = (*flags, *UNFUSED)
     name = f"GPT-{size.upper()}, unfused attention"
     return (
-        job("gpt", size, machines, *words, paper=paper),
+        job("gpt", size, machines, *flags, paper=paper),
         job("gpt", size, machines, *unfused, paper=paper, name=name),
     )
 
@@ -113,10 +113,10 @@ def figure_11() -> Figure:
         "A100": "1.34 on average of all families, at most 1.72",
     }
     cases = tuple(
-        job(family, size, machines, *words, paper=paper.get((family, machines.gpu), paper[machines.gpu]))
+        job(family, size, machines, *flags, paper=paper.get((family, machines.gpu), paper[machines.gpu]))
         for size in GPUS
         for family in ("gpt", "llama", "falcon")
-        for machines, words in _both(size)
+        for machines, flags in _both(size)
     )
     return Figure(name="Mist 11", spaces=(PARALLELISM, FULL), cases=cases, columns=seconds_and_gains)
 
@@ -125,7 +125,7 @@ def figure_12() -> Figure:
     """GPT without fused attention on both GPUs."""
     paper = "1.14 on average, at most 1.26; 13B on 16 A100: 1.00"
     cases = tuple(
-        job("gpt", size, machines, *words, *UNFUSED, paper=paper) for size in GPUS for machines, words in _both(size)
+        job("gpt", size, machines, *flags, *UNFUSED, paper=paper) for size in GPUS for machines, flags in _both(size)
     )
     return Figure(name="Mist 12", spaces=(PARALLELISM, FULL), cases=cases, columns=seconds_and_gains)
 
@@ -152,11 +152,11 @@ def figure_14() -> Figure:
     machines = Machines(gpu=L4, gpus=32)
     cases = tuple(
         job(
-            *("gpt", "22b", machines, "--num-layers", str(layers), *words),
+            *("gpt", "22b", machines, "--num-layers", str(layers), *flags),
             name=f"GPT of {layers} layers{title}",
             paper="at most 1.32, most at 80 layers",
         )
-        for title, words in ((", unfused attention", UNFUSED), ("", ()))
+        for title, flags in ((", unfused attention", UNFUSED), ("", ()))
         for layers in LAYERS
     )
     return Figure(name="Mist 14", spaces=(PARALLELISM, RECOMPUTED, FULL), cases=cases, columns=gains)

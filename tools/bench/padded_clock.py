@@ -68,14 +68,14 @@ class PaddedClock(HostClock):
         """Wait for a collective of `start_inside`: these seconds are none of its operator."""
         begun = opened.begun
         if not opened.blocks:
-            beside = time.perf_counter() - begun
-            self._sleep(min((self._slower - 1.0) * beside, self._left()))
+            overlapped = time.perf_counter() - begun
+            self._sleep(min((self._slower - 1.0) * overlapped, self._remaining()))
             begun = time.perf_counter()
         answer = wait(*timeout)
         self._waited += time.perf_counter() - begun
         return answer
 
-    def _left(self) -> float:
+    def _remaining(self) -> float:
         """Seconds that the operator lacks which computes now; below zero where it is late."""
         current = self._recorder._current
         if current is None or current.channel != COMPUTE or current.name not in self._seconds:
@@ -92,7 +92,7 @@ class PaddedClock(HostClock):
         if name not in self._seconds:
             self.unknown.add(name)
             return
-        left = self._left()
-        if left < 0:
-            self.late[name] = self.late.get(name, 0.0) - left
-        self._sleep(left)
+        remaining = self._remaining()
+        if remaining < 0:
+            self.late[name] = self.late.get(name, 0.0) - remaining
+        self._sleep(remaining)

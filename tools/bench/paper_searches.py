@@ -122,10 +122,10 @@ class Outcome:
 Searcher = Callable[[Search], Outcome]
 
 
-def points_of(found: PlanSearch) -> int:
+def points_of(result: PlanSearch) -> int:
     """Complete stages that a search has priced: of uniform plans, of freed stages, and on sub-meshes."""
-    staged = found.staged
-    return found.found.counts.stages + (0 if staged is None else staged.candidates + staged.mesh_stages)
+    staged = result.staged
+    return result.found.counts.stages + (0 if staged is None else staged.candidates + staged.mesh_stages)
 
 
 def answered(search: Search) -> Outcome:
@@ -139,20 +139,20 @@ def answered(search: Search) -> Outcome:
     settings = SearchSettings(target="any", space=space, averages=search.averages, has_baseline=False)
     options: Options = {"constants": search.machines.constants()}
     try:
-        found = search_plan(search.words, search.machines.cluster(), settings, **options)
+        result = search_plan(search.words, search.machines.cluster(), settings, **options)
     except ConfigError as error:
         return Outcome(seconds=None, objective=None, plan=str(error), status="no plan", cpu_seconds=0.0)
-    objectives = [found.found.solution.objective]
-    objectives += [found.staged.solution.objective] if found.staged is not None else []
+    objectives = [result.found.solution.objective]
+    objectives += [result.staged.solution.objective] if result.staged is not None else []
     return Outcome(
-        seconds=found.chosen.simulated_seconds,
-        predicted=found.chosen.seconds,
+        seconds=result.chosen.simulated_seconds,
+        predicted=result.chosen.seconds,
         objective=min(objectives),
-        plan=found.chosen.name,
-        status="ended early" if found.ended_early else "searched",
+        plan=result.chosen.name,
+        status="ended early" if result.ended_early else "searched",
         cpu_seconds=0.0,
-        points=points_of(found),
-        layouts=found.found.counts.layouts,
+        points=points_of(result),
+        layouts=result.found.counts.layouts,
     )
 
 
@@ -162,12 +162,12 @@ def run(search: Search, cpu_seconds: float, answer: Searcher = answered) -> Outc
     Args:
         cpu_seconds: after which the best so far is the answer.
     """
-    here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_answer, args=(search, cpu_seconds, answer, there))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_answer, args=(search, cpu_seconds, answer, sender))
     process.start()
-    there.close()
+    sender.close()
     try:
-        return Outcome(**here.recv())
+        return Outcome(**receiver.recv())
     except EOFError:
         process.join()
         plan = f"killed after {HARD_LIMIT * cpu_seconds:.0f} CPU seconds, exit status {process.exitcode}"
@@ -176,7 +176,7 @@ def run(search: Search, cpu_seconds: float, answer: Searcher = answered) -> Outc
         process.join()
 
 
-def _answer(search: Search, cpu_seconds: float, answer: Searcher, there: Connection) -> None:
+def _answer(search: Search, cpu_seconds: float, answer: Searcher, sender: Connection) -> None:
     """The searching process."""
     hard = int(HARD_LIMIT * cpu_seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
@@ -187,14 +187,14 @@ def _answer(search: Search, cpu_seconds: float, answer: Searcher, there: Connect
     except KeyboardInterrupt:
         outcome = Outcome(seconds=None, objective=None, plan="no plan in time", status="ended early", cpu_seconds=0.0)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
-    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    usage, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     outcome = replace(
         outcome,
-        cpu_seconds=own.ru_utime + own.ru_stime,
-        capture_cpu_seconds=others.ru_utime + others.ru_stime,
-        rss_gib=own.ru_maxrss * KIB / GIB,
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        capture_cpu_seconds=children.ru_utime + children.ru_stime,
+        rss_gib=usage.ru_maxrss * KIB / GIB,
     )
-    there.send(asdict(outcome))
+    sender.send(asdict(outcome))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -224,20 +224,20 @@ class KeptSearches:
         if self.path is None or not self.path.exists():
             return
         for line in self.path.read_text(encoding="utf-8").splitlines():
-            kept = json.loads(line)
-            self._known[_key(kept["search"], kept["limit"])] = Outcome(**kept["outcome"])
+            row = json.loads(line)
+            self._known[_key(row["search"], row["limit"])] = Outcome(**row["outcome"])
 
     def outcome(self, search: Search) -> Outcome | None:
         """The outcome of a search, from the file or from now; None where only kept ones are asked for."""
         # Wherever the repository lies, the search is the same.
-        said = asdict(search) | {"words": [word.replace(f"@{ROOT}/", "@") for word in search.words]}
-        key = _key(said, self.cpu_seconds)
+        facts = asdict(search) | {"words": [word.replace(f"@{ROOT}/", "@") for word in search.words]}
+        key = _key(facts, self.cpu_seconds)
         if key not in self._known:
             if self.only_kept or self.spent >= self.budget:
                 return None
             outcome = self._known[key] = self._searched(search)
             self.spent += outcome.cpu_seconds + outcome.capture_cpu_seconds
-            self._keep({"search": said, "limit": self.cpu_seconds, "outcome": asdict(self._known[key])})
+            self._keep({"search": facts, "limit": self.cpu_seconds, "outcome": asdict(self._known[key])})
         return self._known[key]
 
     def _searched(self, search: Search) -> Outcome:

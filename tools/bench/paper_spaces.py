@@ -68,24 +68,24 @@ def rows(figure: Figure, searches: KeptSearches, most_gpus: int) -> Iterator[Row
     for case in figure.cases:
         if case.machines.gpus > most_gpus:
             continue
-        known = {space.name: searches.outcome(case.search(space)) for space in figure.spaces}
-        outcomes = {name: outcome for name, outcome in known.items() if outcome is not None}
+        by_space = {space.name: searches.outcome(case.search(space)) for space in figure.spaces}
+        outcomes = {name: outcome for name, outcome in by_space.items() if outcome is not None}
         columns = figure.columns(outcomes)
         if figure.widens:
-            columns[AGAINST] = against(list(known.values()))
+            columns[AGAINST] = against(list(by_space.values()))
         yield Row(
             figure=figure.name,
             case=case.name,
             figures=columns,
             paper=case.paper,
-            notes=tuple(f"{case.name}, {name}: {said(outcome)}" for name, outcome in known.items()),
+            notes=tuple(f"{case.name}, {name}: {summary(outcome)}" for name, outcome in by_space.items()),
         )
 
 
 def search_all(figures: Sequence[Figure], searches: KeptSearches, most_gpus: int) -> None:
     """Search what is not known yet of several figures, on few GPUs first: those searches take less."""
     cases = [(case, space) for figure in figures for case in figure.cases for space in figure.spaces]
-    for case, space in sorted(cases, key=lambda each: each[0].machines.gpus):
+    for case, space in sorted(cases, key=lambda pair: pair[0].machines.gpus):
         if case.machines.gpus <= most_gpus:
             searches.outcome(case.search(space))
 
@@ -125,8 +125,8 @@ def ratio(slower: float | None, faster: float | None) -> float | None:
 def against(outcomes: Sequence[Outcome | None]) -> float | None:
     """The fastest of all but the last over the last; None where the last is not known, or nothing else has a plan."""
     *others, last = outcomes
-    known = [outcome.seconds for outcome in others if outcome is not None and outcome.seconds is not None]
-    return ratio(min(known, default=None), None if last is None else last.seconds)
+    seconds = [outcome.seconds for outcome in others if outcome is not None and outcome.seconds is not None]
+    return ratio(min(seconds, default=None), None if last is None else last.seconds)
 
 
 def is_worse(row: Row) -> bool:
@@ -135,8 +135,8 @@ def is_worse(row: Row) -> bool:
     return least is not None and least < 1.0 - TIE
 
 
-def said(outcome: Outcome | None) -> str:
-    """An outcome in words."""
+def summary(outcome: Outcome | None) -> str:
+    """One line about an outcome."""
     if outcome is None:
         return UNKNOWN
     step = "" if outcome.seconds is None else f"{outcome.seconds:.3f} s, "

@@ -75,17 +75,17 @@ class ListSeconds:
     """A profile applied to the instructions of one list.
 
     Attributes:
-        whole: operator -> seconds of an uncut micro-batch.
+        uncut: operator -> seconds of an uncut micro-batch.
         partitions: operator -> number of partitions in the list; 1 where missing.
     """
 
-    whole: Mapping[str, float]
+    uncut: Mapping[str, float]
     partitions: Mapping[str, int]
 
     def of(self, i: Instruction) -> float:
         """Seconds of one instruction."""
         share = len(i.partition) / self.partitions.get(i.name, 1) if i.partition else 1.0
-        return self.whole[i.name] * share
+        return self.uncut[i.name] * share
 
 
 @dataclass(frozen=True, slots=True)

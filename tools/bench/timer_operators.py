@@ -68,9 +68,9 @@ class TimerOperators:
             places = travelling(instruction, operator.layer, instruction.writes, BufferRole.ROWS)
             partitions = max(self.partitions.get(instruction.name, 1), len(places))
             state.handles |= {place: self._open(operator.layer, partitions) for place in places}
-        left = begun + self.seconds.of(instruction) * self.scale - LATE_SECONDS - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+        remaining = begun + self.seconds.of(instruction) * self.scale - LATE_SECONDS - time.perf_counter()
+        if remaining > 0:
+            time.sleep(remaining)
 
     def start_all_to_all(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
         """Start an all-to-all; the returned function waits for it."""
@@ -156,12 +156,12 @@ class TimedExecutor(PlanExecutor):
 
     Attributes:
         profile: operator -> seconds of an uncut micro-batch (profile.py).
-        given: seconds of the list that runs next, in place of the profile; None: the profile decides.
+        list_seconds: seconds of the next list, in place of the profile; None: by the profile.
         scale: factor of all of them; 0 leaves the communication alone.
     """
 
     profile: Mapping[str, float]
-    given: GivenSeconds | None = None
+    list_seconds: GivenSeconds | None = None
     scale: float = 1.0
 
     @classmethod
@@ -185,7 +185,7 @@ class TimedExecutor(PlanExecutor):
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward and backward. Loss and norm are not numbers, and no weight moves."""
         listed = [_as_compute(i) for i in instructions if not is_update(i)]
-        seconds = self.given or apply_profile(self.profile, listed)
+        seconds = self.list_seconds or apply_profile(self.profile, listed)
         for operators in self._operators:
             assert isinstance(operators, TimerOperators)
             operators.seconds, operators.partitions, operators.scale = seconds, _partitions(listed), self.scale

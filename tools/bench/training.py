@@ -33,16 +33,16 @@ LOOK_SECONDS = 0.1
 RATE = "--bytes-per-second"
 
 
-def command_of_training(words: Sequence[str], emulated_rate: float | None) -> list[str]:
+def command_of_training(flags: Sequence[str], emulated_rate: float | None) -> list[str]:
     """The command line of a rank.
 
     Args:
-        words: flags of pretrain_moe.py.
+        flags: flags of pretrain_moe.py.
         emulated_rate: bytes per second of an emulated link; None: pretrain_moe.py as it stands.
     """
     if emulated_rate is None:
-        return [sys.executable, str(ROOT / "pretrain_moe.py"), *words]
-    return [sys.executable, "-P", "-m", "tools.bench.training", RATE, repr(emulated_rate), *words]
+        return [sys.executable, str(ROOT / "pretrain_moe.py"), *flags]
+    return [sys.executable, "-P", "-m", "tools.bench.training", RATE, repr(emulated_rate), *flags]
 
 
 def train(command: Sequence[str], ranks: int, bed: Bed | None, log: Path, show: Callable[[str], None]) -> None:
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, add_help=False, allow_abbrev=False)
     parser.add_argument(RATE, type=float, required=True)
-    arguments, words = parser.parse_known_args(argv)
+    arguments, flags = parser.parse_known_args(argv)
     assemble = program.assemble
 
     def assemble_on_link(parsed: ParsedArguments, rank: int) -> TrainingLoop:
@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
         return loop
 
     program.assemble = assemble_on_link
-    return program.main(words)
+    return program.main(flags)
 
 
 if __name__ == "__main__":

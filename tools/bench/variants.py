@@ -201,23 +201,23 @@ def _stage(stage: StagePlan, model: ModelDescription, reach: int) -> StagePlan:
     layers = {layer.layer: layer for layer in stage.overlap.layers}
     for chunk in stage.chunks:
         places = [(n, part) for n in range(*chunk) for part in (ATTENTION, EXPERTS if model.moe_layers[n] else MLP)]
-        taken: set[Place] = set()
+        used: set[Place] = set()
         cut = [n for n in range(*chunk) if n in layers and layers[n].mechanism == "partitioned"]
         for number in reversed(cut):
             at = places.index((number, EXPERTS))
-            before = 0 if needs_whole_batch(layers[number]) else _free(places[:at][::-1], reach, taken)
-            behind = _free(places[at + 1 :], reach, taken)
-            taken.update(places[at - before : at + behind + 1])
-            layers[number] = _range(layers[number], places[at - before], places[at + behind])
+            before = 0 if needs_whole_batch(layers[number]) else _free(places[:at][::-1], reach, used)
+            after = _free(places[at + 1 :], reach, used)
+            used.update(places[at - before : at + after + 1])
+            layers[number] = _range(layers[number], places[at - before], places[at + after])
     overlap = dataclasses.replace(stage.overlap, layers=tuple(layers.values()))
     return dataclasses.replace(stage, overlap=overlap)
 
 
-def _free(places: list[Place], reach: int, taken: set[Place]) -> int:
+def _free(places: list[Place], reach: int, used: set[Place]) -> int:
     """Number of the next operators that the range may take, up to `reach`."""
     count = 0
     for place in places[:reach]:
-        if place in taken or place[1] == EXPERTS:
+        if place in used or place[1] == EXPERTS:
             break
         count += 1
     return count

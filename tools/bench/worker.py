@@ -95,18 +95,18 @@ class Rank:
         dist.barrier()
         begin = time.perf_counter()
         result = run.runner.run(run.instructions, run.feed, 0)
-        whole = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         if trace is not None:
             rank = dist.get_rank()
             write_trace(Path(f"{trace}.rank{rank}" if rank else trace), result.spans, rank)
-        update = min((span.start for span in result.spans if span.operator.is_update), default=whole)
+        update = min((span.start for span in result.spans if span.operator.is_update), default=seconds)
         # The norm waits for the last sends: their spans reach into the update, which is not looked at here.
         before = [span for span in result.spans if not span.operator.is_update]
         passes = [dataclasses.replace(span, end=min(span.end, update)) for span in before]
         exchanges = sum(span.end - span.start for span in passes if span.channel == EXPERT)
         return {
             "step": update,
-            "whole": whole,
+            "whole": seconds,
             "exposed": communication_seconds(passes)[1],
             "exchanges": exchanges,
         }
@@ -202,7 +202,7 @@ class TimerRank(Rank):
         self._executors = {
             waits: TimedExecutor.over(self._real, sizes, over_replicas, waits) for waits in (False, True)
         }
-        self._given: dict[str, GivenSeconds] = {}
+        self._list_seconds: dict[str, GivenSeconds] = {}
 
     def add(self, variant: Variant) -> None:
         """Lower a variant's plan."""
@@ -227,7 +227,7 @@ class TimerRank(Rank):
         if order["do"] == ORDER_ADD:
             variant = _variant(order["variant"])
             self.add(variant)
-            self._given[variant.name] = given_seconds(order["sleeps"], self.runs[variant.name].instructions)
+            self._list_seconds[variant.name] = given_seconds(order["sleeps"], self.runs[variant.name].instructions)
             return None
         return super().answer(order)
 
@@ -238,7 +238,7 @@ class TimerRank(Rank):
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
         """Execute one step of sleeps."""
         self._wires.rows = self._gloo if run.variant.plain else self._point_to_point
-        run.runner.given, run.runner.scale = self._given.get(run.variant.name), scale
+        run.runner.list_seconds, run.runner.scale = self._list_seconds.get(run.variant.name), scale
         before = self._wires.sent_bytes
         figures = super().step(run, scale, trace)
         return figures | {"sent_bytes": self._wires.sent_bytes - before}

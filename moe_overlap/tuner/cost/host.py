@@ -45,7 +45,7 @@ WAITING_CALLS = 4.0
 BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
 """Operator of an all-to-all -> the operator that the computation around it, such as permutation, belongs to."""
 WORTH_A_LOOK = 0.05
-"""Share of the step from which on a term is worth a suggestion."""
+"""Smallest term that leads to advice, as a share of the step."""
 
 
 @dataclass(frozen=True, slots=True)

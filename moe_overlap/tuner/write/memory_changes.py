@@ -5,11 +5,11 @@ from __future__ import annotations
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind
 
 RUN_BY_MEGATRON_LM = (ChangeKind.SHARD_ALL, ChangeKind.HOST_OPTIMIZER)
-"""Changes whose flags training refuses here."""
+"""Changes with flags that this fork's training refuses."""
 
 
 def change_flags(change: Change) -> str:
-    """Megatron's flags that make a change."""
+    """Megatron's flags for a change."""
     again = "--recompute-granularity"
     return {
         ChangeKind.MODULES: f"{again} selective --recompute-modules {' '.join(change.modules)}",

@@ -18,7 +18,7 @@ MEASURED = Measured(
         "both": turns(2.0, 2.5, 2.25, exposed=0.3),
     },
     free={"plain": turns(2.0, 2.0, 2.0), "sequential": turns(2.1, 2.0, 1.9, exposed=0.1), "both": turns(2.2, 2.2, 2.2)},
-    alone={"sequential": [1.0, 1.2, 1.1]},
+    communication={"sequential": [1.0, 1.2, 1.1]},
 )
 
 

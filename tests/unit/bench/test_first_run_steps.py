@@ -47,7 +47,7 @@ def test_a_probe_is_the_median_step_of_the_mean_rank() -> None:
 
 def test_the_job_grows_with_the_processes(tmp_path: Path) -> None:
     run = read_command(["--link", "emulator", "--processes", "4", "--folder", str(tmp_path), "--train-iters", "7"])
-    config = parse(list(run.words)).config
+    config = parse(list(run.flags)).config
     assert (config.parallel.expert_model_parallel_size, config.training.global_batch_size) == (4, 32)
     assert (run.train_steps, run.plain_steps, run.emulated) == (7, 7, True)
 
@@ -59,7 +59,7 @@ def test_the_plain_run_leaves_files_to_the_tuned_one(tmp_path: Path) -> None:
     assert config.checkpoint.save is None and config.logging.log_json == str(tmp_path / "plain.jsonl")
     assert config.optimizer.lr == 0.01 and config.training.exit_interval == run.plain_steps == 12
     assert config.training.train_iters == run.train_steps
-    assert only(run.words, first_run.OUTPUTS) == outputs and "--lr" in without(run.words, first_run.OUTPUTS)
+    assert only(run.flags, first_run.OUTPUTS) == outputs and "--lr" in without(run.flags, first_run.OUTPUTS)
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,12 @@ def test_what_costs_alone_is_said_to_be_of_others() -> None:
     change = changes[0]
     assert change.alone is not None
     seconds = baseline.predicted.step_seconds
-    for factor, said in ((0.5, ""), (1.5, "; chosen for what it gives together with the others")):
+    for factor, said in ((0.5, ""), (1.5, "; chosen for its effect together with the others")):
         step = dataclasses.replace(change.alone.predicted, step_seconds=factor * seconds)
         alone = dataclasses.replace(change.alone, predicted=step)
         assert dataclasses.replace(change, alone=alone).effect(baseline).endswith(f" on the fullest stage{said}")
     full = dataclasses.replace(change, alone=dataclasses.replace(change.alone, capacity_bytes=1))
-    assert full.effect(baseline).endswith("; does not fit; chosen for what it gives together with the others")
+    assert full.effect(baseline).endswith("; does not fit; chosen for its effect together with the others")
 
 
 def test_a_flag_that_says_its_default_is_no_change() -> None:

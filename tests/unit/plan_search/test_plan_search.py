@@ -210,7 +210,7 @@ def test_answer_and_json(tmp_path: Path) -> None:
     assert shlex.split(odd)[:3] == ["next", "sbatch", "a b/$(touch c)/launch.sbatch"] and "'a b/$(touch c)/" in odd
     # What the flags of this job lack stands behind the command, for the user to fill in.
     assert lines[-1].endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model FILE")
-    assert any(line.startswith("your flags") for line in lines) and any("ruled out by bounds" in line for line in lines)
+    assert any(line.startswith("your flags") for line in lines) and any("pruned by bounds" in line for line in lines)
     values = json.loads(json.dumps(search_json(found)))
     assert values["step_seconds"] == found.prediction.predicted.step_seconds
     assert values["search"]["status"] == "optimal" and values["search"]["gap"] == 0

@@ -226,7 +226,7 @@ def test_small_differences_are_not_nothing() -> None:
     alone = dataclasses.replace(baseline, predicted=faster)
     change = Decision(name="a", before={}, after={}, alone=alone)
     assert [difference(seconds) for seconds in (-0.0, 1e-17, -4e-7, 0.0101)] == ["+0 ms", "+0 ms", "+0 ms", "+0.010 s"]
-    assert change.effect(baseline) == "alone -7.1 ms a step and as much memory"
+    assert change.effect(baseline) == "alone -7.1 ms a step and the same memory"
 
 
 def test_a_change_that_alone_does_not_fit_is_not_the_first_that_is_told() -> None:
