@@ -42,13 +42,13 @@ BUDGET = {
     "moe_overlap/plan_search": Size(13, 2634),
     "moe_overlap/report": Size(19, 3578),
     "moe_overlap/runtime": Size(38, 7951),
-    "moe_overlap/tuner": Size(117, 32358),
+    "moe_overlap/tuner": Size(117, 32378),
     "moe_overlap/tuner/calibrate": Size(3, 873),
     "moe_overlap/tuner/capture": Size(23, 6744),
     "moe_overlap/tuner/cost": Size(35, 10055),
     "moe_overlap/tuner/profile": Size(6, 1398),
     "moe_overlap/tuner/search": Size(43, 11749),
-    "moe_overlap/tuner/write": Size(6, 1467),
+    "moe_overlap/tuner/write": Size(6, 1487),
     "tools": Size(52, 8398),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
