@@ -84,7 +84,7 @@ SAME_AS_ROUTER = ("--moe-gate", ("topk",))
 
 
 WEIGHTS_ALONE = (
-    "replaced by --pretrained-checkpoint: the first start loads the same weights, a restart the run's own checkpoint"
+    "--pretrained-checkpoint replaces it; the first start loads the same weights, a restart the run's own checkpoint"
 )
 """Why --finetune, and the --load that it modifies, are left out of a job that loads its own checkpoints."""
 FIRST_START = ("--no-load-optim", "--no-load-rng")

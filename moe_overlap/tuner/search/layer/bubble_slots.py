@@ -57,7 +57,7 @@ class SendSlot:
         return self.problem.filled_seconds(assignment)[self.place]
 
 
-def with_rest_behind(slots: Slots, plan: Plan, index: int, model: ModelDescription) -> Slots:
+def with_bubble_slots(slots: Slots, plan: Plan, index: int, model: ModelDescription) -> Slots:
     """Slots of a stage, extended by bubble slots that hold every weight gradient that is in no other slot."""
     filled = {layer: dict(of_layer) for layer, of_layer in slots.items()}
     placed = {name for of_layer in slots.values() for names in of_layer.values() for name in names}
@@ -111,7 +111,7 @@ def fill_send_slot(slot: SendSlot, gradients: Sequence[str], assignment: Assignm
 
 
 def hiding(problem: AssignmentProblem, assignment: Assignment, share: float) -> Assignment:
-    """Step 2: unassign weight gradients of which the slot hides less than a share, the smallest share first."""
+    """Step 2: unassign each weight gradient whose slot hides less than `share` of it, the smallest hidden share first."""
     slot_of = list(assignment)
     filled = problem.filled_seconds(assignment)
 
@@ -148,7 +148,7 @@ def _sends(plan: Plan, index: int, model: ModelDescription) -> dict[tuple[int, i
 def _send_slot(name: str, layer: int, prices: StagePrices, chunk: int, chunk_problem: ChunkProblem) -> SendSlot:
     last = len(chunk_problem.slots)
     gradient_of = dict(zip(chunk_problem.gradients, chunk_problem.problem.gradients, strict=True))
-    instructions = [i for i in prices.made if (i.kind, i.chunk, i.micro_batch) == ("weight-gradient", chunk, 0)]
+    instructions = [i for i in prices.instructions if (i.kind, i.chunk, i.micro_batch) == ("weight-gradient", chunk, 0)]
     gradients = []
     for i in instructions:
         if i.name in gradient_of:

@@ -177,7 +177,7 @@ class Candidates:
     def _sends_at_best(self, plan: Plan) -> tuple[Plan, Prediction]:
         """The faster of two plans: as given, or with the other value of `sends_late` for the forward passes of pairs.
 
-        `with_uniform_overlap` chose the value by the links, and slots were filled for it; prediction knows better.
+        `with_uniform_overlap` chose the value by the links, and slots were filled for it.
         """
         prediction = self.predicted(plan)
         if not plan.has_pairs or len(plan.stages) == 1:

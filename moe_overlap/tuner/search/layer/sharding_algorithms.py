@@ -62,7 +62,7 @@ SHAPES: dict[str, tuple[tuple[Dim, ...], ...]] = {
     "input gradient": ((Dim.SAMPLES, Dim.TOKENS), (Dim.INPUT,), (Dim.OUTPUT,)),
     "weight gradient": ((Dim.OUTPUT,), (Dim.INPUT,), (Dim.SAMPLES, Dim.TOKENS)),
 }
-"""Product -> the loops behind each number of its shape (m, n, k)."""
+"""Product -> the loops that each number of its shape (m, n, k) counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -345,7 +345,7 @@ class _Builder:
         self.result.weights.append(
             Weight(f"{op.module}.weight", self.part.storages[stored].name, extents, elements, node.id)
         )
-        # A bias is read beside its weight.
+        # A product may read a bias, too; it is smaller than the weight.
         self.by_weight[tuple(index for index in parameters if self._bytes(index) >= outputs * inputs)] = node
         return node
 

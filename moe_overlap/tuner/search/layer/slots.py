@@ -196,7 +196,7 @@ def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], ma
         idle: result of `idle_seconds`.
     """
     # One micro-batch stands for all: every pass through a chunk has the same instructions.
-    instructions = [i for i in prices.made if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
+    instructions = [i for i in prices.instructions if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
     last = {i.name: place for place, i in enumerate(instructions) if i.name in idle}
     gradients = {place: i.name for place, i in enumerate(instructions) if i.kind == "weight-gradient"}
     label = may_run_under(instructions, last.values(), gradients)

@@ -45,7 +45,7 @@ from moe_overlap.tuner.cost.simulate.step import (
 )
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem
-from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, fill_send_slot, hiding, send_slots, with_rest_behind
+from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, fill_send_slot, hiding, send_slots, with_bubble_slots
 from moe_overlap.tuner.search.layer.slots import (
     DIGITS,
     ChunkProblem,
@@ -68,12 +68,12 @@ Choice = Literal[
     "solved",
     "solved, rest in program order",
     "program order",
-    "solved, rest behind sends",
-    "solved, rest in program order, then behind sends",
-    "program order, then behind sends",
-    "what saves more there behind sends",
-    "what overshoots behind sends",
-    "all behind sends",
+    "solved, rest in bubble slots",
+    "solved, rest in program order, then bubble slots",
+    "program order, then bubble slots",
+    "below the break-even share in bubble slots",
+    "overshooting ones in bubble slots",
+    "all in bubble slots",
 ]
 
 
@@ -128,12 +128,12 @@ def choices(
     add("solved, rest in program order", completed)
     add("program order", in_order)
     if sends:
-        add("solved, rest behind sends", solved, 0.0)
-        add("solved, rest in program order, then behind sends", completed, 0.0)
-        add("program order, then behind sends", in_order, 0.0)
-        add("what saves more there behind sends", solved, share)
-        add("what overshoots behind sends", solved, 1.0)
-        add("all behind sends", solved, float("inf"))
+        add("solved, rest in bubble slots", solved, 0.0)
+        add("solved, rest in program order, then bubble slots", completed, 0.0)
+        add("program order, then bubble slots", in_order, 0.0)
+        add("below the break-even share in bubble slots", solved, share)
+        add("overshooting ones in bubble slots", solved, 1.0)
+        add("all in bubble slots", solved, float("inf"))
     return filled_by
 
 
@@ -150,14 +150,14 @@ def slots_of(filled: Mapping[Place, Filled], stage: int) -> Slots:
     return slots
 
 
-def seconds_behind(filled: Mapping[Place, Filled], stage: int) -> float:
+def bubble_slot_seconds(filled: Mapping[Place, Filled], stage: int) -> float:
     """Seconds of the weight gradients that one micro-batch computes in the bubble slots of a stage."""
     of_stage = (chunk for place, chunk in filled.items() if place[0] == stage)
     return sum((chunk.send.seconds(chunk.send_assignment) for chunk in of_stage if chunk.send is not None), 0.0)
 
 
 def _filled(chunk: ChunkProblem, send: SendSlot | None, assignment: Assignment, least: float | None) -> Filled:
-    """An assignment of a chunk. With a share, weight gradients that hide less than it move to the bubble slot."""
+    """An assignment of a chunk; weight gradients whose hidden share is below `least` move to the bubble slot (None: none)."""
     if send is None or least is None:
         return Filled(chunk, assignment)
     hidden = hiding(chunk.problem, assignment, least)
@@ -251,7 +251,7 @@ def schedule_weight_gradients(
     # About as many micro-batches as stages: enough to show how the pipeline fills, its steady state, and how it drains.
     micro_batches = enough_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
-    order = [with_rest_behind(program_order(plan, index, model), plan, index, model) for index in stages]
+    order = [with_bubble_slots(program_order(plan, index, model), plan, index, model) for index in stages]
     if not any(order):
         nothing = (0.0,) * len(stages)
         return Schedule(bare, "without", {"without": step_of(bare).simulation.step_seconds}, (), nothing)
@@ -274,7 +274,7 @@ def schedule_weight_gradients(
     seconds = {choice: seconds_of(candidate) for choice, candidate in plans.items()}
     # Compared to the nanosecond, so that float rounding does not decide between equal plans.
     chosen = min(plans, key=lambda choice: round(seconds[choice], DIGITS))
-    in_bubble_slots = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
+    in_bubble_slots = tuple(bubble_slot_seconds(filled.get(chosen, {}), index) for index in stages)
     return Schedule(plans[chosen], chosen, seconds, tuple(chunks), in_bubble_slots)
 
 
@@ -321,7 +321,7 @@ def _problems(prices: Sequence[StagePrices], max_bytes: int) -> dict[Place, Chun
             return 0.0 if i.kind == "weight-gradient" else stage_prices.seconds(i)
 
         rank, queue_seconds = stage_prices.stage.devices.ranks[0], stage_prices.machine.queue_seconds
-        free = run_alone(stage_prices.made, rank, seconds, stage_prices.slowed, queue_seconds)
+        free = run_alone(stage_prices.instructions, rank, seconds, stage_prices.slowed, queue_seconds)
         layers = stage_prices.stage.overlap.layers
         slot_of = {
             name: slot for layer in layers for slot, names in layer.weight_gradient_slots.items() for name in names
