@@ -159,7 +159,7 @@ def operator_seconds(flags: Sequence[str], free: Cluster) -> list[dict[str, floa
     seconds = []
     for prices in step.prices.values():
         of_stage: dict[str, float] = {}
-        for i in prices.made:
+        for i in prices.instructions:
             if i.kind in ("compute", "weight-gradient"):
                 of_stage[i.name] = prices.seconds(i) / (len(i.partition) or 1 if i.kind == "weight-gradient" else 1)
         seconds.append(of_stage)

@@ -39,7 +39,7 @@ from moe_overlap.tuner.cost.host import WORTH_A_LOOK
 from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES
 from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
-from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script, words_to_add
+from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, arguments_to_add, job_on, run_environment, slurm_script
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
 EXECUTED = "--target moe-overlap: the best plan that runs today"
@@ -317,7 +317,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     ranks = start_flags(search.plan.world_size, search.cluster.group_of(0).gpus_per_node)
     direct = f"python pretrain_moe.py {ranks}{shlex.quote(f'@{folder / ARGUMENTS}')}"
     start = f"sbatch {shlex.quote(str(folder / SCRIPT))}" if SCRIPT in files else direct
-    added = words_to_add(search.written.flags, search.written_for)
+    added = arguments_to_add(search.written.flags, search.written_for)
     lines.append(line("next", f"{start} {added}".rstrip()))
     return lines
 

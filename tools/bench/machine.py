@@ -348,7 +348,7 @@ def predicted_spans(
     """
     step = simulated(flags, cluster)
     lists = {
-        rank: [i for i in prices.made if profile is None or not i.operator.is_update]
+        rank: [i for i in prices.instructions if profile is None or not i.operator.is_update]
         for rank, prices in step.prices.items()
     }
     starts = {rank: start_seconds(instructions, links.starting) for rank, instructions in lists.items()}
@@ -396,7 +396,7 @@ class PricedList:
 def priced_list(step: SimulatedStep) -> PricedList:
     """The list of a simulated step of one stage, priced. The start of all-to-alls is left to the run."""
     ((rank, prices),) = step.prices.items()
-    instructions = [i for i in prices.made if not i.operator.is_update]
+    instructions = [i for i in prices.instructions if not i.operator.is_update]
     simulation = simulate(
         {rank: instructions}, lambda _, i: prices.seconds(i), prices.slowed, prices.machine.queue_seconds
     )

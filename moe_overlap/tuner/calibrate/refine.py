@@ -197,7 +197,7 @@ def _simulated(problem: Problem, plan: Plan) -> SimulatedStep:
 
 def _partitioned(step: SimulatedStep) -> set[str]:
     """Names of the operators that run in partitions or in capacity chunks."""
-    return {i.name for prices in step.prices.values() for i in prices.made if prices.is_cut(i)}
+    return {i.name for prices in step.prices.values() for i in prices.instructions if prices.is_cut(i)}
 
 
 def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:

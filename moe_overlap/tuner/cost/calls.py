@@ -1,10 +1,10 @@
-"""Calls of Python that launch the operators of a part: what the host pays for is calls, and kernels only besides.
+"""Calls of Python that launch the operators of a part: calls cost the host more than kernels do.
 
-1. A module of Transformer Engine is one call, forward and backward, whatever it launches: its kernels and collectives follow one
-   another under the module's name, and those behind the first are launched by the call itself.
-2. A function with a backward pass of its own (compiled by torch, or a kernel of Transformer Engine or a dispatcher that is called
-   outside of its modules) is a call of its own in both directions, and so is a collective.
-3. An operator of torch is a call in the forward pass. Its gradient is launched by autograd's engine, without Python.
+1. A module of Transformer Engine is one call, forward and backward, for all its kernels: they are consecutive operators with the
+   module's name, and the call launches those after the first without returning to Python.
+2. A function with its own backward pass (compiled by torch, or a kernel of Transformer Engine or of a dispatcher that is called
+   outside of its modules) is one call in each direction, and so is a collective.
+3. An operator of torch is a call in the forward pass. Autograd's engine launches its gradient without Python.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from moe_overlap.plan.operators import ATTENTION, COMBINE, DISPATCH, EXPERTS, GA
 from moe_overlap.tuner.capture.graph import Op
 
 FULL_PRECISION_OPERATORS = (HEAD_LOSS, LOSS, GATE)
-"""Products that stay in bf16 in fp8 and fp4 training, and are megatron-core's own."""
+"""Operators whose products stay in bf16 in fp8 and fp4 training; megatron-core implements them."""
 MODULE_KERNELS = ("norm", "norm_backward", "weight_gradient", "grouped_gemm", "grouped_weight_gradient") + (
     "attention",
     "attention_backward",
     "bias_gradients",
 )
-"""Kernels of Transformer Engine that its modules launch; the others are functions."""
+"""Kernels of Transformer Engine that its modules launch; its other kernels are functions."""
 PRODUCTS = ("gemm", "grouped_gemm")
 NODES = (ATTENTION, DISPATCH, EXPERTS, COMBINE)
-"""First operators of the nodes into which megatron-core cuts a layer whose all-to-alls run beside another micro-batch, on streams
-that wait for each other."""
+"""First operators of the nodes into which megatron-core cuts a layer to overlap it with another micro-batch."""
 
 
 class CallCode(IntEnum):
-    """Who launches an operator, by what its launch costs."""
+    """The kind of call that launches an operator, which decides its price."""
 
     TORCH = 0
     FUNCTION = 1
     MODULE = 2
     FURTHER = 3
-    """No call of its own: launched within another one, or by autograd's engine."""
+    """No separate call: launched within another call, or by autograd's engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class Calls:
     """The calls of N operators.
 
     Attributes:
-        codes: [N] CallCode of each.
-        waits: [N] whether the host waits for the counts of rows ahead of it.
-        nodes: [N] whether a node of a layer with experts begins with it, where two micro-batches run at a time.
+        codes: [N] CallCode of each operator.
+        waits: [N] whether the host waits for the counts of rows before it.
+        nodes: [N] whether it is the first of a node of a layer with experts, if micro-batches are paired.
     """
 
     codes: NDArray[np.int64]
@@ -66,9 +65,10 @@ def calls_of(ops: Sequence[Op]) -> Calls:
     launched = [index for index, op in enumerate(ops) if op.cost_class != "free"]
 
     def run_of(index: int) -> tuple[str | int, str, bool]:
-        # An operator outside of all modules is none's kernel.
+        # An operator outside of all modules forms a run by itself.
         return ops[index].module or index, ops[index].phase, ops[index].is_recomputed
 
+    # Consecutive operators of one module, pass and recomputation may be one call (rule 1); others are calls by themselves.
     for _, run in groupby(launched, run_of):
         places = list(run)
         if any(_is_of_module(ops[index], by_library) for index in places):
@@ -80,7 +80,7 @@ def calls_of(ops: Sequence[Op]) -> Calls:
 
 
 def _waits(ops: Sequence[Op]) -> NDArray[np.bool_]:
-    """The first operator that sends or multiplies rows of experts, in the forward pass and where it is computed again."""
+    """[N] true for the first operator that sends or multiplies rows of experts, in the forward pass and in its recomputation."""
     waits = np.zeros(len(ops), dtype=np.bool_)
     for recomputed in (False, True):
         rows = (index for index, op in enumerate(ops) if op.is_recomputed == recomputed and _needs_counts(op))
@@ -90,7 +90,7 @@ def _waits(ops: Sequence[Op]) -> NDArray[np.bool_]:
 
 
 def _nodes(ops: Sequence[Op]) -> NDArray[np.bool_]:
-    """The first operator of each kind of NODES in either pass that has experts."""
+    """[N] true for the first operator of each kind of NODES, in each pass with experts."""
     nodes = np.zeros(len(ops), dtype=np.bool_)
     for backward in (False, True):
         first: dict[str, int] = {}
@@ -121,7 +121,7 @@ def _multiplies(op: Op) -> bool:
 
 
 def _code(op: Op) -> CallCode:
-    # Torch's operators are plain words.
+    # Names of torch's operators have no dot.
     if "." in op.name or op.cost_class == "collective":
         return CallCode.FUNCTION
     return CallCode.TORCH if op.phase == "forward" or op.is_recomputed else CallCode.FURTHER

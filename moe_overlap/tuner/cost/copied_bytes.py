@@ -1,10 +1,10 @@
-"""Bytes copied where a micro-batch is cut into partitions and joined again, by the instruction that copies them.
+"""Bytes copied when a micro-batch is cut into partitions and joined again, by the instruction that copies them.
 
-The runtime (runtime/executor/buffers.py, bindings.py) copies as follows: partitions of hidden states are joined by whoever
-reads several of them; a partition of whole hidden states is a view and costs nothing. A gate that leaves its rows in
-partitions copies the hidden states of each, and joins their gradients. Where rows travel in capacity chunks, an
-all-to-all picks its rows, and who needs all of them puts them into their places. Partitions that go to another stage
-are joined behind the computation that made the last of them.
+Copies of the runtime (runtime/executor/buffers.py, bindings.py):
+- An operator that reads several partitions of hidden states joins them; a partition of uncut hidden states is a view, at no cost.
+- A gate that writes its rows in partitions copies the hidden states of each, and joins their gradients.
+- With capacity chunks an all-to-all selects its rows, and the reader of all rows puts them into their places.
+- Partitions that are sent to another stage are joined after the computation that writes the last of them.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ HIDDEN = frozenset(
 )
 """Buffers of hidden states and their gradients."""
 ROWS = frozenset((BufferRole.ROWS, BufferRole.RETURNED, BufferRole.D_ROWS, BufferRole.D_RETURNED))
-"""Buffers of routed rows where their tokens are."""
+"""Buffers of routed rows on the ranks of their tokens."""
 Place = tuple[str, int | None, tuple[int, ...]]
 
 
 def place_in_list(i: Instruction) -> Place:
-    """Name, micro-batch and partition: what tells an instruction of a pass, on every rank of a stage."""
+    """Name, micro-batch and partition, which identify an instruction of a pass on every rank of a stage."""
     return i.name, i.micro_batch, i.partition
 
 
-def copied_bytes(made: Sequence[Instruction], hidden_bytes: float, rows_bytes: float) -> dict[Place, float]:
-    """Bytes that are copied beside the operators of a list, by the instruction that copies them.
+def copied_bytes(instructions: Sequence[Instruction], hidden_bytes: float, rows_bytes: float) -> dict[Place, float]:
+    """Instruction -> bytes that it copies in addition to its operator.
 
     Args:
-        hidden_bytes: of the hidden states of a micro-batch.
-        rows_bytes: of all rows that a micro-batch sends.
+        hidden_bytes: bytes of the hidden states of a micro-batch.
+        rows_bytes: bytes of all rows that a micro-batch sends.
     """
-    pieces = Counter((i.name, i.micro_batch) for i in made)
-    makers = {name: i for i in made if i.channel == COMPUTE for name in i.writes}
+    pieces = Counter((i.name, i.micro_batch) for i in instructions)
+    makers = {name: i for i in instructions if i.channel == COMPUTE for name in i.writes}
     left_in_parts = {
         _rows_of(name)
-        for i in made
+        for i in instructions
         if _is_whole_gate(i) and BufferRole.ROWS in _in_parts(i.writes)
         for name in i.writes
     }
     copied: dict[Place, float] = defaultdict(float)
-    for i in made:
+    for i in instructions:
         read = _in_parts(name for name in i.reads if name not in i.writes)
         size = hidden_bytes * len(read & HIDDEN)
         if i.channel == COMPUTE:
@@ -78,7 +78,7 @@ def _is_whole_rows(buffer: BufferId) -> bool:
 
 
 def _in_parts(names: Iterable[str]) -> set[BufferRole]:
-    """Roles of which there is more than one buffer on the device."""
+    """Roles that several of the buffers on the device have."""
     seen: set[BufferRole] = set()
     several: set[BufferRole] = set()
     for name in names:
@@ -90,6 +90,6 @@ def _in_parts(names: Iterable[str]) -> set[BufferRole]:
 
 @cache
 def _rows_of(name: str) -> BufferId:
-    """`drows.L3.m0.p1` -> `rows.L3.m0`: the whole buffer that this is a part of, or a part of the gradient of."""
+    """`drows.L3.m0.p1` -> `rows.L3.m0`: the uncut buffer of a partition, or of a partition of its gradient."""
     buffer = parse_buffer(name)
     return replace(buffer, role=buffer.role.differentiated, partition=None)

@@ -1,11 +1,11 @@
-"""Whether predicted stages fit their GPUs, how certain that is, and what fills the fullest one.
+"""Whether predicted stages fit their GPUs, with what certainty, and the largest category on the fullest stage.
 
-1. A stage *needs* its predicted peak without fragmentation: before an allocation fails, the caching allocator gives back what it
-   reserves in vain (with `expandable_segments`, whatever lies between tensors, too).
-2. `MemoryQuantiles` are factors on what is needed: with 5 % certainty, and with the certainty that `--memory-margin` asks for
-   (95 %), a run needs no more than that. They come from the peaks of calibration runs (`memory_errors.py`).
-3. The verdict, over all stages: *fits*, where the quantile of the margin is within the capacity everywhere; *does not fit*, where
-   even the 5 % quantile of a stage exceeds it; *may not fit* between them.
+1. The *needed bytes* of a stage are its predicted peak without fragmentation: before an allocation fails, the caching allocator
+   frees reserved bytes without use (with `expandable_segments` also those between tensors).
+2. `MemoryQuantiles` are factors on needed bytes: a run needs at most that much with 5 % certainty, and with the certainty of
+   `--memory-margin` (95 %). They come from the peaks of calibration runs (`memory_errors.py`).
+3. The verdict over all stages: *fits* if the quantile of the margin is within the capacity on every stage; *does not fit* if even
+   the 5 % quantile of some stage exceeds it; else *may not fit*.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.plan import PeakBytes, PredictedStage
 
 CERTAINTY = 0.95
-"""The margin where none is asked for."""
+"""The default margin."""
 Verdict = Literal["fits", "may not fit", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryQuantiles:
-    """Measured over predicted peaks: the 5 % quantile, and the one of the margin."""
+    """Quantiles of measured over predicted peaks: 5 %, and the margin."""
 
     low: float = 1.0
     high: float = 1.0
@@ -34,22 +34,22 @@ class MemoryQuantiles:
 
     @property
     def certainty(self) -> str:
-        """The margin for a reader, as `95 %`."""
+        """The margin as text: `95 %`."""
         return f"{100 * self.margin:.10g} %"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullestStage:
-    """The stage that needs the most, and what most of it is."""
+    """The stage that needs the most bytes, and its largest category."""
 
     stage: int
     needed_bytes: int
     low_bytes: int
-    """The 5 % quantile of what the stage needs."""
+    """The 5 % quantile of the needed bytes."""
     high_bytes: int
     """The quantile of the margin."""
     category: str
-    """The largest of PeakBytes."""
+    """The largest category of PeakBytes."""
     category_bytes: int
 
 
@@ -70,8 +70,8 @@ class Change:
     """One changed decision; `report/prediction.py` has its name and its flags.
 
     Attributes:
-        modules: that are recomputed.
-        number: of layers that are recomputed in every chunk, or of samples in a micro-batch.
+        modules: the recomputed modules.
+        number: recomputed layers per chunk, or samples per micro-batch.
     """
 
     kind: ChangeKind
@@ -81,18 +81,18 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A single change under which a plan fits, as predicted."""
+    """A single change with which a plan is predicted to fit."""
 
     change: Change
     step_seconds: float
     slower_by: float
-    """Relative to the step of the plan that does not fit."""
+    """Increase relative to the step of the plan that does not fit."""
     high_bytes: int
-    """The quantile of the margin of what the fullest stage then needs."""
+    """The quantile of the margin for the fullest stage after the change."""
 
 
 def needed_bytes(stage: PredictedStage) -> int:
-    """Bytes that a stage cannot do without."""
+    """The predicted peak of a stage without fragmentation."""
     return stage.peak_bytes - stage.peak_bytes_by_category.fragmentation
 
 
@@ -105,7 +105,7 @@ def verdict_of(stages: Sequence[PredictedStage], capacity: float, quantiles: Mem
 
 
 def fullest_stage(stages: Sequence[PredictedStage], quantiles: MemoryQuantiles) -> FullestStage:
-    """The stage that needs the most; the first of equals."""
+    """The stage that needs the most bytes; the first of equals."""
     index = max(range(len(stages)), key=lambda stage: needed_bytes(stages[stage]))
     needed = needed_bytes(stages[index])
     category, size = largest_category(stages[index].peak_bytes_by_category)
@@ -120,20 +120,20 @@ def fullest_stage(stages: Sequence[PredictedStage], quantiles: MemoryQuantiles) 
 
 
 def largest_category(peaks: PeakBytes) -> tuple[str, int]:
-    """The category that fills the most of what a stage needs, and its bytes."""
+    """The largest category of the needed bytes, and its bytes."""
     needed = {name: size for name, size in dataclasses.asdict(peaks).items() if name != "fragmentation"}
     name = max(needed, key=lambda category: needed[category])
     return name, needed[name]
 
 
 def overflow_counts(stages: Sequence[PredictedStage], capacity: float, quantiles: MemoryQuantiles) -> tuple[int, int]:
-    """How many stages do not fit, and how many more may not."""
+    """Number of stages that do not fit, and number of those that may not fit."""
     verdicts = [verdict_of([stage], capacity, quantiles) for stage in stages]
     return verdicts.count("does not fit"), verdicts.count("may not fit")
 
 
 def overflow_lines(stages: Sequence[PredictedStage], capacity: float, quantiles: MemoryQuantiles) -> list[str]:
-    """The stages whose quantile of the margin exceeds the capacity, the fullest first, each with a verdict of its own."""
+    """One line with a verdict for every stage whose quantile of the margin exceeds the capacity, fullest first."""
     lines = []
     for index in sorted(range(len(stages)), key=lambda stage: -needed_bytes(stages[stage])):
         stage = stages[index]

@@ -1,22 +1,24 @@
-"""Seconds of fused kernels, which send tokens and compute a product of the experts: COMET's, by a formula of ours.
+"""Seconds of fused kernels that send tokens and compute a product of the experts: a formula for the kernels of COMET.
 
-Nothing here was measured, and no such kernel runs in this project yet. A prediction that uses it says so (`UNMEASURED`).
+Nothing here was measured, and this project does not execute such kernels yet. A prediction that uses the formula says so
+(`UNMEASURED`).
 
-Terms (COMET, section 3.2). n thread blocks, one on each multiprocessor (figure 8); n_c of them communicate, the others compute.
-c and m: seconds of the product with all blocks, and of the all-to-all at the full rate of its links.
-1. The product has n - n_c blocks: c' = c / (1 - n_c / n). Blocks that communicate do not disturb it (section 3.2.1).
-2. The all-to-all is as fast as its links, or as its blocks: m' = max(m, bytes / (n_c · r)).
-3. The shared tensor between the two is cut into S steps, by tiles of rows where the product follows the all-to-all, of columns
-   where it goes before (section 3.1). A two-stage pipeline of equal steps, first one in, last one out:
-   max(c', m') + min(c', m') / S.
-4. Where a plan gives no n_c, the best of 1 … n - 1 is taken: COMET profiles it per shape and keeps it (section 3.2.2).
+Terms (COMET, section 3.2). A kernel has n thread blocks, one per multiprocessor (figure 8); n_c of them communicate, the others
+compute. c: seconds of the product with all blocks. m: seconds of the all-to-all at the full rate of its links.
+1. The product has n - n_c blocks: c' = c / (1 - n_c / n). Communicating blocks do not slow it down (section 3.2.1).
+2. The all-to-all is limited by its links or by its blocks: m' = max(m, bytes / (n_c · r)).
+3. The shared tensor between the two is cut into S steps: tiles of rows if the product follows the all-to-all, of columns if it
+   precedes it (section 3.1). The steps form a two-stage pipeline of equal steps: max(c', m') + min(c', m') / S.
+4. If a plan has no n_c, the best of 1 … n - 1 is used: COMET profiles the best one per shape (section 3.2.2).
 
-Assumptions, none of which the paper states as a figure. r, the rate of one block: an equal share of the memory bandwidth that
-streaming kernels reach, every byte read once and written once. The local rows, which COMET computes first, do not shorten the
-first step. A step is no shorter than one wave of tiles of TILE × TILE. The bytes are those of the dispatcher that was captured;
-what permutes rows around an all-to-all stays with gate and merge, though COMET's kernels do some of it. Over several nodes blocks
-reach the rate of the network through NVSHMEM as collectives do; COMET was measured inside one. A kernel's link is not shared:
-a transfer between stages beside it slows it down as it does computation.
+Assumptions; the paper gives figures for none of them.
+- r, the rate of one block, is an equal share of the memory bandwidth of streaming kernels; every byte is read and written once.
+- The local rows, which COMET computes first, do not shorten the first step.
+- A step takes at least one wave of tiles of TILE × TILE.
+- The bytes are those of the captured dispatcher. Permutation of rows around an all-to-all counts for gate and merge, although
+  COMET's kernels do some of it.
+- Over several nodes blocks reach the same rate of the network through NVSHMEM as collectives; COMET was measured inside one node.
+- A kernel does not share its link: a concurrent transfer between stages slows it down as it slows down computation.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Blocks:
     """The thread blocks of a GPU.
 
     Attributes:
-        bytes_per_second: what one of them sends; r above.
+        bytes_per_second: rate at which one block sends; r above.
     """
 
     count: int
@@ -79,13 +81,13 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The product and the all-to-all that one fused kernel joins, each alone.
+    """The product and the all-to-all of one fused kernel, each priced without the other.
 
     Attributes:
         product_seconds, exchange_seconds: c and m above.
-        moved_bytes: that its blocks send, to their own rank, too.
+        moved_bytes: bytes that the blocks send, those to the same rank included.
         steps: tiles along the dimension in which the shared tensor is cut.
-        tiles: of the product.
+        tiles: tiles of the product.
     """
 
     product_seconds: float
@@ -95,23 +97,23 @@ class Joined:
     tiles: float
 
     def seconds(self, communicating: ArrayLike, blocks: Blocks) -> Floats:
-        """Seconds of the kernel, for numbers of communicating blocks."""
+        """Seconds of the kernel, for an array of numbers of communicating blocks."""
         sending = np.asarray(communicating, dtype=np.float64)
         computing = blocks.count - sending
         product = self.product_seconds * blocks.count / computing  # 1
         exchange = np.maximum(self.exchange_seconds, self.moved_bytes / (sending * blocks.bytes_per_second))  # 2
-        # 3. Tiles run in waves, one on each block that computes, so there are no more steps than waves.
+        # 3. Every computing block processes one tile per wave, so there are at most as many steps as waves.
         steps = np.maximum(1.0, np.minimum(self.steps, self.tiles / computing))
         return np.maximum(product, exchange) + np.minimum(product, exchange) / steps
 
     def exposed(self, communicating: int, blocks: Blocks) -> float:
-        """Seconds by which the kernel takes longer than its product alone; 0 where it sends nothing in this pass."""
+        """Seconds of the kernel minus those of its product with all blocks; 0 if it sends nothing in this pass."""
         if not self.moved_bytes:
             return 0.0
         return float(self.seconds(communicating, blocks)) - self.product_seconds
 
     def best_split(self, blocks: Blocks) -> int:
-        """The number of communicating blocks that is fastest; of equals the smallest."""
+        """The number of communicating blocks with the shortest time; the smallest of equals."""
         # 4. At least one block communicates, and one computes.
         return 1 + int(np.argmin(self.seconds(np.arange(1, blocks.count), blocks)))
 
@@ -121,11 +123,11 @@ class FusedSeconds:
     """Seconds of a fused layer's operators.
 
     Attributes:
-        whole: seconds; weight gradients under the names of the experts'.
-        exposed: of them those by which kernels take longer than their products alone.
+        total: all seconds; weight gradients have the names of the experts' ones.
+        exposed: seconds of kernels minus those of their products.
     """
 
-    whole: Mapping[Key, float]
+    total: Mapping[Key, float]
     exposed: Mapping[Key, float]
 
 
@@ -133,21 +135,21 @@ def fused_seconds(table: OpTable, setting: Setting, cost: PartCost, split: Kerne
     """Seconds of every operator of a fused layer.
 
     Args:
-        cost: of the part in this setting, not fused.
-        split: the communicating blocks of each kernel; None: the best ones.
+        cost: cost of the part in this setting, not fused.
+        split: communicating blocks of each kernel; None: the best ones.
     """
-    blocks, whole = blocks_of(setting), operator_seconds(table, setting, cost, hides_exchanges=True)
+    blocks, total = blocks_of(setting), operator_seconds(table, setting, cost, hides_exchanges=True)
     exposed: dict[Key, float] = {}
     computing = computing_seconds(table, setting, cost, hides_exchanges=True)
     for suffix in ("", RECOMPUTE, BACKWARD):
-        # Gradients arrive through the backward of combine, so the backward pass runs the kernels in reverse.
+        # Gradients arrive by the backward pass of combine, so the backward pass has the kernels in reverse order.
         kernels = FUSED_KERNELS[:: -1 if suffix == BACKWARD else 1]
         products = _products(table, suffix)
-        # The activation, and what else stands beside the products.
-        beside = _of_experts(table, computing, suffix) - sum(float(computing[index]) for index in products)
-        whole.pop((EXPERTS, "", suffix), None)
+        # The activation, and all other computation of the experts except products.
+        others = _of_experts(table, computing, suffix) - sum(float(computing[index]) for index in products)
+        total.pop((EXPERTS, "", suffix), None)
         for place, kernel in enumerate(kernels):
-            whole.pop((ALL_TO_ALL_OF[kernel], "", suffix), None)
+            total.pop((ALL_TO_ALL_OF[kernel], "", suffix), None)
             sent = _collectives(table, kernel, suffix, products[:1], is_first=place == 0)
             joined = _joined(table, setting, computing, products[place::2], sent, is_first=place == 0)
             if split is None:
@@ -155,14 +157,14 @@ def fused_seconds(table: OpTable, setting: Setting, cost: PartCost, split: Kerne
             else:
                 sending = split.combine if place else split.dispatch
             exposed[kernel, "", suffix] = joined.exposed(sending, blocks)
-            whole[kernel, "", suffix] = joined.product_seconds + exposed[kernel, "", suffix]
+            total[kernel, "", suffix] = joined.product_seconds + exposed[kernel, "", suffix]
         # The activation between the kernels has no instruction of its own: it counts with the kernel before it.
-        whole[kernels[0], "", suffix] += beside
-    return FusedSeconds(whole, exposed)
+        total[kernels[0], "", suffix] += others
+    return FusedSeconds(total, exposed)
 
 
 def kernel_of(key: Key) -> str:
-    """The kernel in whose backward a weight gradient of the experts is computed; empty for other operators."""
+    """The kernel whose backward pass computes a weight gradient of the experts; empty for other operators."""
     part, weight, suffix = key
     return KERNEL_OF.get(weight, DISPATCH_FC1) if part == EXPERTS and suffix == WEIGHT_GRADIENT else ""
 
@@ -170,13 +172,13 @@ def kernel_of(key: Key) -> str:
 def blocks_of(setting: Setting) -> Blocks:
     """The thread blocks of the GPU that a part runs on."""
     gpu = setting.gpu
-    assert gpu.multiprocessors is not None, "refuse_unpriced has let it through"
+    assert gpu.multiprocessors is not None, "refuse_unpriced must refuse such GPUs"
     reached = gpu.memory_gb_per_s * 1e9 * setting.constants.memory
     return Blocks(gpu.multiprocessors, reached / (2 * gpu.multiprocessors))
 
 
 def refuse_unpriced(plan: Plan, cluster: Cluster) -> None:
-    """ConfigError for fused layers on a GPU of unknown size, and for splits that leave no block to compute."""
+    """ConfigError for fused layers if the number of multiprocessors is unknown, or if a split leaves no computing block."""
     for index, stage in enumerate(plan.stages):
         gpu = cluster.group_of(stage.devices.ranks[0]).gpu
         for number, layer in enumerate(stage.overlap.layers):
@@ -184,19 +186,19 @@ def refuse_unpriced(plan: Plan, cluster: Cluster) -> None:
                 continue
             subject = f"plan.json stages[{index}].overlap.layers[{number}]"
             if gpu.multiprocessors is None:
-                rule = f"the multiprocessors of {gpu.name}, which the kernel's blocks run on, are not known"
+                rule = f"the multiprocessors of {gpu.name}, each with one block of the kernel, are not known"
                 fix = "give the GPU as an object with multiprocessors in a cluster file"
                 raise ConfigError(f"{subject}.mechanism", layer.mechanism, rule, fix)
             for name in ("dispatch", "combine") if layer.kernel_blocks is not None else ():
                 sending = getattr(layer.kernel_blocks, name)
                 if sending >= gpu.multiprocessors:
-                    rule = f"leaves none of the {gpu.multiprocessors} blocks of {gpu.name} to compute"
+                    rule = f"leaves none of the {gpu.multiprocessors} blocks of {gpu.name} for computation"
                     fix = f"write at most {gpu.multiprocessors - 1}, or null for the best split"
                     raise ConfigError(f"{subject}.kernel_blocks.{name}", sending, rule, fix)
 
 
 def _products(table: OpTable, suffix: str) -> list[int]:
-    """Products of the experts in one pass, weight gradients apart: those behind an all-to-all and before one take turns."""
+    """Products of the experts in one pass, without weight gradients; those after dispatch and before combine alternate."""
     return [
         op.id
         for op in table.ops
@@ -208,7 +210,7 @@ def _products(table: OpTable, suffix: str) -> list[int]:
 
 
 def _of_experts(table: OpTable, computing: Floats, suffix: str) -> float:
-    """Seconds that the experts compute in one pass, weight gradients apart."""
+    """Seconds of computation of the experts in one pass, without weight gradients."""
     computed = [
         op.id for op in table.ops if op.operator == EXPERTS and suffix_of(op) == suffix and not op.is_weight_gradient
     ]
@@ -216,7 +218,7 @@ def _of_experts(table: OpTable, computing: Floats, suffix: str) -> float:
 
 
 def _collectives(table: OpTable, kernel: str, suffix: str, first_product: list[int], is_first: bool) -> list[Sent]:
-    """The collectives that a kernel runs: its all-to-all, and those over the ranks that share an expert, on its side."""
+    """The collectives of a kernel: its all-to-all, and those over ranks that share an expert, on its side of the products."""
 
     def runs(index: int) -> bool:
         op = table.ops[index]
@@ -229,13 +231,13 @@ def _collectives(table: OpTable, kernel: str, suffix: str, first_product: list[i
 def _joined(
     table: OpTable, setting: Setting, computing: Floats, products: list[int], sent: list[Sent], is_first: bool
 ) -> Joined:
-    """The product and the collectives of a kernel, each alone.
+    """The product and the collectives of a kernel, each priced without the other.
 
     Args:
         computing: [ops] seconds.
-        is_first: whether it is the first of its pass, whose all-to-all goes before the product.
+        is_first: whether it is the first of its pass, whose all-to-all precedes the product.
     """
-    # Columns are cut alike in all products of a kernel, rows are those of all of them: hence the maximum and the sum.
+    # The products of a kernel have different rows and the same columns: hence the sum of rows and the maximum of columns.
     grids = [_grid(table, index, setting.load) for index in products]
     return Joined(
         product_seconds=sum(float(computing[index]) for index in products),
@@ -247,7 +249,7 @@ def _joined(
 
 
 def _grid(table: OpTable, index: int, load: float) -> tuple[float, float]:
-    """Tiles of a product along its rows and columns; every expert begins a tile of its own."""
+    """Tiles of a product along its rows and columns; rows of different experts are never in one tile."""
     shape = table.shapes[index]
     groups, rows, width = shape[:3] if table.ops[index].cost_class == "grouped_gemm" else (1.0, *shape[:2])
     rows *= load if table.loaded[index] else 1.0

@@ -1,16 +1,17 @@
-"""Everything beside plan, model and links that prices depend on: a run's features, refined factors, and constants of GPUs.
+"""Inputs of prices other than plan, model and links: features of a run, refined factors, and constants of GPUs.
 
-`Features`: how a configuration runs beside its plan: which communication is hidden, in which formats, launched how.
+`Features`: the flags of a run that change prices and are not in its plan: hidden communication, formats, launching.
 
-`Refined`: prices corrected by traces of the same job, as factors by kind of operator that multiply the seconds an instruction
-takes alone. `calibrate/observe.py` finds them; `StagePrices` applies them, so that every plan of a job has the same prices.
+`Refined`: factors from traces of the same job, by kind of operator. They multiply the predicted seconds of an instruction without
+interference. `calibrate/observe.py` computes them; `StagePrices` applies them, so all plans of a job have the same prices.
 
 `Constants`: efficiencies by GPU type and losses by software release, from constants.json, which `tuner/calibrate/fit` writes.
-A GPU type without constants takes those of its nearest kin, of the same architecture if there is one: its predictions are
-extrapolated, and say so. A release changes the seconds that a kernel takes beyond those at the peak rate (`effective`), so that
-none makes a GPU faster than its peak; it acts only on what was measured under it (architecture, precision, dense or MoE). Every
-other prediction, and every one that names no release, takes the median release of the architecture. A machine that was measured
-has `MeasuredConstants` in place of fitted ones: its description of the cluster holds them.
+- A GPU type without constants uses those of the GPU with the nearest peak rate, of the same architecture if there is one. The
+  prediction then says that it extrapolates.
+- A release changes the seconds that a kernel takes beyond those at the peak rate (`effective`), so it never makes a GPU faster
+  than its peak. It applies to the scopes that were measured under it (architecture, precision, dense or MoE); all other
+  predictions, and those that name no release, use the median release of the architecture.
+- A measured machine has `MeasuredConstants` instead of fitted ones, from its cluster description.
 """
 
 from __future__ import annotations
@@ -40,52 +41,52 @@ class Features:
 
     precision: str = "bf16"
     flash: bool = True
-    """Attention in one kernel; else its scores go through memory, and are kept."""
+    """Attention in one kernel; else its scores are written to memory and saved."""
     dropped_scores: bool = False
-    """Dropout on attention's probabilities: without a fused kernel its mask and result are kept as well."""
+    """Dropout on attention's probabilities; without a fused kernel its mask and result are saved as well."""
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     overlap_tensor: bool = False
-    """Tensor-parallel collectives run in slices beside their products (--tp-comm-overlap)."""
+    """Tensor-parallel collectives are sliced and overlap with their products (--tp-comm-overlap)."""
     overlap_experts: bool = False
     """All-to-alls of one micro-batch under the computation of another (--overlap-moe-expert-parallel-comm)."""
     delay_weight_gradients: bool = False
-    """Those compute weight gradients behind the rest of a backward pass (--delay-wgrad-compute)."""
+    """With `overlap_experts`: weight gradients are computed after the rest of a backward pass (--delay-wgrad-compute)."""
     overlap_shared_expert: bool = False
     overlap_transfers: bool = True
-    """Transfers between the stages of an interleaved pipeline run beside its passes."""
+    """Transfers between the stages of an interleaved pipeline overlap with its passes."""
     context_exchange: Literal["p2p", "a2a", "all_gather"] = "p2p"
-    """Keys and values go around while attention computes (p2p); an all-to-all of heads, or an all-gather of keys, precedes it."""
+    """Ring of keys and values under attention (p2p); all-to-all of heads, or all-gather of keys, before attention."""
     dispatcher: Dispatcher = "alltoall"
     graphs: Graphs = "none"
     """CUDA graphs: of all but the experts (partial), or of a whole step."""
     outside_graphs: tuple[str, ...] = ()
-    """Operators that partial graphs leave to the host, beside those of the experts: flags name other modules alone."""
+    """Operators outside of partial graphs, in addition to those of the experts, because the flags name other modules only."""
     listed_graphs: bool = False
-    """Operators of instruction lists are replayed as CUDA graphs (--moe-overlap-cuda-graphs); nothing else heeds it."""
+    """Operators of instruction lists are replayed as CUDA graphs (--moe-overlap-cuda-graphs); without lists it has no effect."""
     router_groups: RouterGroups = RouterGroups()
     fused_router: bool = False
     """Scores, choice and map of the router in few kernels (--moe-router-fusion)."""
     fused_experts: bool = False
     """Products of the experts in one grouped kernel, with activation and quantization (--use-transformer-engine-op-fuser)."""
     gradient_bytes: int = 4
-    """Bytes of one element, accumulated and reduced."""
+    """Bytes of a gradient element while it is accumulated and reduced."""
     gathered_bytes: int = 2
-    """Bytes of one parameter, gathered after the step."""
+    """Bytes of a parameter in the gather after the step."""
     weight_bytes: float = 2.0
-    """Bytes of one parameter, as the products read it."""
+    """Bytes of a parameter in products."""
     optimizer_bytes: float = 12.0
     """Bytes of one parameter: master weight and moments."""
     fused_gradients: bool = True
-    """Products add weights' gradients to the buffer themselves (gradient accumulation fusion)."""
+    """Products add weight gradients to the gradient buffer directly (gradient accumulation fusion)."""
     fused_loss: bool = False
-    """Transformer Engine's cross entropy, which works in the logits' place."""
+    """Transformer Engine's cross entropy, which writes its result over the logits."""
     not_modelled: tuple[str, ...] = ()
-    """Flags that change seconds or bytes and that no formula here knows."""
+    """Flags that change seconds or bytes and that the cost model ignores."""
 
 
 Kind = tuple[str, bool]
-"""An operator without its place (`operators.kind_of`), and whether its instructions are partitions of it."""
+"""An operator without layer and weight numbers (`operators.kind_of`), and whether its instructions are partitions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +94,22 @@ class Refined:
     """Factors of one job.
 
     Attributes:
-        factors: measured over predicted.
-        unpriced: seconds of one instruction of a kind that the cost model has at nothing.
+        factors: measured over predicted seconds.
+        unpriced: measured seconds of one instruction, for kinds that the cost model prices at 0.
     """
 
     factors: Mapping[Kind, float] = field(default_factory=dict)
     unpriced: Mapping[str, float] = field(default_factory=dict)
 
-    def seconds(self, kind: str, is_cut: bool, alone: float) -> float:
-        """Refined seconds of an instruction that the cost model has at `alone` seconds."""
-        return alone * self.factor(kind, is_cut) if alone else self.unpriced.get(kind, 0.0)
+    def seconds(self, kind: str, is_cut: bool, predicted: float) -> float:
+        """Refined seconds of an instruction whose predicted seconds are `predicted`."""
+        return predicted * self.factor(kind, is_cut) if predicted else self.unpriced.get(kind, 0.0)
 
     def factor(self, kind: str, is_cut: bool) -> float:
-        """Factor of a kind; 1 where nothing like it was measured.
+        """Factor of a kind; 1 if neither it nor a substitute was measured.
 
-        A kind that was not measured in partitions has the factor of the whole, and the reverse; a weight gradient or a
-        recomputation without a span of its own has the factor of its backward operator, whose span included it.
+        Partitions and uncut operators substitute for each other. A weight gradient or a recomputation without a span of its own
+        has the factor of its backward operator, whose span includes it.
         """
         kinds = [kind]
         if (within := in_backward_operator(kind)) is not None:
@@ -125,12 +126,12 @@ class GpuConstants:
     """Constants fitted for a GPU type. Efficiencies are fractions of its peak rates."""
 
     gemm: float
-    """Efficiency of bf16 products; the operands' bytes are paid beside."""
+    """Efficiency of bf16 products; the bytes of the operands are priced separately."""
     grouped_gemm: float
     attention_forward: float
     attention_backward: float
     fp8: float
-    """Efficiency of fp8 products; quantization is paid beside."""
+    """Efficiency of fp8 products; quantization is priced separately."""
     fp4: float
     memory: float
     """Fraction of the bandwidth of device memory."""
@@ -145,9 +146,9 @@ class GpuConstants:
     host_seconds: float
     """Seconds of the host to launch one kernel from Python."""
     overlap_slowdown: float
-    """Share of the shorter of two concurrent kernels that their overlap loses."""
+    """Loss by overlap of two concurrent kernels, as a share of the shorter one."""
     step_seconds: float
-    """Seconds of a step that no operator accounts for: clipping, logging, waiting for the slowest rank."""
+    """Seconds of a step outside of all operators: clipping, logging, waiting for the slowest rank."""
 
     @property
     def link_rates(self) -> LinkRates:
@@ -163,44 +164,44 @@ class GpuConstants:
 # Without slots: a dataclass with slots is a new class, in which `super()` without arguments fails.
 @dataclass(frozen=True, kw_only=True)
 class MeasuredConstants(GpuConstants):
-    """Constants of a machine that was measured, not fitted; its collectives have a latency of their own."""
+    """Constants of a measured machine, with the latency of its collectives."""
 
     latency_seconds: float
     reduce_scatter: float = 1.0
-    """The factor of `LinkRates`; files of releases that did not measure it lack it."""
+    """The factor of `LinkRates`; missing in files of earlier releases."""
     latencies: tuple[tuple[str, float], ...] = ()
     """The latencies of `LinkRates`, by kind of collective."""
 
     @property
     def link_rates(self) -> LinkRates:
-        """Efficiencies and latency of the links; copies to the host were measured, so they reach their rate."""
+        """Efficiencies and latency of the links; the rate of copies to the host was measured, so its efficiency is 1."""
         rates = dataclasses.replace(super().link_rates, host=1.0, latency_seconds=self.latency_seconds)
         return dataclasses.replace(rates, reduce_scatter=self.reduce_scatter, latencies=self.latencies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommonConstants:
-    """Constants that no GPU explains: of software, and of how kernels fill a GPU.
+    """Constants that are the same for all GPUs: of software, and of how kernels fill a GPU.
 
-    The first four are host work over that of launching one kernel of torch: of a call by who implements it (`calls.py`), and of
-    what a call does besides.
+    The first four are host work relative to launching one kernel of torch: two for calls by their implementation (`calls.py`),
+    two for additional work of a call.
     """
 
     transformer_engine: float = 1.0
     """A module of Transformer Engine, and its backward pass."""
     fused: float = 1.0
-    """A function with a backward pass of its own: compiled by torch, or a kernel called outside of modules."""
+    """A function with its own backward pass: compiled by torch, or a kernel called outside of modules."""
     low_precision: float = 0.0
     """Quantizing one operand of one product, or of one group of a grouped product."""
     further: float = 1.0
-    """Every further kernel that a call launches by itself, or autograd, without going through Python again."""
+    """Every additional kernel that a call or autograd launches without another call of Python."""
     tail: float = 0.0
-    """Waves of tiles that a product leaves idle at its end, of each group of a grouped product."""
+    """Idle waves of tiles at the end of a product, or of each group of a grouped product."""
     grouped_low: float = 1.0
-    """Rate of grouped products below bf16 over that of plain ones."""
+    """Rate of grouped products below bf16 over that of other products below bf16."""
     logged_seconds: float = 0.0
-    """Seconds of a step of upstream's tests for logging norms and zeros of every parameter. No other prediction has them; they
-    keep what those small models tell of launching apart."""
+    """Seconds per step of upstream's tests for logging norms and zeros of every parameter. Only predictions of those tests have
+    them, so that the fit does not mistake logging for launching."""
 
 
 LOSSY = (
@@ -214,26 +215,26 @@ LOSSY = (
     "all_to_all_domain",
     "all_to_all_network",
 )
-"""Efficiencies that software decides, and releases therefore act on."""
+"""Efficiencies that depend on the software release."""
 
 
 def effective(efficiency: float, loss: float) -> float:
-    """An efficiency under a release that multiplies the seconds lost beyond the peak rate.
+    """An efficiency under a release whose factor on the lost seconds is `loss`.
 
-    A kernel takes 1 / efficiency of the seconds at the peak rate, 1 of them inevitably: 1 + (1 / efficiency - 1) · loss is at
-    least 1 for every loss that is not negative, so that no release makes a GPU faster than its peak.
+    A kernel takes 1 / efficiency times the seconds at the peak rate: 1 is inevitable, the rest is lost. Under the release it
+    takes 1 + (1 / efficiency - 1) · loss, at least 1 for any loss >= 0, so no release makes a GPU faster than its peak.
     """
     return 1.0 / (1.0 + (1.0 / efficiency - 1.0) * loss)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleaseConstants:
-    """The remainder of a software release on one architecture where features are priced; a loss of 1 is the reference."""
+    """The effect of a software release on one architecture that features do not explain; a loss of 1 is the reference."""
 
     loss: float = 1.0
-    """Factor of the seconds that kernels take beyond those at the peak rate."""
+    """Factor on the seconds that kernels take beyond those at the peak rate."""
     measured: tuple[str, ...] = ()
-    """Scopes that were calibrated under it, as `scope` writes them."""
+    """Scopes (`scope`) with calibration runs under this release."""
 
     def apply(self, constants: GpuConstants) -> GpuConstants:
         """The constants of a GPU under this release."""
@@ -244,12 +245,12 @@ class ReleaseConstants:
 
 
 def precision_of(precision: str) -> str:
-    """The class of a precision that constants tell apart: both half precisions are one."""
+    """The precision for which constants are fitted: both half precisions share theirs."""
     return "bf16" if precision == "fp16" else precision
 
 
 def scope(precision: str, is_moe: bool) -> str:
-    """Releases and errors are told apart by this beside the GPU: `bf16 dense`, `mxfp8 MoE`."""
+    """The scope of releases and errors on one GPU: `bf16 dense`, `mxfp8 MoE`."""
     return f"{precision_of(precision)} {'MoE' if is_moe else 'dense'}"
 
 
@@ -258,10 +259,10 @@ class Software:
     """The release that a prediction is made for.
 
     Attributes:
-        release: whose loss counts; empty where nothing was measured on the architecture.
+        release: the release whose loss applies; empty if no release was measured on the architecture.
         constants: its constants.
-        extrapolating: why they reach beyond what was measured.
-        is_median: the median release of the architecture, because no release was asked for, or not one that was measured.
+        extrapolating: why the prediction extrapolates.
+        is_median: it is the median release of the architecture, because the user named none, or one that was not measured.
     """
 
     release: str = ""
@@ -272,7 +273,7 @@ class Software:
 
 REFERENCE = Software()
 Traits = Mapping[str, tuple[str, ...]]
-"""Architecture -> what calibration runs on it had (`coverage.traits`)."""
+"""Architecture -> traits of its calibration runs (`coverage.traits`)."""
 Releases = Mapping[str, Mapping[str, ReleaseConstants]]
 """Release -> architecture -> its constants."""
 
@@ -284,11 +285,11 @@ class Constants:
     Attributes:
         gpus: by GPU type.
         releases: by software release (`26.04`) and architecture (`Hopper`).
-        fragmentation: what the allocator reserves in vain, as a share of activations and temporaries.
-        common: the same for all GPUs.
-        memory: measured over predicted peaks of what is allocated.
-        memory_errors: what other quantiles of them come from; None where no run is known.
-        traits: of the runs that they were fitted to.
+        fragmentation: bytes that the allocator reserves without use, as a share of activations and temporaries.
+        common: constants of all GPUs.
+        memory: quantiles of measured over predicted peaks of allocated bytes.
+        memory_errors: distribution from which other quantiles follow; None without memory measurements.
+        traits: traits of the calibration runs.
     """
 
     gpus: dict[str, GpuConstants]
@@ -300,27 +301,27 @@ class Constants:
     traits: Traits = field(default_factory=dict)
 
     def with_margin(self, margin: float | None) -> Constants:
-        """The constants with another margin of memory; None and the margin that they have change nothing.
+        """The constants with another margin of memory; unchanged for None.
 
         Raises:
-            ConfigError: the margin is no quantile, or errors of memory are not known for this machine.
+            ConfigError: the margin is not between 0 and 1, or this machine has no `memory_errors`.
         """
         require_margin(margin)
         if margin is None or margin == self.memory.margin:
             return self
         if self.memory_errors is None:
-            rule = "how far peaks of memory are off is not known for this machine"
+            rule = "no errors of predicted memory were measured on this machine"
             raise ConfigError("--memory-margin", margin, rule, "drop it")
         return dataclasses.replace(self, memory=self.memory_errors.quantiles(margin))
 
     def of_gpu(self, gpu: Gpu) -> tuple[GpuConstants, bool]:
-        """Constants of a GPU type, and whether they are another type's."""
+        """Constants of a GPU type, and whether they were taken from another type."""
         if gpu.name in self.gpus:
             return self.gpus[gpu.name], False
-        known = known_gpus()
+        gpus = known_gpus()
 
         def distance(name: str) -> tuple[bool, float, str]:
-            row = known[name]
+            row = gpus[name]
             # The name breaks ties, so that the answer does not depend on the order of the file.
             return row["architecture"] != gpu.architecture, abs(row["bf16_tflops"] - gpu.bf16_tflops), name
 
@@ -334,31 +335,31 @@ class Constants:
         is_moe: bool = False,
         subject: str = "--software",
     ) -> Software:
-        """The release that counts: the one asked for, if this was measured under it, else the architecture's median release.
+        """The release whose loss applies: the named one if the scope was measured under it, else the architecture's median one.
 
         Args:
-            release: None asks for none.
-            precision: of the products.
+            release: release that the user names; None for none.
+            precision: precision of the products.
         Raises:
-            ConfigError: not a release's name.
+            ConfigError: the text does not name a release.
         """
-        wanted = scope(precision, is_moe)
+        measured_scope = scope(precision, is_moe)
         if release is not None:
             self._require_release(release, subject)
             on_gpu = self.releases.get(release, {}).get(architecture)
-            if on_gpu is not None and wanted in on_gpu.measured:
+            if on_gpu is not None and measured_scope in on_gpu.measured:
                 return Software(release=release, constants=on_gpu)
-        known = {name: row[architecture] for name, row in self.releases.items() if architecture in row}
-        within = {name: row for name, row in known.items() if wanted in row.measured} or known
+        on_architecture = {name: row[architecture] for name, row in self.releases.items() if architecture in row}
+        within = {
+            name: row for name, row in on_architecture.items() if measured_scope in row.measured
+        } or on_architecture
         if not within:
             reasons = () if release is None else (f"no measured steps of release {release} on {architecture}",)
             return Software(extrapolating=reasons)
         ordered = sorted(within, key=lambda name: (within[name].loss, release_order(name)))
         median = ordered[(len(ordered) - 1) // 2]
-        asked = (
-            f"no measured steps of release {release} on {architecture} in {wanted}; taken: {median}, its median release"
-        )
-        reasons = () if release is None else (asked,)
+        missing = f"no measured steps of release {release} on {architecture} in {measured_scope}"
+        reasons = () if release is None else (f"{missing}; taken: {median}, its median release",)
         return Software(release=median, constants=within[median], extrapolating=reasons, is_median=True)
 
     def _require_release(self, release: str, subject: str) -> None:
@@ -366,20 +367,20 @@ class Constants:
             release_order(release)
         except ValueError:
             rule = "is no release (year.month, as 26.04 or 26.04.01)"
-            known = ", ".join(sorted(self.releases, key=release_order))
-            raise ConfigError(subject, release, rule, f"known: {known}") from None
+            names = ", ".join(sorted(self.releases, key=release_order))
+            raise ConfigError(subject, release, rule, f"known: {names}") from None
 
     def uncalibrated(self, gpu: Gpu, precision: str, is_moe: bool) -> tuple[str, ...]:
-        """Why a prediction reaches beyond the runs that constants were fitted to; empty where it does not."""
-        wanted = scope(precision, is_moe)
+        """Why a prediction extrapolates beyond the calibration runs; empty if it does not."""
+        measured_scope = scope(precision, is_moe)
         rows = [row[gpu.architecture] for row in self.releases.values() if gpu.architecture in row]
-        if any(wanted in row.measured for row in rows) or not self.releases:
+        if any(measured_scope in row.measured for row in rows) or not self.releases:
             return ()
-        return (f"no measured steps of {wanted} models on {gpu.architecture}",)
+        return (f"no measured steps of {measured_scope} models on {gpu.architecture}",)
 
 
 def release_order(release: str) -> tuple[int, ...]:
-    """Sorts `26.04` before `26.04.01` before `26.06`; ValueError for anything else."""
+    """Sort key: `26.04` before `26.04.01` before `26.06`; ValueError for other texts."""
     parts = tuple(int(part) for part in release.split("."))
     if len(parts) not in (2, 3):
         raise ValueError(release)
@@ -387,7 +388,7 @@ def release_order(release: str) -> tuple[int, ...]:
 
 
 def shipped_constants() -> Constants:
-    """The constants of constants.json."""
+    """The constants in constants.json."""
     return constants_of(json.loads(resources.files(__package__).joinpath("constants.json").read_text(encoding="utf-8")))
 
 
@@ -414,21 +415,21 @@ def _release_of(loss: float, measured: Sequence[str]) -> ReleaseConstants:
 
 
 REDUCE_SCATTER = "reduce_scatter"
-"""The constant of measured machines that a file may lack."""
+"""The constant that a file of a measured machine may lack."""
 
 
 def measured_constants(measured: Measured, gpu: str) -> Constants:
     """The constants of a measured machine.
 
     Raises:
-        ConfigError: a constant is missing or unknown, or a share of a rate is 0.
+        ConfigError: a constant is missing or unknown, or a share of a rate is not greater than 0.
     """
     names = {field.name for field in dataclasses.fields(GpuConstants)}
-    # A file of another version is refused: a missing constant must not be taken from a fitted GPU unnoticed.
+    # A file of another version is refused, so that no constant of a fitted GPU is used unnoticed.
     for name in names ^ (set(measured.constants) - {REDUCE_SCATTER}):
         rule = "is missing" if name in names else "is unknown"
         raise ConfigError(f"measured.constants.{name}", "", rule, "run tools/profile_cluster.py again")
-    # Seconds may be 0. Shares may exceed 1: what they are of was measured, too.
+    # Seconds may be 0. Shares may exceed 1, because their reference was measured, too.
     for name in (*LOSSY, "domain", "network", REDUCE_SCATTER):
         if not measured.constants.get(name, 1.0) > 0:
             rule = "is a share of a rate, greater than 0"

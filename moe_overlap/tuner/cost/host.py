@@ -1,13 +1,13 @@
 """Seconds of the host to launch a pass, and of a pass in which the host waits for the device.
 
-The host launches ahead of the device, so that a pass takes as long as the slower of the two, with one exception: the products of
-the experts want to know how many rows each expert has, so the host waits for the counts of every MoE layer in its forward pass
-(megatron-core's dispatchers and those of DeepEP and HybridEP all do, without capacity). Behind such a wait nothing is queued: no
-operator starts before it was launched, and what is launched late stays late until the next wait. The backward pass knows the
-counts. A graph of the whole step has static buffers and waits for nothing, and neither does a list with a static capacity.
+The host launches ahead of the device, so a pass takes as long as the slower of the two. One exception: the experts' products need
+the number of rows of each expert on the host, so the host waits for these counts in the forward pass of every MoE layer (with the
+dispatchers of megatron-core, DeepEP and HybridEP, if there is no capacity). After such a wait the device's queue is empty: no
+operator starts before it is launched, and a delay lasts until the next wait. The backward pass has the counts already. A graph of
+the complete step has static buffers and does not wait, and neither does a list with a static capacity.
 
-A list may have its operators replayed as CUDA graphs (`Replays`). Then the host pays one launch for each pass of an operator,
-whatever it launches otherwise, and what the replay needs beside it (captured_launches.py).
+A list may replay its operators as CUDA graphs (`Replays`). Then the host needs one launch for each pass of an operator, instead
+of the usual ones, and the additional launches of the replay (captured_launches.py).
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from moe_overlap.tuner.cost.operators import (
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 UNGRAPHED = ("moe.dispatch", "moe.experts", "moe.combine", "moe.merge")
-"""Operators that partial CUDA graphs leave to the host: their shapes depend on the routing."""
+"""Operators outside of partial CUDA graphs, because their shapes depend on the routing."""
 UNFUSED_CALLS = 5.0
 """Calls of torch in attention without a fused kernel: product with its mask, softmax, dropout, second product, a copy."""
 UNFUSED_KERNELS = 8.0
-"""Kernels of its backward pass: each again, each product twice."""
+"""Kernels of the backward pass of attention without a fused kernel: one per call, two per product."""
 WAITING_CALLS = 4.0
-"""Calls of torch to get the counts: a copy, an event, the wait, a list."""
+"""Calls of torch to read the counts: a copy, an event, the wait, a list."""
 BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
-"""Operator of an all-to-all -> the operator that the computation around it, such as permutation, belongs to."""
+"""Operator of an all-to-all -> the operator that contains the computation around it, such as permutation."""
 WORTH_A_LOOK = 0.05
 """Smallest term that leads to advice, as a share of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Launches in which a run by instruction lists differs from megatron-core's passes.
+    """Differences in launches between the executor of instruction lists and megatron-core.
 
     Attributes:
         captured: operators that are replayed as graphs, forward and backward.
-        beside: operator and whether it is its backward pass -> launches that one replay needs beside its own, in the mean.
-        counts_rows: whether the host reads how many rows each expert has; not with a static capacity.
+        more_launches: (operator, is backward pass) -> mean number of launches per replay in addition to the replay itself.
+        counts_rows: whether the host reads the number of rows of each expert; false with a static capacity.
     """
 
     captured: frozenset[OperatorKind] = frozenset()
-    beside: Mapping[tuple[OperatorKind, bool], float] = field(default_factory=dict)
+    more_launches: Mapping[tuple[OperatorKind, bool], float] = field(default_factory=dict)
     counts_rows: bool = True
 
 
@@ -67,7 +67,7 @@ UNLISTED = Replays()
 
 
 def replays_of(plan: Plan, features: Features) -> Replays:
-    """Launches in which the executor of lists differs under a plan, whatever the list; its copies depend on the list."""
+    """The differences in launches under a plan, without `more_launches`, which depend on the list."""
     is_static = plan.static_capacity_factor is not None
     captured = captured_kinds(is_static) if features.listed_graphs else frozenset()
     return Replays(captured=captured, counts_rows=not is_static)
@@ -78,9 +78,9 @@ class Launching:
     """Seconds of a step that are due to launching from the host.
 
     Attributes:
-        seconds: by which it is longer than on a host that launches for nothing.
-        graph_flags: of CUDA graphs that the run does not have and may; none where there are none, or little to gain.
-        graphed_seconds: of a step with them.
+        seconds: seconds of the step minus those with a host that launches in no time.
+        graph_flags: flags of CUDA graphs that the run could add; empty if there are none, or if they gain little.
+        graphed_seconds: seconds of a step with these flags.
     """
 
     seconds: float
@@ -90,10 +90,11 @@ class Launching:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """[N] seconds of the host for each operator of a part; where it waits for counts, those of the wait are among them.
+    """The host's work for a part.
 
     Attributes:
-        waits: whether the host waits for the device ahead of an operator.
+        seconds: [N] for each operator, with the calls of a wait for counts.
+        waits: [N] whether the host waits for the device before the operator.
     """
 
     seconds: Floats
@@ -110,10 +111,11 @@ def host_work(
     """The host's work for every operator.
 
     Args:
-        seconds_of_launch: to launch one kernel of torch from Python.
+        seconds_of_launch: seconds to launch one kernel of torch from Python.
     """
     if features.graphs == "full":
         return HostWork(np.zeros(len(table.ops)), np.zeros(len(table.ops), dtype=np.bool_))
+    # 1. Calls, by their kind.
     prices = {
         CallCode.TORCH: 1.0,
         CallCode.FUNCTION: common.fused,
@@ -121,7 +123,8 @@ def host_work(
         CallCode.FURTHER: common.further,
     }
     work = np.array([prices[CallCode(code)] for code in range(len(prices))])[table.called]
-    # A grouped product launches a kernel for every group, and quantizes every group's rows by itself, unless it is fused.
+    # 2. Additional kernels and quantization. A grouped product launches one kernel per group and quantizes group by group, unless
+    # it is fused.
     grouped = (table.classes == GROUPED_GEMM) & features.fused_experts
     kernels = np.where(grouped, 1.0, np.maximum(table.launches, 1.0))
     work = work + common.further * (kernels - 1.0)
@@ -131,24 +134,26 @@ def host_work(
     if not features.flash:
         calls = np.where(table.backward, common.further * UNFUSED_KERNELS, UNFUSED_CALLS)
         work = work + np.where(table.classes == FUSED_ATTENTION, calls, 0.0)
+    # 3. Launches that fused kernels and CUDA graphs save.
     work = work * np.minimum(1.0, fused_share(table, features))
     launched = table.launches > 0
     if features.graphs == "partial":
         launched = launched & np.isin(table.operators, (*UNGRAPHED, *features.outside_graphs))
     work = _replayed(table, np.where(launched, work, 0.0), replays)
+    # 4. Waits for counts.
     waits = table.waits & replays.counts_rows
     work = work + np.where(waits, WAITING_CALLS, 0.0)
     if features.overlap_experts:
-        # Nodes are run and differentiated one by one: a call as dear as a module's for each.
+        # Every node has its own call and its own backward call, each at the price of a module's.
         work = work + np.where(table.nodes, common.transformer_engine, 0.0)
     return HostWork(work * seconds_of_launch, waits)
 
 
 def _replayed(table: OpTable, work: Floats, replays: Replays) -> Floats:
-    """[N] launches, where those of a captured operator are one at its first, with those that its replay needs beside it."""
+    """[N] launches, with those of a captured operator replaced by its replay's, all at its first kernel."""
     if not replays.captured:
         return work
-    # All-to-alls stay instructions, and what the capture has around them belongs to the operators beside them.
+    # All-to-alls are not replayed; the computation around them belongs to neighbouring operators (BESIDE).
     named = np.array([BESIDE.get(op.operator, op.operator) for op in table.ops], dtype=np.str_)
     computes = table.classes != COLLECTIVE
     work = work.copy()
@@ -157,18 +162,18 @@ def _replayed(table: OpTable, work: Floats, replays: Replays) -> Floats:
             places = np.flatnonzero((named == kind) & computes & (table.backward == backward) & (table.launches > 0))
             if len(places):
                 work[places] = 0.0
-                work[places[0]] = 1.0 + replays.beside.get((kind, backward), 0.0)
+                work[places[0]] = 1.0 + replays.more_launches.get((kind, backward), 0.0)
     return work
 
 
 def drained_seconds(work: HostWork, device: Floats, in_pass: Bools) -> float:
-    """Seconds of a pass, one layer after another, whose host waits for the device once in each; 0 where it does not wait.
+    """Seconds of a pass whose host waits for the device once per layer; 0 if it does not wait.
 
-    From one wait to the next, operators begin when they are launched and the one before is done, so that the last of N ends at
-    the largest of sums of what the host takes for the first k and the device for those from the k-th on.
+    Between two waits an operator starts when it is launched and the previous one has ended. So the last of N operators ends at
+    max over k of (host seconds of operators 1 to k + device seconds of operators k to N).
 
     Args:
-        device: [N] seconds that an operator or an exposed collective takes.
+        device: [N] seconds of an operator, or of an exposed collective.
     """
     places = np.flatnonzero(in_pass)
     waits = np.flatnonzero(work.waits[places])
@@ -176,5 +181,5 @@ def drained_seconds(work: HostWork, device: Floats, in_pass: Bools) -> float:
         return 0.0
     places = np.roll(places, -waits[0])
     launched = np.cumsum(work.seconds[places])
-    left = np.cumsum(device[places][::-1])[::-1]
-    return float((launched + left).max())
+    on_device = np.cumsum(device[places][::-1])[::-1]
+    return float((launched + on_device).max())

@@ -1,12 +1,13 @@
-"""Seconds of every instruction of a plan by itself, from the prices of its stages: the simulator's input.
+"""Seconds of every instruction of a plan without interference, from the prices of its stages: the simulator's input.
 
-Operators of a pass take what `layer.py` says. What a list has no instruction for belongs to another operator of the
-same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
-runs in partitions is priced at the size of a partition, and its deferred weight gradient as so many products of that
-size. Cutting and joining partitions counts where it is done (copied_bytes.py), and so do copies into captured graphs
-(captured_launches.py). What flags hide beside computation that
-the list does not show (gradients and parameters that travel during passes) takes what remains exposed. What was measured
-of a job (`hardware.py`) scales all prices but those of transfers and copies.
+- Operators of a pass have the seconds of `layer.py`. Operators without an instruction of their own count for another operator of
+  the same part: weight gradients that are not deferred, and recomputation, for the backward operator.
+- An operator in partitions is priced at the size of a partition; its deferred weight gradient is one product of that size per
+  partition.
+- Cutting and joining partitions counts for the instruction that copies (copied_bytes.py), and so do copies into captured graphs
+  (captured_launches.py).
+- Communication that flags hide and the list does not contain (gradients and parameters during passes) has its exposed seconds.
+- Factors measured for the job (`hardware.Refined`) apply to all prices except those of transfers and copies.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ KEPT = (
     *(BufferRole.PARAMETERS, BufferRole.WEIGHTS, BufferRole.GRADIENT, BufferRole.D_WEIGHTS),
     *(BufferRole.STATE, BufferRole.ACTIVATIONS),
 )
-"""The buffers that a list keeps of a parameter group; tensors that operators hand to each other are among the activations."""
+"""Roles of the buffers of a parameter group that outlive an operator; tensors between operators are among the activations."""
 CHANNELS_INSIDE = {"tp": TENSOR, "tp_cp": TENSOR, "tp_dp_cp": TENSOR, "cp": CONTEXT, "etp": EXPERT_TENSOR}
 """Axis of a collective inside an operator -> the channel of its spans, as the runtime records them."""
 
@@ -86,9 +87,9 @@ class StagePrices:
     """Prices of the instructions of one stage.
 
     Attributes:
-        column: the stage's place in its family.
-        made: the stage's list, once `read`.
-        starts: seconds by which starting all-to-alls makes computation longer, by its instruction.
+        column: index of the stage in its family.
+        instructions: the stage's list, after `read`.
+        starts: instruction id -> additional seconds of computation for starting all-to-alls.
     """
 
     plan: Plan
@@ -98,7 +99,7 @@ class StagePrices:
     priced: Priced
     column: int
     machine: Machine
-    made: Sequence[Instruction] = ()
+    instructions: Sequence[Instruction] = ()
     starts: Mapping[int, float] = field(default_factory=dict)
     _copied: dict[Place, float] = field(default_factory=dict)
     _pieces: Counter[tuple[str, int | None]] = field(default_factory=Counter)
@@ -110,41 +111,41 @@ class StagePrices:
     _uses: dict[tuple[str, str], LinkUse] = field(default_factory=dict)
     _inside: dict[tuple[str, int], dict[Key, dict[str, float]]] = field(default_factory=dict)
     _into_graphs: dict[Place, float] = field(default_factory=dict)
-    _beside: Mapping[int, Mapping[tuple[OperatorKind, bool], float]] = field(default_factory=dict)
+    _more_launches: Mapping[int, Mapping[tuple[OperatorKind, bool], float]] = field(default_factory=dict)
 
     @property
     def _rows_per_token(self) -> float:
-        """Rows that a rank sends for each of its tokens, empty places of a static capacity included."""
+        """Rows that a rank sends per token, with the empty places of a static capacity."""
         return sent_rows(self.plan, self.stage, self.model) / tokens_of_rank(self.plan, self.stage)
 
     @property
     def slowed(self) -> Interference:
-        """How what runs at the same time on a rank slows down."""
+        """The interference of instructions that run at the same time on a rank."""
         return concurrency(self.machine, self.priced.setting.groups["dp_cp"])[1]
 
-    def read(self, made: Sequence[Instruction]) -> None:
-        """Take the list whose instructions are priced: the names in it, and how often an operator is cut."""
-        self.made = made
+    def read(self, instructions: Sequence[Instruction]) -> None:
+        """Read the list whose instructions are priced: its names, and the number of partitions of each operator."""
+        self.instructions = instructions
         if self.machine.exchanges is not None:
-            self.starts = start_seconds(made, self.machine.exchanges.starting)
-        self._pieces.update((i.name, i.micro_batch) for i in made)
-        for name in dict.fromkeys(i.name for i in made):
+            self.starts = start_seconds(instructions, self.machine.exchanges.starting)
+        self._pieces.update((i.name, i.micro_batch) for i in instructions)
+        for name in dict.fromkeys(i.name for i in instructions):
             operator = parse_operator(name)
             if place := place_of(operator):
                 self._named[place][_key(operator)] = None
         hidden = self.priced.family.boundary_bytes
-        self._copied = copied_bytes(made, hidden, hidden * self._rows_per_token)
+        self._copied = copied_bytes(instructions, hidden, hidden * self._rows_per_token)
         if self.priced.setting.replays.captured:
-            replayed = self.replayed(made)
-            self._beside = beside_replays(made, replayed, self.row)
-            for i in made:
+            replayed = self.replayed(instructions)
+            self._more_launches = beside_replays(instructions, replayed, self.row)
+            for i in instructions:
                 if i.id in replayed:
                     seconds = sum(self._copy_seconds(size) for size in replayed[i.id].copies)
                     self._into_graphs[place_in_list(i)] = seconds
 
-    def replayed(self, made: Sequence[Instruction]) -> dict[int, Replayed]:
-        """Launches, copies and memory of the captured graphs of a list of this stage, by instruction."""
-        pieces = Counter((i.name, i.micro_batch) for i in made)
+    def replayed(self, instructions: Sequence[Instruction]) -> dict[int, Replayed]:
+        """Instruction id -> launches, copies and memory of its captured graph, for a list of this stage."""
+        pieces = Counter((i.name, i.micro_batch) for i in instructions)
         hidden = self.priced.family.boundary_bytes
         routed = hidden * self._rows_per_token
 
@@ -152,10 +153,10 @@ class StagePrices:
             cut = pieces[i.name, i.micro_batch]
             return (hidden if role in HIDDEN else routed) * (1.0 if parts > 1 else 1.0 / cut)
 
-        return replayed_in(made, self.plan.static_capacity_factor is not None, size)
+        return replayed_in(instructions, self.plan.static_capacity_factor is not None, size)
 
     def seconds(self, i: Instruction) -> float:
-        """Seconds of one instruction by itself."""
+        """Seconds of one instruction without interference."""
         if i.kind == "point-to-point":
             return self._point_to_point(i)
         if i.kind == "copy":
@@ -164,32 +165,32 @@ class StagePrices:
             )
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
         if operator.kind == COUNT and self.machine.exchanges is not None:
-            alone = self.machine.exchanges.count_seconds
-            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
+            predicted = self.machine.exchanges.count_seconds
+            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), predicted)
         if operator.kind is OperatorKind.GATHER:
             return self._gather(operator)
         if operator.kind in STATE_KINDS or operator.kind is NORM:
-            alone = self.machine.constants.step_seconds if operator.kind is NORM else self._state(i)
-            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
+            predicted = self.machine.constants.step_seconds if operator.kind is NORM else self._state(i)
+            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), predicted)
         place = place_in_list(i)
-        beside = self.starts.get(i.id, 0.0) + self._copy_seconds(self._copied.get(place, 0.0))
-        beside += self._into_graphs.get(place, 0.0)
+        added = self.starts.get(i.id, 0.0) + self._copy_seconds(self._copied.get(place, 0.0))
+        added += self._into_graphs.get(place, 0.0)
         if i.kind == "weight-gradient":
-            # A gradient in partitions may stand in the list several times, and each computes its own partitions.
+            # A gradient in partitions may be several instructions, each of which computes its own partitions.
             products = self._products(i.name)
-            return beside + (len(i.partition) or 1) * self.piece_seconds(i.name, products)
-        return beside + self.piece_seconds(i.name, pieces)
+            return added + (len(i.partition) or 1) * self.piece_seconds(i.name, products)
+        return added + self.piece_seconds(i.name, pieces)
 
     def _point_to_point(self, i: Instruction) -> float:
-        """Seconds of a send or a receive; whole hidden states are of one size at every boundary, tiles differ."""
+        """Seconds of a send or a receive; uncut hidden states have one size at every boundary, tiles differ."""
         if not self.plan.transfers:
             return self.transfer_seconds()
         sent = i.bytes if i.partition else self.priced.family.boundary_bytes
-        # A stage stands in one node or has whole nodes for itself: its first rank is as near to a peer as any.
+        # A stage is inside one node or has complete nodes, so the distance to a peer is the same from any of its ranks.
         return pair_seconds(self.plan, self.stage.devices.ranks[0], i.peers[0], sent, self.machine)
 
     def link_use(self, i: Instruction) -> LinkUse:
-        """The links that an instruction between devices keeps busy."""
+        """The links that an instruction between devices uses."""
         key = i.kind, i.name
         if key not in self._uses:
             self._uses[key] = self._link_use(i)
@@ -214,18 +215,18 @@ class StagePrices:
         return mixed_use(rates.dense_use, rates.expert_use, dense, experts)
 
     def is_cut(self, i: Instruction) -> bool:
-        """Whether an instruction of the list is one of several partitions."""
+        """Whether an instruction is one of several partitions of its operator."""
         return self._pieces[i.name, i.micro_batch] > 1
 
     def piece_seconds(self, name: str, pieces: int) -> float:
-        """Seconds of one of so many partitions of an operator whose name stands in the list."""
+        """Seconds of one partition of an operator of the list, if it is cut into `pieces`."""
         operator = parse_operator(name)
         return self._operators(place_of(operator), pieces)[_key(operator)]
 
     def inside_shares(self, i: Instruction) -> dict[str, float]:
-        """The shares of an instruction's seconds that are collectives of tensor, context and expert-tensor ranks, by channel.
+        """Channel -> share of an instruction's seconds in exposed collectives of tensor, context and expert-tensor ranks.
 
-        Those that nothing hides. A fused layer's kernels are priced as one.
+        Empty for a fused layer, whose kernels are not divided.
         """
         place = place_of(i.operator) if i.kind == "compute" else ""
         if not place or place in self._splits():
@@ -236,22 +237,22 @@ class StagePrices:
         return self._inside[place, pieces].get(_key(i.operator), {})
 
     def _shares_inside(self, place: str, pieces: int) -> dict[Key, dict[str, float]]:
-        """`inside_shares` of all operators of a place that hold collectives."""
+        """`inside_shares` of all operators of a place that contain collectives."""
         row, named = self.row(place), self._named[place]
         table, cost = self._sized(row, pieces)
-        whole: dict[Key, float] = defaultdict(float)
-        for own, seconds in self._priced(row, pieces).items():
-            whole[_listed_key(own, named)] += seconds
+        total: dict[Key, float] = defaultdict(float)
+        for key, seconds in self._priced(row, pieces).items():
+            total[_listed_key(key, named)] += seconds
         shares: dict[Key, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for own, by_axis in collective_seconds_inside(table, self.priced.setting, cost).items():
-            key = _listed_key(own, named)
+        for key, by_axis in collective_seconds_inside(table, self.priced.setting, cost).items():
+            listed_key = _listed_key(key, named)
             for axis, seconds in by_axis.items():
-                shares[key][CHANNELS_INSIDE[axis]] += seconds / whole[key]
-        return {key: dict(by_channel) for key, by_channel in shares.items()}
+                shares[listed_key][CHANNELS_INSIDE[axis]] += seconds / total[listed_key]
+        return {listed_key: dict(by_channel) for listed_key, by_channel in shares.items()}
 
     def exposed_inside(self) -> float:
-        """Seconds of a micro-batch by which all-to-alls make its fused kernels longer than their products."""
-        kernels = (parse_operator(i.name) for i in self.made if i.micro_batch == 0 and i.kind == "compute")
+        """Seconds of the fused kernels of a micro-batch minus those of their products."""
+        kernels = (parse_operator(i.name) for i in self.instructions if i.micro_batch == 0 and i.kind == "compute")
         return sum(
             self._fused_seconds(place_of(kernel), 1).exposed[_key(kernel)]
             for kernel in kernels
@@ -263,49 +264,49 @@ class StagePrices:
         return one_way_seconds(self.plan, self.priced.family.boundary_bytes, self.machine)
 
     def buffer_bytes(self, name: str) -> float:
-        """Bytes of a buffer that a list keeps: states, gathered weights, a micro-batch's gradients, saved activations.
+        """Bytes of a buffer: states, gathered weights, gradients of a micro-batch, saved activations; else 0.
 
-        What operators hand to each other is among the activations that one of them saves; what a deferred weight gradient is
-        computed from is held beside them.
+        Tensors between operators count with the activations that one of them saves; operands of deferred weight gradients are
+        separate buffers.
         """
         buffer = parse_buffer(name)
         if buffer.role is BufferRole.SAVED:
             gradient = str(buffer.gradient)
             return self.deferred_bytes(gradient) / self._products(gradient)
-        what, part, moves = buffer.role, buffer.subject, buffer.home is Home.MOVED
+        role, part, moves = buffer.role, buffer.subject, buffer.home is Home.MOVED
         if (
-            what not in KEPT
+            role not in KEPT
             or buffer.home not in (Home.DEVICE, Home.MOVED)
             or name == NORM_STATE
             or self._is_copy(part)
         ):
             return 0.0
         stage, rates, size = self.stage, self.priced.rates, self.priced.family.sizes[self.row(part)]
-        whole = size.dense_parameters + size.expert_parameters
+        total = size.dense_parameters + size.expert_parameters
         shard = size.dense_parameters / (stage.data * stage.context) + size.expert_parameters / stage.expert_data
-        if what is BufferRole.D_WEIGHTS:
-            return rates.gradient_bytes * whole
-        if what is BufferRole.WEIGHTS and not moves:
-            return rates.weight_bytes * whole
-        kept, offloaded = {
+        if role is BufferRole.D_WEIGHTS:
+            return rates.gradient_bytes * total
+        if role is BufferRole.WEIGHTS and not moves:
+            return rates.weight_bytes * total
+        stored, offloaded = {
             BufferRole.PARAMETERS: (
-                rates.weight_bytes * (shard if stage.zero_level >= 3 else whole),
+                rates.weight_bytes * (shard if stage.zero_level >= 3 else total),
                 stage.offload.weights,
             ),
             BufferRole.GRADIENT: (
-                rates.gradient_bytes * (shard if stage.zero_level >= 2 else whole),
+                rates.gradient_bytes * (shard if stage.zero_level >= 2 else total),
                 stage.offload.gradients,
             ),
             BufferRole.STATE: (
-                rates.optimizer_bytes * (shard if stage.zero_level >= 1 else whole),
+                rates.optimizer_bytes * (shard if stage.zero_level >= 1 else total),
                 stage.offload.optimizer,
             ),
             BufferRole.ACTIVATIONS: (size.saved, stage.offload.activations),
-        }[BufferRole.PARAMETERS if what is BufferRole.WEIGHTS else what]
-        return kept * (offloaded if moves else 1.0 - offloaded)
+        }[BufferRole.PARAMETERS if role is BufferRole.WEIGHTS else role]
+        return stored * (offloaded if moves else 1.0 - offloaded)
 
     def deferred_bytes(self, name: str) -> float:
-        """Bytes that a deferred weight gradient of one micro-batch holds until it is computed."""
+        """Bytes of the operands that a deferred weight gradient of one micro-batch holds until it is computed."""
         operator = parse_operator(name)
         place = place_of(operator)
         if place not in self._held:
@@ -317,7 +318,7 @@ class StagePrices:
         return self._held[place][_key(operator)]
 
     def bounded_bytes(self, name: str) -> int:
-        """Bytes that lowering counts for a deferred weight gradient against the plan's bound: those of the busiest rank."""
+        """Bytes that lowering counts for a deferred weight gradient against the plan's limit: those of the busiest rank."""
         return deferred_bytes(parse_operator(name), self.plan, self.stage, self.model)
 
     def saved_bytes(self, part: str) -> int:
@@ -325,31 +326,33 @@ class StagePrices:
         return round(self.priced.family.sizes[self.row(part)].saved)
 
     def row(self, part: str) -> int:
-        """Row of `L3`, `mtp0`, `embedding` or `head` in the family's tables."""
+        """Index of `L3`, `mtp0`, `embedding` or `head` in the family's tables."""
         group = parse_group(part)
         if group.number is None:
-            wanted = (part, "none")
+            kind_and_variant = (part, "none")
         elif group.kind is GroupKind.PREDICTION:
-            wanted = (self.graph.mtp_kinds[group.number], prediction_variant(self.stage))
+            kind_and_variant = (self.graph.mtp_kinds[group.number], prediction_variant(self.stage))
         else:
             layer = group.number
             first = next(first for first, last in self.stage.chunks if first <= layer < last)
-            wanted = (self.graph.layer_kinds[layer], layer_variant(self.stage, layer - first))
+            kind_and_variant = (self.graph.layer_kinds[layer], layer_variant(self.stage, layer - first))
         parts = [table.part for table in self.priced.family.tables]
-        return next(row for row, one in enumerate(parts) if (one.kind, one.variant) == wanted)
+        return next(
+            row for row, candidate in enumerate(parts) if (candidate.kind, candidate.variant) == kind_and_variant
+        )
 
     def _is_copy(self, part: str) -> bool:
-        """Whether a part is the words that prediction layers read on another stage: those count as a part of the layers."""
+        """Whether a part is the copy of the word embedding that prediction layers read on another stage; it counts with them."""
         return (
             part == GroupKind.EMBEDDING and self.plan.stage_of(self.stage.devices.ranks[0]) != self.plan.embedding_stage
         )
 
     def _products(self, gradient: str) -> int:
-        """Products that make a deferred weight gradient: one for each partition of its operator, one if fused."""
+        """Products of a deferred weight gradient: one per partition of its operator; one if it is fused."""
         return max(1, self._pieces[backward_of(gradient), 0])
 
     def _copy_seconds(self, size: float) -> float:
-        """Seconds of bytes that are read and written once."""
+        """Seconds of a copy on the device, which reads and writes the bytes once."""
         if not size:
             return 0.0
         setting = self.priced.setting
@@ -357,49 +360,49 @@ class StagePrices:
         return 2.0 * size / rate + setting.constants.kernel_seconds
 
     def _state(self, i: Instruction) -> float:
-        """Gradients, parameters and the optimizer: of the whole stage, of a parameter group, or of a bucket of it."""
+        """Seconds of gradients, parameters or the optimizer: of a stage, of a parameter group, or of a bucket."""
         operator = i.operator
-        what, part = operator.kind, operator.group
-        # Such an instruction completes what has travelled in buckets, or what no replica shares.
+        kind, part = operator.kind, operator.group
+        # Without a group and without bytes it only completes buckets, or a reduction over a single replica.
         if not part and not i.bytes:
             return 0.0
         costs, terms, rates = self.priced.costs, self.priced.terms, self.priced.rates
         if not part:
-            # Of a gather what passes do not hide, be it in front of them or behind the update: this instruction has all of it.
+            # This instruction has all exposed seconds of the gather, whether before the passes or after the update.
             gathered = costs.first_extra_seconds[0] + self.priced.gathered
-            whole = costs.tail_seconds[0] if what is OperatorKind.GRADIENTS else gathered
-            return float(whole[self.column])
+            total = costs.tail_seconds[0] if kind is OperatorKind.GRADIENTS else gathered
+            return float(total[self.column])
         if self._is_copy(part):
             return 0.0
         row = self.row(part)
-        if what is OperatorKind.OPTIMIZER:
+        if kind is OperatorKind.OPTIMIZER:
             return float(terms.optimizer_seconds[row, 0])
         size = self.priced.family.sizes[row]
-        each = rates.gradient_bytes if what is OperatorKind.GRADIENTS else rates.gathered_bytes
+        element_bytes = rates.gradient_bytes if kind is OperatorKind.GRADIENTS else rates.gathered_bytes
         dense, experts = np.array([size.dense_parameters]), np.array([size.expert_parameters])
-        once = state_seconds(dense, experts, each, rates)
-        # Without sharding it is an all-reduce: a reduce-scatter and an all-gather.
+        once = state_seconds(dense, experts, element_bytes, rates)
+        # Without sharding gradients are reduced by an all-reduce: a reduce-scatter and an all-gather.
         factor = 1.0
-        if what is OperatorKind.GRADIENTS:
+        if kind is OperatorKind.GRADIENTS:
             factor = 2.0 if self.stage.zero_level == 0 else rates.reduce_scatter
         return factor * float(once[0]) / max(1, self._pieces[str(operator), None])
 
     def _gather(self, operator: OperatorId) -> float:
-        """Ranks that complete what they received of a tensor."""
-        (found,) = (t for t in self.plan.transfers if (t.from_stage, t.to_stage) == operator.stages)
-        assert found.all_gather is not None
-        # The largest group is the slowest, and the stage goes on when all have ended.
-        ranks, links = max(found.all_gather.groups, key=len), self.priced.setting.groups["dp"].links
+        """Seconds of the all-gather by which ranks complete a received tensor."""
+        (transfer,) = (t for t in self.plan.transfers if (t.from_stage, t.to_stage) == operator.stages)
+        assert transfer.all_gather is not None
+        # The stage continues when all groups have ended, and the largest is the slowest.
+        ranks, links = max(transfer.all_gather.groups, key=len), self.priced.setting.groups["dp"].links
         group = axis_group(len(ranks), ranks[1] - ranks[0], self.plan.world_size, links)
-        whole, rates = self.priced.family.boundary_bytes, self.machine.constants.link_rates
-        return float(collective_seconds("all_gather", whole, group, rates))
+        boundary, rates = self.priced.family.boundary_bytes, self.machine.constants.link_rates
+        return float(collective_seconds("all_gather", boundary, group, rates))
 
     def _operators(self, place: str, pieces: int) -> Mapping[Key, float]:
-        """Seconds of a part's operators, each in so many partitions, under the names that the list has."""
+        """Seconds of one partition of each operator of a part, under the names of the list."""
         if (place, pieces) not in self._summed:
             named, summed = self._named[place], dict.fromkeys(self._named[place], 0.0)
             fused = place in self._splits()
-            priced = self._fused_seconds(place, pieces).whole if fused else self._priced(self.row(place), pieces)
+            priced = self._fused_seconds(place, pieces).total if fused else self._priced(self.row(place), pieces)
             for key, seconds in priced.items():
                 part, _, suffix = key
                 kind = f"{part}.{suffix}" if suffix else part
@@ -416,27 +419,27 @@ class StagePrices:
         return self._by_size[row, pieces]
 
     def _sized(self, row: int, pieces: int) -> tuple[OpTable, PartCost]:
-        """The operators and the cost of a part of the model at the size of one of so many partitions."""
+        """The operators and the cost of a part of the model at the size of one partition."""
         table, cost = self.priced.family.tables[row], self.priced.parts[row]
         samples, length = self.stage.micro_batch_size, self.plan.sequence_length
-        # One stage that overlaps puts every stage on the executor.
+        # If one stage overlaps, the executor runs all stages.
         is_listed = self.plan.is_listed
         part = as_listed(table.part) if is_listed else table.part
-        setting, beside = self.priced.setting, self._beside.get(row)
-        if beside:
-            setting = replace(setting, replays=replace(setting.replays, beside=beside))
-        # Not a share of the whole: smaller products are less efficient, which is what partitioning costs.
+        setting, extra_launches = self.priced.setting, self._more_launches.get(row)
+        if extra_launches:
+            setting = replace(setting, replays=replace(setting.replays, more_launches=extra_launches))
+        # Priced at its size, not as a share of the uncut part: small products are less efficient, the price of partitioning.
         if pieces > 1 or part is not table.part:
             divided = samples % pieces == 0
             sizes = (samples // pieces, length) if divided else (samples, length // pieces)
             table = tabulate(part, *sizes)
             cost = cost_of(table, setting)
-        elif beside:
+        elif extra_launches:
             cost = cost_of(table, setting)
         return table, cost
 
     def _fused_seconds(self, place: str, pieces: int) -> FusedSeconds:
-        """Seconds around the kernels of a fused layer, which runs in so many partitions."""
+        """Seconds of the operators of a fused layer, each at the size of one partition."""
         row, split = self.row(place), self._splits()[place]
         if (row, pieces, split) not in self._fused:
             table, cost = self._sized(row, pieces)
@@ -444,12 +447,14 @@ class StagePrices:
         return self._fused[row, pieces, split]
 
     def _splits(self) -> dict[str, KernelBlocks | None]:
-        """Fused layers and their splits."""
-        return {f"L{one.layer}": one.kernel_blocks for one in self.stage.overlap.layers if one.mechanism == "fused"}
+        """Fused layer -> the split of its kernels' blocks."""
+        return {
+            f"L{entry.layer}": entry.kernel_blocks for entry in self.stage.overlap.layers if entry.mechanism == "fused"
+        }
 
 
 def place_of(operator: OperatorId) -> str:
-    """`L3`, `mtp0`, `embedding` or `head`; empty for what is no operator of the model."""
+    """`L3`, `mtp0`, `embedding` or `head`; empty if it is not an operator of the model."""
     return operator.group if operator.is_of_model else ""
 
 
@@ -458,17 +463,18 @@ def _key(operator: OperatorId) -> Key:
 
 
 def _listed_key(key: Key, named: Mapping[Key, None]) -> Key:
-    """The operator of a list whose instruction does this."""
+    """The operator of a list that includes the work of a captured operator."""
     part, weight, suffix = key
     if key in named:
         return key
     if suffix == WEIGHT_GRADIENT:
         deferred = [other for other in named if other[0] == part and other[2] == suffix and not (weight and other[1])]
-        if deferred:  # of the whole operator, or of a weight that the capture does not name
+        # One instruction for all weights of the operator, or a weight that the capture does not name.
+        if deferred:
             return deferred[0]
-    for own in (part, kernel_of(key)):
-        if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (own, "", BACKWARD) in named:
-            return own, "", BACKWARD
-    # No second of a part may be lost: what nothing above places goes to an operator of the same pass.
+    for operator in (part, kernel_of(key)):
+        if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (operator, "", BACKWARD) in named:
+            return operator, "", BACKWARD
+    # No second of a part may be lost: the rest counts for any operator of the same pass.
     backward = suffix != ""
     return next(other for other in named if (other[2] != "") == backward)

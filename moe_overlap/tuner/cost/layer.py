@@ -1,13 +1,13 @@
-"""Seconds of one part of a model on one rank: of its forward and backward pass, and of its operators, alone.
+"""Seconds of one part of a model on one rank: of its forward and backward pass, and of its operators.
 
-Seconds are those of one micro-batch. A pass takes at least as long as the host needs to launch it, unless CUDA graphs do; the
-host launches on while the device waits for a collective. A collective is exposed, with these exceptions: in the backward pass a
-tensor-parallel collective runs beside the operators between it and its first reader; rings of keys and values run beside
-attention; flags put further ones beside computation (`Features`).
+Seconds are those of one micro-batch. A pass takes at least as long as the host needs to launch it; the host continues to launch
+while the device waits for a collective. Collectives are exposed, with these exceptions: in the backward pass a tensor-parallel
+collective overlaps with the operators between it and its first reader; rings of keys and values overlap with attention; flags let
+others overlap with computation (`Features`).
 
-`operator_seconds` gives the seconds of instructions, operator by operator of the plan's vocabulary. They add up to the part's
-cost: where the host sets the pace of a pass all its operators are stretched by one factor, and collectives of a kind that run
-beside computation count with the share that is exposed. Where a list hides all-to-alls, nothing of them is time for the host.
+`operator_seconds` gives the seconds of each operator of the plan's vocabulary, for instructions. They add up to the cost of the
+part: if the host sets the pace of a pass, all its operators are stretched by one factor; collectives of a kind that overlaps with
+computation count with their exposed share. If a list hides all-to-alls, the host cannot use their time to launch ahead.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Setting:
     constants: GpuConstants
     common: CommonConstants
     concurrent: Concurrent
-    """Seconds of concurrent computation and communication."""
+    """Seconds of computation and communication that run at the same time."""
     topk: int = 1
     experts: int = 1
     """Experts of a layer, on all ranks."""
@@ -74,25 +74,25 @@ class Setting:
     """Rows of the busiest rank over the mean."""
     lookup: Lookup | None = None
     replays: Replays = UNLISTED
-    """Operators that the executor of lists replays as CUDA graphs, if it runs the part."""
+    """Operators that the executor of lists replays as CUDA graphs, if it executes the part."""
     two_at_work: bool = False
-    """The forward pass of a micro-batch runs beside the backward pass of another, layer by layer."""
+    """The forward pass of a micro-batch is paired with the backward pass of another, layer by layer."""
     alone: float = 0.0
-    """Share of the passes that have no pass of another micro-batch beside them, where others have."""
+    """Share of the passes that are unpaired although `two_at_work`."""
 
     def reached_places(self, places: int) -> float:
-        """Expected number of so many ranks or nodes that a token's experts stand in."""
+        """Expected number of the `places` (ranks or nodes) that hold experts of a token."""
         return reached_places(self.experts, self.topk, self.features.router_groups, places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSeconds:
-    """Seconds of what megatron-core tells apart of a pass when it runs two micro-batches at a time."""
+    """Seconds of the nodes into which megatron-core cuts a pass when it pairs two micro-batches."""
 
     dispatch: float = 0.0
-    """All-to-alls of tokens and counts on their way to the experts; those back are the rest of `exchange_seconds`."""
+    """All-to-alls of tokens and counts to the experts; the rest of `exchange_seconds` is the combine."""
     experts: float = 0.0
-    """Routed experts, their weight gradients included; attention, gate and shared experts are the rest of `device_seconds`."""
+    """Routed experts with their weight gradients; the rest of `device_seconds` is attention, gate and shared experts."""
     expert_gradients: float = 0.0
     """Weight gradients of routed experts."""
     other_gradients: float = 0.0
@@ -104,53 +104,53 @@ class PassCost:
     """One direction of one micro-batch through a part."""
 
     device_seconds: float
-    """All kernels but collectives, one after the other."""
+    """Sum of all kernels except collectives."""
     host_seconds: float
-    """To launch the pass."""
+    """Time of the host to launch the pass."""
     drained_seconds: float = 0.0
-    """From start to end, exposed collectives included, where the host waits for the device in every layer; else 0."""
+    """Duration of the pass, exposed collectives included, if the host waits for the device in every layer; else 0."""
     exposed: dict[str, float] = field(default_factory=dict)
-    """By KINDS: seconds in which nothing computes."""
+    """By KINDS: seconds of communication without computation."""
     hidden_seconds: float = 0.0
     """Communication under computation."""
     exchange_seconds: float = 0.0
-    """All all-to-alls of tokens, exposed or not: another micro-batch may hide them."""
+    """All all-to-alls of tokens, exposed or not; another micro-batch may hide them."""
     nodes: NodeSeconds = NodeSeconds()
-    """Zero where a part has no all-to-alls."""
+    """Zero for a part without all-to-alls."""
     is_overlapped: bool = False
-    """All-to-alls run beside another micro-batch, which the host launches meanwhile: it never waits for an empty queue."""
+    """All-to-alls overlap with another micro-batch, which the host launches meanwhile, so the device's queue never runs empty."""
 
     @property
     def idle_seconds(self) -> float:
-        """In which nothing runs, as the host waited for the device and has launched nothing yet."""
+        """Idle time of the device after the host has waited for it and before the next launch."""
         return max(0.0, self.drained_seconds - self.device_seconds - sum(self.exposed.values()))
 
     @property
     def compute_seconds(self) -> float:
-        """Computation, and what the host makes the device wait for beside collectives."""
+        """Computation, and waits of the device for the host outside of collectives."""
         if self.is_overlapped:
             return max(self.device_seconds, self.host_seconds - self.others_seconds)
         return max(self.device_seconds + self.idle_seconds, self.host_seconds - sum(self.exposed.values()))
 
     @property
     def others_seconds(self) -> float:
-        """Exposed collectives, all-to-alls of tokens apart."""
+        """Exposed collectives except all-to-alls of tokens."""
         return sum(seconds for kind, seconds in self.exposed.items() if kind != "expert")
 
     @property
     def paced_seconds(self) -> float:
-        """Computation at the pace of a host that gets no time from collectives, as they are hidden."""
+        """Computation at the pace of the host if collectives are hidden, so that they give it no time to catch up."""
         return max(self.device_seconds + self.idle_seconds, self.host_seconds)
 
     @property
     def seconds(self) -> float:
-        """From start to end: the host launches ahead of the device, so the slower of the two sets the pace."""
+        """Duration of the pass: the host launches ahead of the device, so the slower of the two sets the pace."""
         return self.compute_seconds + sum(self.exposed.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartCost:
-    """Both directions, and where their seconds come from."""
+    """The cost of both directions, and the origin of their seconds."""
 
     forward: PassCost
     backward: PassCost
@@ -164,7 +164,7 @@ class PartCost:
 
 
 def kernel_seconds(table: OpTable, setting: Setting) -> tuple[Floats, list[Provenance]]:
-    """Seconds of a part's operators on the device, collectives apart, and where each comes from."""
+    """[ops] seconds of a part's operators on the device, 0 for collectives, and the origin of each."""
     seconds, origins = device_seconds(
         table, setting.gpu, setting.features, setting.constants, setting.common, setting.lookup
     )
@@ -173,11 +173,11 @@ def kernel_seconds(table: OpTable, setting: Setting) -> tuple[Floats, list[Prove
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DevicePart:
-    """A part on the device, whatever its host takes to launch it.
+    """The cost of a part on the device, without the host.
 
     Attributes:
-        cost: of the part with a host that takes no time.
-        busy: [N] seconds of every operator, and of collectives those that are exposed.
+        cost: cost of the part with a host that launches in no time.
+        busy: [N] seconds of every operator; for collectives the exposed seconds.
     """
 
     cost: PartCost
@@ -190,7 +190,7 @@ def part_cost(table: OpTable, setting: Setting) -> PartCost:
 
 
 def device_part(table: OpTable, setting: Setting) -> DevicePart:
-    """Seconds of a part on the device, which do not depend on whether two micro-batches run at a time or a list is replayed."""
+    """The cost of a part on the device; equal for paired and unpaired micro-batches, replayed or not."""
     seconds, origins = kernel_seconds(table, setting)
     provenance = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
     for origin in provenance if setting.lookup is not None else ():
@@ -205,10 +205,10 @@ def device_part(table: OpTable, setting: Setting) -> DevicePart:
 
 
 def launched(part: DevicePart, table: OpTable, setting: Setting) -> PartCost:
-    """A part with what its host takes to launch it.
+    """The cost of a part with the time of the host.
 
     Args:
-        part: of the same table, in a setting that differs in the work of the host alone.
+        part: result of `device_part` for the same table, in a setting that may differ in the work of the host only.
     """
     work = host_work(table, setting.features, setting.common, setting.constants.host_seconds, setting.replays)
 
@@ -224,11 +224,11 @@ def launched(part: DevicePart, table: OpTable, setting: Setting) -> PartCost:
 
 
 Sent = list[tuple[int, str, float]]
-"""Collectives of a part: the place of each among the operators, one of KINDS, and its seconds alone."""
+"""Collectives of a part: index of the operator, one of KINDS, and seconds without interference."""
 
 
 def _sent(table: OpTable, setting: Setting) -> Sent:
-    """All collectives of a part; those of one kind and group that differ in their payloads are priced together."""
+    """All collectives of a part; those that differ in their payloads only are priced in one call."""
     alike: dict[object, list[int]] = {}
     for place, (index, collective, _) in enumerate(table.collectives):
         key = collective.kind, collective.axis, table.ops[index].operator in (DISPATCH, COMBINE), table.loaded[index]
@@ -239,37 +239,39 @@ def _sent(table: OpTable, setting: Setting) -> Sent:
         payloads = np.array([table.collectives[place][2] for place in places])
         seconds[places] = _alone(table, setting, index, collective, payloads)
     return [
-        (index, kind_of(collective), alone)
-        for (index, collective, _), alone in zip(table.collectives, seconds.tolist(), strict=True)
+        (index, kind_of(collective), isolated)
+        for (index, collective, _), isolated in zip(table.collectives, seconds.tolist(), strict=True)
     ]
 
 
 def _device_pass(
     table: OpTable, setting: Setting, seconds: Floats, of_both: Sent, busy: Floats, is_backward: bool
 ) -> PassCost:
-    """A pass that is launched in no time.
+    """The cost of a pass with a host that launches in no time.
 
     Args:
         of_both: collectives of both passes.
-        busy: [N] seconds of the operators, to which this adds what is exposed of the pass's collectives.
+        busy: [N] seconds of the operators; the exposed seconds of the pass's collectives are added in place.
     """
     in_pass = table.backward == is_backward
     concurrent, features = setting.concurrent, setting.features
     totals = dict.fromkeys(KINDS, 0.0)
     exposed = dict.fromkeys(KINDS, 0.0)
-    sent = [each for each in of_both if in_pass[each[0]]]
-    for index, kind, alone in sent:
-        totals[kind] += alone
-        beside = 0.0
+    # 1. Each tensor-parallel collective overlaps with the computation around it.
+    sent = [collective for collective in of_both if in_pass[collective[0]]]
+    for index, kind, isolated in sent:
+        totals[kind] += isolated
+        computation = 0.0
         if kind == "tensor":
             if is_backward:
-                # megatron-core starts it asynchronously, ahead of the weight gradient's product; in the forward pass
-                # the next product waits for it at once.
-                beside = _until_read(table, seconds, index)
+                # megatron-core starts it asynchronously, before the weight gradient's product; in the forward pass the next
+                # product needs it immediately.
+                computation = _until_read(table, seconds, index)
             if features.overlap_tensor:
-                beside = max(beside, _products_beside(table, seconds, index))
-        exposed[kind] += _exposed(alone, beside, concurrent)
-    # A ring passes keys and values on while attention computes those it has; the other kinds precede attention.
+                computation = max(computation, _products_beside(table, seconds, index))
+        exposed[kind] += _exposed(isolated, computation, concurrent)
+    # 2. Rings and all-to-alls overlap as a kind, not one by one. A ring sends keys and values while attention computes on those
+    # that have arrived; other exchanges of the context precede attention.
     if features.context_exchange == "p2p" and totals["context"]:
         attention = float(seconds[in_pass & (table.operators == ATTENTION) & (table.classes == FUSED_ATTENTION)].sum())
         exposed["context"] = _exposed(totals["context"], attention, concurrent)
@@ -277,15 +279,16 @@ def _device_pass(
         exposed["expert"] = _exposed(
             exposed["expert"], float(seconds[in_pass & (table.operators == SHARED)].sum()), concurrent
         )
-    for index, kind, alone in sent:
-        busy[index] += alone * exposed[kind] / totals[kind] if totals[kind] else 0.0
+    # 3. The exposed seconds of a kind are divided among its collectives in proportion to their seconds.
+    for index, kind, isolated in sent:
+        busy[index] += isolated * exposed[kind] / totals[kind] if totals[kind] else 0.0
     nodes = NodeSeconds()
     if totals["expert"]:
         experts = in_pass & (table.operators == EXPERTS)
         gradients = in_pass & table.weight_gradient
         nodes = NodeSeconds(
             dispatch=sum(
-                alone for index, kind, alone in sent if kind == "expert" and table.operators[index] != COMBINE
+                isolated for index, kind, isolated in sent if kind == "expert" and table.operators[index] != COMBINE
             ),
             experts=float(seconds[experts].sum()),
             expert_gradients=float(seconds[experts & gradients].sum()),
@@ -301,13 +304,13 @@ def _device_pass(
     )
 
 
-def _exposed(alone: float, beside: float, concurrent: Concurrent) -> float:
-    """Exposed seconds of communication beside computation: by how much both together take longer than computation."""
-    # Nothing slows down what runs by itself, and most collectives do.
-    if not beside or not alone:
-        return alone
-    together = concurrent(np.array(beside), np.array(alone), np.zeros(()), np.zeros(()))
-    return float(together) - beside
+def _exposed(communication: float, computation: float, concurrent: Concurrent) -> float:
+    """Exposed seconds of communication that overlaps with computation: the time of both minus the time of computation."""
+    # Most collectives have no computation to overlap with.
+    if not computation or not communication:
+        return communication
+    together = concurrent(np.array(computation), np.array(communication), np.zeros(()), np.zeros(()))
+    return float(together) - computation
 
 
 def kind_of(collective: Collective) -> str:
@@ -318,27 +321,27 @@ def kind_of(collective: Collective) -> str:
 
 
 def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Collective, payload: float) -> float:
-    """Seconds of one of a part's collectives beside which nothing runs."""
+    """Seconds of one of a part's collectives without interference."""
     return float(_alone(table, setting, index, collective, np.asarray(payload)))
 
 
 def _alone(table: OpTable, setting: Setting, index: int, collective: Collective, payload: Floats) -> Floats:
-    """The same for any payloads of a collective like that one."""
+    """`alone_seconds` for an array of payloads."""
     group, rates = setting.groups[collective.axis], setting.constants.link_rates
     scale = setting.load if table.loaded[index] else 1.0
     if collective.kind != "all_to_all":
         return scale * collective_seconds(collective.kind, payload, group, rates)
     share = 1.0
     if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in ("deepep", "hybridep"):
-        # A token is sent once to every rank it goes to, but crosses the network once for every block of ranks.
+        # A token is sent once to each of its ranks, but crosses the network once per block of ranks.
         ranks, blocks = (setting.reached_places(places) for places in (group.size, group.blocks))
-        # The capture counts the copies of a router that chooses among all experts.
+        # The captured payload has the copies of a router that chooses among all experts.
         payload, share = payload * ranks / expected_places(setting.topk, group.size), blocks / ranks
     return scale * all_to_all_seconds(payload, group, rates, share)
 
 
 def token_use(setting: Setting) -> LinkUse:
-    """The links that tokens travel on."""
+    """The links that all-to-alls of tokens use."""
     group = setting.groups["ep" if setting.groups["etp"].size == 1 else "tp_ep"]
     share = 1.0
     if setting.features.dispatcher in ("deepep", "hybridep"):
@@ -348,7 +351,7 @@ def token_use(setting: Setting) -> LinkUse:
 
 
 def _until_read(table: OpTable, seconds: Floats, index: int) -> float:
-    """Seconds of the operators issued between a collective and the first operator that waits for it."""
+    """Seconds of the operators between a collective and the first operator that waits for it."""
     total = 0.0
     for later in table.ops[index + 1 :]:
         if index in later.after:
@@ -358,7 +361,7 @@ def _until_read(table: OpTable, seconds: Floats, index: int) -> float:
 
 
 def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
-    """Seconds of the product that feeds a collective or reads it."""
+    """Seconds of the longest product directly before or after a collective."""
     around = (index - 1, index + 1)
     return max(
         (float(seconds[i]) for i in around if 0 <= i < len(table.ops) and table.classes[i] == GEMM),
@@ -366,44 +369,41 @@ def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
     )
 
 
-def hide_all_to_alls(cost: PartCost, concurrent: Concurrent, alone: float = 0.0) -> PartCost:
-    """The part with its all-to-alls under another micro-batch's computation and collectives, as far as they are shorter.
+def hide_all_to_alls(cost: PartCost, concurrent: Concurrent, unpaired: float = 0.0) -> PartCost:
+    """The part with its all-to-alls hidden under the computation and other collectives of another micro-batch.
 
-    One micro-batch's forward pass runs with another's backward pass, so the all-to-alls of both directions hide under the
-    computation of both, in whatever order.
+    The forward pass of one micro-batch is paired with the backward pass of another: the all-to-alls of both directions hide under
+    the computation of both, in any order.
 
     Args:
-        alone: share of the passes that have no other beside them.
+        unpaired: share of the passes that are not paired.
     """
     forward, backward = cost.forward, cost.backward
     sent = forward.exchange_seconds + backward.exchange_seconds
-    beside = sum(max(each.device_seconds + each.others_seconds, each.host_seconds) for each in (forward, backward))
-    return _with_exposed(cost, _exposed(sent, beside, concurrent), alone) if sent else cost
+    computation = sum(max(p.device_seconds + p.others_seconds, p.host_seconds) for p in (forward, backward))
+    return _with_exposed(cost, _exposed(sent, computation, concurrent), unpaired) if sent else cost
 
 
-def hide_in_nodes(cost: PartCost, concurrent: Concurrent, delays: bool, alone: float = 0.0) -> PartCost:
+def hide_in_nodes(cost: PartCost, concurrent: Concurrent, delays: bool, unpaired: float = 0.0) -> PartCost:
     """The part with its all-to-alls hidden in the order of megatron-core's --overlap-moe-expert-parallel-comm.
 
-    Each all-to-all has a computation of its own beside it.
-
-    Of a layer forward (f) and one backward (b), as `TransformerLayerSchedulePlan.run` of megatron-core 0.16.1 says:
+    Each all-to-all overlaps with a fixed computation. For a layer forward (f) and one backward (b),
+    `TransformerLayerSchedulePlan.run` of megatron-core 0.16.1 has the order:
 
         communication: combine b | dispatch f, dispatch b | combine f
         computation:   attention f | experts b, experts f | attention b
 
     Args:
-        delays: weight gradients come behind the rest of their backward pass (--delay-wgrad-compute), beside the next all-to-all.
-        alone: share of the passes that have no other beside them.
+        delays: weight gradients follow the rest of their backward pass (--delay-wgrad-compute), under the next all-to-all.
+        unpaired: share of the passes that are not paired.
     """
     forward, backward = cost.forward, cost.backward
     if not forward.exchange_seconds + backward.exchange_seconds:
         return cost
-    # The host launches all of a pass at its own pace.
-    f, b = (max(1.0, each.host_seconds / (each.device_seconds + each.others_seconds)) for each in (forward, backward))
-    rest = [
-        pace * (each.device_seconds + each.others_seconds - each.nodes.experts)
-        for pace, each in ((f, forward), (b, backward))
-    ]
+    # 1. If the host is slower than the device, it stretches all nodes of a pass by one factor.
+    f, b = (max(1.0, p.host_seconds / (p.device_seconds + p.others_seconds)) for p in (forward, backward))
+    rest = [pace * (p.device_seconds + p.others_seconds - p.nodes.experts) for pace, p in ((f, forward), (b, backward))]
+    # 2. The two rounds of the order above: (all-to-all, its computation) twice, and the delayed weight gradients between them.
     late = delays * b * backward.nodes.expert_gradients, delays * b * backward.nodes.other_gradients
     slots = (
         (
@@ -415,46 +415,46 @@ def hide_in_nodes(cost: PartCost, concurrent: Concurrent, delays: bool, alone: f
         ),
         (_combine(forward), rest[1], _combine(backward), rest[0], late[1]),
     )
-    left = 0.0
+    exposed = 0.0
     for first, beside_first, second, beside_second, between in slots:
-        # What runs between both is beside the one or the other.
-        each = (_exposed(first, beside_first, concurrent), _exposed(second, between + beside_second, concurrent))
+        # 3. Weight gradients between the two all-to-alls may overlap with either of them, so both bounds are taken.
+        separate = (_exposed(first, beside_first, concurrent), _exposed(second, between + beside_second, concurrent))
         both = _exposed(first + second, beside_first + beside_second, concurrent)
-        left += max(*each, both) if between else sum(each)
-    return _with_exposed(cost, left, alone)
+        exposed += max(*separate, both) if between else sum(separate)
+    return _with_exposed(cost, exposed, unpaired)
 
 
 def cost_of(table: OpTable, setting: Setting) -> PartCost:
-    """Seconds of a part, its all-to-alls under another micro-batch where the run does that."""
+    """Cost of a part; with `overlap_experts` its all-to-alls are hidden under another micro-batch."""
     cost = part_cost(table, setting)
     return overlapped(cost, setting) if setting.features.overlap_experts else cost
 
 
 def overlapped(cost: PartCost, setting: Setting) -> PartCost:
-    """A part of `part_cost` with its all-to-alls under another micro-batch, as the run does it."""
+    """A result of `part_cost` with its all-to-alls hidden under another micro-batch, in megatron-core's order."""
     return hide_in_nodes(cost, setting.concurrent, setting.features.delay_weight_gradients, setting.alone)
 
 
 def _combine(cost: PassCost) -> float:
-    """Seconds of the all-to-alls back from the experts."""
+    """Seconds of the combine."""
     return cost.exchange_seconds - cost.nodes.dispatch
 
 
-def _with_exposed(cost: PartCost, left: float, alone: float) -> PartCost:
-    """The part with so many seconds of its all-to-alls exposed, shared out by theirs; the others run beneath computation.
+def _with_exposed(cost: PartCost, exposed_seconds: float, unpaired: float) -> PartCost:
+    """The part with the given exposed seconds of all-to-alls, divided between the passes in proportion to their all-to-alls.
 
     Args:
-        alone: share of the passes that take as long as they do without another beside them.
+        unpaired: share of the passes that are not paired, with the exposed seconds of an unpaired pass.
     """
     forward, backward = cost.forward, cost.backward
-    share = left / (forward.exchange_seconds + backward.exchange_seconds)
+    share = exposed_seconds / (forward.exchange_seconds + backward.exchange_seconds)
 
     def hidden(cost: PassCost) -> PassCost:
-        # Alone a pass waits for no more of its all-to-alls than a slow host leaves to wait for.
+        # An unpaired pass is no longer than `cost.seconds`: a slow host hides part of its all-to-alls.
         waited = cost.seconds - max(cost.device_seconds + cost.others_seconds, cost.host_seconds)
-        expert = (1.0 - alone) * cost.exchange_seconds * share + alone * waited
+        expert = (1.0 - unpaired) * cost.exchange_seconds * share + unpaired * waited
         exposed = {**cost.exposed, "expert": expert}
-        beneath = cost.hidden_seconds + (1.0 - alone) * cost.exchange_seconds * (1 - share)
+        beneath = cost.hidden_seconds + (1.0 - unpaired) * cost.exchange_seconds * (1 - share)
         return replace(cost, exposed=exposed, hidden_seconds=beneath, is_overlapped=True)
 
     return replace(cost, forward=hidden(forward), backward=hidden(backward))
@@ -470,9 +470,9 @@ def operator_seconds(
     """Seconds of every operator of a part.
 
     Args:
-        cost: of the part in this setting.
-        hides_exchanges: whether a list puts its all-to-alls beside computation.
-        more: [ops] seconds that the part's cost does not have.
+        cost: cost of the part in this setting.
+        hides_exchanges: whether a list hides its all-to-alls under computation.
+        more: [ops] seconds to add to those of the part's cost.
     """
     seconds = computing_seconds(table, setting, cost, hides_exchanges) + more
     total: dict[Key, float] = defaultdict(float)
@@ -485,10 +485,10 @@ def operator_seconds(
 
 
 def lead_seconds(table: OpTable, setting: Setting, cost: PartCost) -> float:
-    """Seconds of a part's backward pass in front of the first operator that adds to the part's gradient.
+    """Seconds of a part's backward pass before the first operator that adds to the part's weight gradients.
 
-    What is recomputed as a whole, and in a MoE layer what takes the gradients of tokens to their experts. A prediction layer
-    begins with its loss.
+    These are the recomputation of a complete layer and, in an MoE layer, the operators that send gradients of tokens to their
+    experts. A prediction layer has none, because it begins with its loss.
     """
     part = table.part
     if part.kind.startswith("mtp"):
@@ -502,9 +502,9 @@ def lead_seconds(table: OpTable, setting: Setting, cost: PartCost) -> float:
 
 
 def collective_seconds_inside(table: OpTable, setting: Setting, cost: PartCost) -> dict[Key, dict[str, float]]:
-    """Seconds of the collectives inside operators that nothing hides, by operator and axis (tp, cp, etp).
+    """Exposed seconds of the collectives inside operators, by operator and axis (tp, cp, etp).
 
-    Those of an all-to-all between experts are left out: it is an instruction of its own.
+    All-to-alls of tokens are left out, because they are instructions of their own.
     """
     inside: dict[Key, dict[str, float]] = {}
     for op, collective, exposed in _exposed_collectives(table, setting, cost):
@@ -515,7 +515,7 @@ def collective_seconds_inside(table: OpTable, setting: Setting, cost: PartCost) 
 
 
 def _exposed_collectives(table: OpTable, setting: Setting, cost: PartCost) -> Iterator[tuple[Op, Collective, float]]:
-    """Every collective of a part, with the seconds of it that nothing hides."""
+    """Every collective of a part, with its exposed seconds."""
     for is_backward, of_pass in ((False, cost.forward), (True, cost.backward)):
         in_pass = table.backward == is_backward
         sent = [
@@ -523,9 +523,13 @@ def _exposed_collectives(table: OpTable, setting: Setting, cost: PartCost) -> It
             for index, collective, payload in table.collectives
             if in_pass[index]
         ]
-        for op, collective, alone in sent:
+        for op, collective, isolated in sent:
             kind = kind_of(collective)
-            yield op, collective, alone * _exposed_share(of_pass, kind, (a for _, c, a in sent if kind_of(c) == kind))
+            yield (
+                op,
+                collective,
+                isolated * _exposed_share(of_pass, kind, (a for _, c, a in sent if kind_of(c) == kind)),
+            )
 
 
 def computing_seconds(table: OpTable, setting: Setting, cost: PartCost, hides_exchanges: bool = False) -> Floats:
@@ -534,9 +538,9 @@ def computing_seconds(table: OpTable, setting: Setting, cost: PartCost, hides_ex
     for is_backward, of_pass in ((False, cost.forward), (True, cost.backward)):
         in_pass = table.backward == is_backward
         on_device = float(seconds[in_pass].sum())
-        taken = of_pass.paced_seconds if hides_exchanges else of_pass.compute_seconds
-        # All operators alike, so that the instructions of a pass add up to its analytic cost.
-        seconds = np.where(in_pass, seconds * (taken / on_device if on_device else 0.0), seconds)
+        paced = of_pass.paced_seconds if hides_exchanges else of_pass.compute_seconds
+        # All operators by the same factor, so that the instructions of a pass add up to its closed-form cost.
+        seconds = np.where(in_pass, seconds * (paced / on_device if on_device else 0.0), seconds)
     return seconds
 
 
@@ -544,7 +548,7 @@ def held_bytes(table: OpTable, element_bytes: int, load: float) -> dict[Key, flo
     """Operand bytes of a part's weight gradients: the inputs of their products, and the gradients of the outputs.
 
     Args:
-        element_bytes: of an activation.
+        element_bytes: bytes of an element of an activation.
         load: rows of the busiest rank of an expert group over the mean.
     """
     held: dict[Key, float] = defaultdict(float)
@@ -555,8 +559,8 @@ def held_bytes(table: OpTable, element_bytes: int, load: float) -> dict[Key, flo
     return dict(held)
 
 
-def _exposed_share(cost: PassCost, kind: str, alone: Iterable[float]) -> float:
-    total = sum(alone)
+def _exposed_share(cost: PassCost, kind: str, isolated: Iterable[float]) -> float:
+    total = sum(isolated)
     return cost.exposed.get(kind, 0.0) / total if total else 0.0
 
 
@@ -568,21 +572,22 @@ def _key(part: Part, op: Op) -> Key:
 
 
 def suffix_of(op: Op) -> str:
-    """The pass that an operator runs in, as instructions name it."""
+    """The suffix of the pass of an operator, as in names of instructions."""
     if op.phase == "forward":
         return ""
     return RECOMPUTE if op.is_recomputed else BACKWARD
 
 
 def weight_of(part: Part, op: Op) -> str:
-    """The weight whose gradient an operator makes, as plans name it; empty where the capture does not tell.
+    """The weight whose gradient an operator computes, as plans name it; empty if the capture does not tell.
 
-    A fused kernel writes to the gradient itself; elsewhere the product's result is unnamed, but its module is known.
+    A fused kernel writes to the gradient's storage, which has the weight's name. Otherwise the product's result has no name, but
+    its module has.
     """
     if op.operator == GATE:
         return "router"
     paths = [op.module, *(part.storages[index].name for index in op.writes)]
     names = [word for path in paths for word in path.split(".")]
-    words = {word.removeprefix("linear_").removesuffix("_proj") for word in names}
-    words |= {"output"} if "output_layer" in words else set()
-    return next((weight for weight in WEIGHTS.get(op.operator, ()) if weight in words), "")
+    stems = {word.removeprefix("linear_").removesuffix("_proj") for word in names}
+    stems |= {"output"} if "output_layer" in stems else set()
+    return next((weight for weight in WEIGHTS.get(op.operator, ()) if weight in stems), "")

@@ -1,15 +1,15 @@
 """Seconds of communication: latency and bandwidth per tier, over groups that span domains and nodes.
 
-A collective runs inside the domains and across them at the same time, so the slower of the two counts; each GPU has a network
-card of its own. NCCL runs a ring through each of a domain's cards and does not add up inside the domains first: (n - 1) / n of
-the whole passes every link, and the cards share it. So do the links of a node that join domains smaller than it. Rates are peak
-rates times a measured efficiency. All functions take arrays of bytes.
+A collective uses the links inside domains and between them at the same time, so the slower of the two tiers counts. Each GPU has
+its own network card. NCCL runs a ring through each card of a domain and does not reduce inside the domains first: (n - 1) / n of
+the tensor passes every link, divided among the cards, or among the links of a node that join domains smaller than the node. Rates
+are peak rates times a measured efficiency. All functions take arrays of bytes.
 
-Two collectives at a time slow each other down only on links that both use (`LinkUse`, `crowding`): an all-to-all inside a node
-leaves the network to gradients that cross it.
+Two concurrent collectives slow each other down only on links that both use (`LinkUse`, `crowding`): an all-to-all inside a node
+does not slow down gradients on the network.
 
-Groups (`stage_groups`) say which ranks talk to each other, and over which links. Ranks are laid out as in megatron-core: tensor
-fastest, then context, then data, then pipeline; for the experts expert-tensor, expert, expert-data, pipeline.
+Groups (`stage_groups`) have the ranks that communicate and their links. Ranks are numbered as in megatron-core: tensor fastest,
+then context, then data, then pipeline; for the experts expert-tensor, expert, expert-data, pipeline.
 
 Source: Mist, section 5.2 (latency + bytes / bandwidth); rings as NCCL runs them.
 """
@@ -28,13 +28,13 @@ from moe_overlap.plan.plan import Plan, StagePlan
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group as the links see it.
+    """The position of a process group on the links.
 
     Attributes:
-        size: its ranks.
-        per_domain: of them in one NVLink domain; 1 where each is in another.
-        per_node: of them in one node.
-        links: the nodes they stand in.
+        size: number of ranks.
+        per_domain: ranks in one NVLink domain; 1 if each is in another domain.
+        per_node: ranks in one node.
+        links: the nodes of the ranks.
     """
 
     size: int
@@ -44,17 +44,17 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """Nodes the group spans."""
+        """Number of nodes that the group spans."""
         return -(-self.size // self.per_node)
 
     @property
     def blocks(self) -> int:
-        """Nodes, or domains of several nodes, that only the network joins."""
+        """Number of nodes, or of domains of several nodes, that are connected by the network only."""
         return -(-self.size // max(self.per_domain, self.per_node))
 
 
 def domain_share(world: int, links: NodeGroup) -> int:
-    """GPUs a job has in each domain: schedulers deal out equal parts of domains that are larger than a node."""
+    """GPUs of a job in each domain: of domains larger than a node, schedulers give a job equal parts."""
     most = min(links.domain_gpus, world)
     if links.domain_gpus <= links.gpus_per_node:
         return most
@@ -64,7 +64,7 @@ def domain_share(world: int, links: NodeGroup) -> int:
 
 
 def axis_group(size: int, stride: int, world: int, links: NodeGroup) -> Group:
-    """The group of `size` ranks that stand `stride` apart."""
+    """The group of `size` ranks whose numbers differ by `stride`."""
 
     def inside(block: int) -> int:
         return max(1, min(size, block // stride))
@@ -73,10 +73,10 @@ def axis_group(size: int, stride: int, world: int, links: NodeGroup) -> Group:
 
 
 def stage_groups(plan: Plan, stage: StagePlan, cluster: Cluster) -> dict[str, Group]:
-    """Groups of a stage by axis, as a captured graph names them.
+    """Axis, as in a captured graph -> group of a stage.
 
-    `dp_cp` shares dense gradients and optimizer states, `edp` those of the experts. `pp` is a rank and the one that it sends
-    hidden states to, where stages send whole ones.
+    `dp_cp` shares dense gradients and optimizer states, `edp` those of the experts. `pp` is a rank and its peer in the next
+    stage; it exists only between stages of equal shape.
     """
     links, world = cluster.group_of(stage.devices.ranks[0]), plan.world_size
     tensor, context, experts = stage.tensor, stage.context, stage.expert * stage.expert_tensor
@@ -99,7 +99,7 @@ def stage_groups(plan: Plan, stage: StagePlan, cluster: Cluster) -> dict[str, Gr
 
 
 def pair_group(source: int, target: int, world: int, links: NodeGroup) -> Group:
-    """Two ranks by where they stand; a rank and itself are one place."""
+    """The group of two ranks; a rank with itself counts as two in one place."""
 
     def inside(block: int) -> int:
         return 2 if source // block == target // block else 1
@@ -108,9 +108,9 @@ def pair_group(source: int, target: int, world: int, links: NodeGroup) -> Group:
 
 
 def boundary_group(plan: Plan, cluster: Cluster) -> Group:
-    """A rank and the one that it sends hidden states to: the ranks of neighbouring stages, in order."""
-    apart = plan.stages[1].devices.ranks[0] - plan.stages[0].devices.ranks[0] if len(plan.stages) > 1 else 1
-    return axis_group(2, apart, plan.world_size, cluster.group_of(0))
+    """The group of a rank and the rank at the same position of the next stage, to which it sends hidden states."""
+    stride = plan.stages[1].devices.ranks[0] - plan.stages[0].devices.ranks[0] if len(plan.stages) > 1 else 1
+    return axis_group(2, stride, plan.world_size, cluster.group_of(0))
 
 
 Floats = NDArray[np.float64]
@@ -127,22 +127,22 @@ class LinkRates:
     all_to_all_network: float
     host: float = 0.8
     latency_seconds: float = 1.0e-5
-    """Latency of one collective inside a domain; each doubling of the domains adds as much again."""
+    """Latency of one collective inside a domain; each doubling of the domains adds the same again."""
     reduce_scatter: float = 1.0
-    """Seconds of a reduce-scatter over those of an all-gather of as many bytes: 2 where it is made of an all-reduce (gloo)."""
+    """Seconds of a reduce-scatter over those of an all-gather of equal bytes; 2 if it is implemented by an all-reduce (gloo)."""
     latencies: tuple[tuple[str, float], ...] = ()
-    """Kinds with a latency of their own: (kind, seconds). With gloo an all-reduce passes its ranks more often than a transfer."""
+    """(kind, seconds) of collectives with another latency. With gloo an all-reduce has more steps than a transfer."""
 
     def latency(self, kind: str) -> float:
         """Latency of one collective of a kind inside a domain."""
-        return next((seconds for own, seconds in self.latencies if own == kind), self.latency_seconds)
+        return next((seconds for name, seconds in self.latencies if name == kind), self.latency_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """The shares of a collective's seconds in which it keeps links busy: those inside domains and nodes, and the network's.
+    """The shares of a collective's seconds in which links are busy: those inside domains and nodes, and the network.
 
-    Where nobody knows better both are busy all the time.
+    The default, for unknown links, is that both are busy all the time.
     """
 
     domain: float | Floats = 1.0
@@ -153,17 +153,17 @@ NO_LINK = LinkUse(0.0, 0.0)
 
 
 def crowding(uses: Sequence[LinkUse]) -> Floats:
-    """How many times as long collectives take together as alone: as their most wanted link is wanted, and never less."""
+    """Slowdown of collectives that run together: the sum of their shares on the busiest link, at least 1."""
     domain, network = (sum((getattr(use, name) for use in uses), start=0.0) for name in ("domain", "network"))
     return np.maximum(1.0, np.maximum(domain, network))
 
 
 def link_use(kind: str, group: Group, rates: LinkRates, network_share: float = 1.0) -> LinkUse:
-    """The links that a collective of many bytes keeps busy.
+    """The links that a large collective uses.
 
     Args:
-        kind, group: as `collective_seconds` takes them.
-        network_share: of an all-to-all, as `all_to_all_seconds` takes it.
+        kind, group: as for `collective_seconds`.
+        network_share: for an all-to-all, as for `all_to_all_seconds`.
     """
     if group.size == 1:
         return NO_LINK
@@ -181,7 +181,7 @@ def point_to_point_use(pair: Group) -> LinkUse:
 
 
 def mixed_use(dense: LinkUse, experts: LinkUse, dense_seconds: Floats, expert_seconds: Floats) -> LinkUse:
-    """The links of a collective of dense states behind one of the experts' states, on average over its seconds."""
+    """The average links of a collective of dense states followed by one of the experts' states, weighted by their seconds."""
     both = dense_seconds + expert_seconds
     share = np.where(both > 0, dense_seconds / np.where(both > 0, both, 1.0), 0.0)
     return LinkUse(
@@ -194,8 +194,8 @@ def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: Li
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce, broadcast or all_to_all.
-        held_bytes: the whole tensor: what a rank has after an all-gather, before a reduce-scatter, before an all-reduce,
-            before a broadcast; of an all-to-all all that a rank sends, its own part included.
+        held_bytes: bytes of the complete tensor on a rank: after an all-gather; before a reduce-scatter, an all-reduce or a
+            broadcast; for an all-to-all all bytes that a rank sends, those to itself included.
         group: the ranks.
     """
     held = np.asarray(held_bytes, dtype=np.float64)
@@ -210,14 +210,14 @@ def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: Li
 
 
 def _tiers(moved: Floats, group: Group, rates: LinkRates) -> tuple[Floats, Floats]:
-    """Seconds of bytes that pass every link of a ring: inside the domains and across them, at the same time."""
+    """(seconds inside domains, seconds between them) of bytes that pass every link of a ring."""
     links, none = group.links, np.asarray(0.0)
     inside, outside = none, none
     if group.per_domain > 1:
         assert links.domain_gb_per_s is not None
         inside = moved / (links.domain_gb_per_s * GIGA * rates.domain)
     if group.per_node > group.per_domain:
-        # Domains smaller than their node, such as pairs with a bridge: a ring passes through the link of each of their GPUs.
+        # Domains smaller than their node, such as bridged pairs: rings through each GPU of a domain share the bytes.
         inside = np.maximum(inside, moved / group.per_domain / (links.node_gb_per_s * GIGA * rates.domain))
     outer, cards = _outer(group)
     if outer > 1:
@@ -229,9 +229,9 @@ def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, ne
     """Seconds of an all-to-all.
 
     Args:
-        sent_bytes: all that the busiest rank sends, its own part included; rows are spread evenly over the group.
-        network_share: of the bytes between nodes, the part that really crosses: dispatchers that send a token once per node,
-            however many of its ranks are there, pay less.
+        sent_bytes: all bytes that the busiest rank sends, those to itself included, spread evenly over the group.
+        network_share: share of the bytes between nodes that crosses the network; below 1 for dispatchers that send a token once
+            per node and not once per rank.
     """
     sent = np.asarray(sent_bytes, dtype=np.float64)
     if group.size == 1:
@@ -241,16 +241,16 @@ def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, ne
 
 
 def _all_to_all_tiers(sent: Floats, group: Group, rates: LinkRates, network_share: float) -> tuple[Floats, Floats]:
-    """Seconds of an all-to-all inside the domains and across them."""
+    """(seconds inside domains, seconds between them) of an all-to-all."""
     _, inner = _outer(group)
     links, inside = group.links, np.zeros_like(sent)
     if group.per_domain > 1:
         assert links.domain_gb_per_s is not None
-        near = sent * (group.per_domain - 1) / group.size
-        inside = near / (links.domain_gb_per_s * GIGA * rates.all_to_all_domain)
+        in_domain = sent * (group.per_domain - 1) / group.size
+        inside = in_domain / (links.domain_gb_per_s * GIGA * rates.all_to_all_domain)
     if group.per_node > group.per_domain:
-        beside = sent * (group.per_node - group.per_domain) / group.size
-        inside = np.maximum(inside, beside / (links.node_gb_per_s * GIGA * rates.all_to_all_domain))
+        in_node = sent * (group.per_node - group.per_domain) / group.size
+        inside = np.maximum(inside, in_node / (links.node_gb_per_s * GIGA * rates.all_to_all_domain))
     across = sent * (group.size - inner) / group.size * network_share
     return inside, across / (links.network_gb_per_s * GIGA * rates.all_to_all_network)
 
@@ -274,7 +274,7 @@ def host_seconds(copied_bytes: ArrayLike, links: NodeGroup, rates: LinkRates) ->
 
 
 def _outer(group: Group) -> tuple[int, int]:
-    """Blocks that only the network joins, and ranks in each."""
+    """`Group.blocks`, and the ranks in each block."""
     return group.blocks, max(group.per_domain, group.per_node)
 
 

@@ -1,14 +1,14 @@
-"""Operators of the executor of lists that differ from the passes of megatron-core in the captured graphs.
+"""Operators for which the executor of lists differs from megatron-core's passes, which the captured graphs have.
 
-Rotation. Without Transformer Engine megatron-core makes cosines and sines in every layer and rotates queries and keys by ten
-operators each. The executor rotates both by one product with a table and one sum; backward each by one of both, and it copies the
-values' gradient beside them (runtime/executor/rotary.py): 7 kernels of a layer for 39. It does so for the models whose captured
-operators match here.
+Rotation. Without Transformer Engine megatron-core computes cosines and sines in every layer and rotates queries and keys by ten
+operators each. The executor rotates both together by one product with a table and one sum; backward it rotates each by one
+product and one sum, and copies the values' gradient (runtime/executor/rotary.py). That is 7 kernels per layer instead of 39. It
+applies to models whose captured operators match those of `as_listed`.
 
-Quantization. Transformer Engine quantizes a weight once in a step, in the first call of its module. A module that is cut into
-partitions quantizes it at every call: read in two bytes, written in one twice, by rows and by columns.
+Quantization. Transformer Engine quantizes a weight once per step, in the first call of its module. A module that runs in
+partitions quantizes it in every call: read in two bytes, written in one byte twice, by rows and by columns.
 
-Nothing else differs in seconds: captured experts have no copy of all weights, which the executor no longer makes either.
+There are no other differences in seconds.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from moe_overlap.tuner.cost.operators import (
 
 ATTENTION_MODULE = "self_attention"
 ROTATION = frozenset({"cos", "sin", "mul", "neg", "cat", "add", "_to_copy", "slice_backward"})
-"""Names of the operators of megatron-core's rotation of pairs of halves; interleaved pairs are stacked."""
+"""Operators of megatron-core's rotation of halves. A rotation of interleaved pairs has other operators and does not match."""
 OTHER_ROTATIONS = (f"{ATTENTION_MODULE}.q_layernorm", f"{ATTENTION_MODULE}.k_layernorm")
 
 
 def as_listed(part: Part) -> Part:
-    """A part with the executor's rotation in the place of megatron-core's; operators that are left out are free."""
+    """A part with the executor's rotation instead of megatron-core's; operators that it does not execute become free."""
     if not any(op.name == "cos" and _rotates(op) for op in part.ops):
         return part
     if any(op.module in OTHER_ROTATIONS for op in part.ops):
@@ -60,58 +60,58 @@ def _rotates(op: Op) -> bool:
 
 
 def _forward(ops: Sequence[Op]) -> Mapping[int, Op]:
-    """Queries and keys together: x times the table, twice as large; the sum of both halves; what is not rotated is copied."""
+    """Queries and keys together: a product with the table, of twice the size; the sum of both halves; a copy of the rest."""
     negated = [place for place, op in enumerate(ops) if op.name == "neg"]
     if len(negated) != 2:
         return {}
-    # Behind `neg`: halves joined, times sine, the sum, joined with what is not rotated.
+    # After `neg`: join the halves, times sine, add, join with the rest that is not rotated.
     tails = [ops[place + 1 : place + 5] for place in negated]
     if [[op.name for op in tail] for tail in tails] != [["cat", "mul", "add", "cat"]] * 2:
         return {}
     (_, times, added, joined), (_, _, key_added, key_joined) = tails
     rotated = added.shape[0] + key_added.shape[0]
-    whole = joined.shape[0] + key_joined.shape[0]
+    total = joined.shape[0] + key_joined.shape[0]
     element = _element_bytes(added)
     table = _table_bytes(times, element)
-    kept = [
+    executed = [
         _writes(times, 2 * rotated, 3 * element * rotated + table),
         _writes(added, rotated, 3 * element * rotated),
-        *_copied(joined, whole - rotated, element),
+        *_copied(joined, total - rotated, element),
     ]
-    return {op.id: _free(op) for op in ops} | {op.id: op for op in kept}
+    return {op.id: _free(op) for op in ops} | {op.id: op for op in executed}
 
 
 def _backward(ops: Sequence[Op]) -> Mapping[int, Op]:
-    """Queries and keys each by a product and a sum, into the projection's gradient; the values' gradient is copied there."""
+    """Queries and keys each by a product and a sum, into the projection's gradient; the values' gradient is copied to it."""
     negated = [place for place, op in enumerate(ops) if op.name == "neg"]
     if len(negated) != 2 or ops[-1].name != "cat":
         return {}
     groups = [ops[negated[0] - 1 : negated[1] - 1], ops[negated[1] - 1 : -1]]
-    kept, rotated = list[Op](), Expression()
+    executed, rotated = list[Op](), Expression()
     for group in groups:
         if [op.name for op in group[:6]] != ["mul", "neg", "cat", "mul", "add", "slice_backward"]:
             return {}
         times, added, sliced = group[0], group[4], group[5]
-        element, heads, whole = _element_bytes(added), added.shape[0], sliced.shape[0]
-        kept += [
+        element, heads, total = _element_bytes(added), added.shape[0], sliced.shape[0]
+        executed += [
             _writes(times, 2 * heads, 3 * element * heads + _table_bytes(times, element)),
             _writes(added, heads, 3 * element * heads),
-            *_copied(sliced, whole - heads, element),
+            *_copied(sliced, total - heads, element),
         ]
-        rotated = rotated + whole
+        rotated = rotated + total
     joined = ops[-1]
-    kept += _copied(joined, joined.shape[0] - rotated, _element_bytes(joined, 2))
-    return {op.id: _free(op) for op in ops} | {op.id: op for op in kept}
+    executed += _copied(joined, joined.shape[0] - rotated, _element_bytes(joined, 2))
+    return {op.id: _free(op) for op in ops} | {op.id: op for op in executed}
 
 
 def _element_bytes(op: Op, times: int = 3) -> Fraction:
-    """Bytes of an element, of an operator that moves so many times what it writes."""
+    """Bytes of an element, for an operator that moves `times` as many elements as it writes."""
     (_, moved), (_, written) = op.bytes.terms[0], op.shape[0].terms[0]
     return moved / written / times
 
 
 def _table_bytes(times: Op, element: Fraction) -> Expression:
-    """Bytes of the table that the executor reads: cosines and sines, of which the captured product reads one."""
+    """Bytes of the executor's table of cosines and sines; the captured product reads only one of the two."""
     return 2 * (times.bytes - 2 * element * times.shape[0])
 
 
@@ -128,13 +128,13 @@ def _free(op: Op) -> Op:
 
 
 def quantizing_seconds(table: OpTable, setting: Setting) -> Floats:
-    """[ops] seconds by which one call of a module that is cut quantizes its weights; 0 in 16 and 32 bits."""
+    """[ops] seconds in which one call of a partitioned module quantizes its weights; 0 in 16 and 32 bits."""
     seconds = np.zeros(len(table.ops))
     if setting.features.precision not in LOW_PRECISIONS:
         return seconds
     rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory
     for index, (op, shape) in enumerate(zip(table.ops, table.shapes, strict=True)):
-        # Backward products read what the forward pass has written in both layouts.
+        # Backward products read the weight that the forward pass has quantized in both layouts.
         calls = op.phase == "forward" or op.is_recomputed
         if not calls or not table.quantizable[index] or op.is_weight_gradient:
             continue

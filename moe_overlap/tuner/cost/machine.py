@@ -1,4 +1,4 @@
-"""The machine that a prediction is made for: described hardware, the constants that hold for it, and what was measured of it."""
+"""The machine of a prediction: its hardware, its constants, and its measurements."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from moe_overlap.tuner.cost.links import Group
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup
 
 WITHOUT_BLOCK_SCALES = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "CDNA2", "CDNA3")
-"""Generations without units for mxfp8, whose blocks of 32 elements have a scale each; Transformer Engine refuses it there."""
+"""Architectures without units for mxfp8 (one scale per block of 32 elements); Transformer Engine refuses it there."""
 RATES = ("bf16_tflops", "fp8_tflops", "fp4_tflops", "memory_gb_per_s")
-"""What efficiencies are fractions of; the capacity decides no second."""
+"""Peak rates to which efficiencies refer; the capacity is none of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The machine and its rates that a prediction is made for.
+    """The machine of a prediction, with its rates.
 
     Attributes:
-        constants: of the GPU, under the release.
-        common: constants that are the same for all GPUs.
-        software: the release that `constants` are of.
-        expected_error: of predictions for this machine, precision and kind of model.
-        beyond: factor of its interval where a prediction reaches beyond what was calibrated.
-        traits: of the runs that the constants were fitted to.
+        constants: constants of the GPU under the release.
+        common: constants of all GPUs.
+        software: the release of `constants`.
+        expected_error: error of predictions for this machine, precision and kind of model.
+        beyond: factor on its interval if a prediction extrapolates beyond the calibration.
+        traits: traits of the calibration runs.
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
-        exchanges: costs of all-to-alls beside their rows; None where they were not measured.
-        refined: factors that traces give for the prices of instructions; the analytic cost does not read them.
+        exchanges: costs of all-to-alls apart from their rows; None if they were not measured.
+        refined: factors from traces on the prices of instructions; the closed form does not use them.
     """
 
     cluster: Cluster
@@ -69,12 +69,12 @@ class Machine:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a GPU that a plan may be predicted to need: the capacity over the quantile of `--memory-margin`."""
+        """Most bytes of a GPU that a plan may need as predicted: the capacity divided by the quantile of `--memory-margin`."""
         return self.cluster.group_of(0).gpu.memory_gib * GIB / self.memory.high
 
     @property
     def queue_seconds(self) -> float:
-        """Seconds by which counts take longer that start while rows are on their way."""
+        """Additional seconds of an all-to-all of counts that starts while rows are on the link."""
         return self.exchanges.queue_seconds if self.exchanges is not None else 0.0
 
 
@@ -87,16 +87,16 @@ def machine_of(
     precision: str = "bf16",
     is_moe: bool = False,
 ) -> tuple[Machine, tuple[str, ...]]:
-    """The machine that a prediction is made for, and why the prediction reaches beyond measured steps.
+    """The machine of a prediction, and why the prediction extrapolates.
 
     Args:
-        release: software release whose losses count; the GPU's median release where None.
+        release: software release whose losses apply; None: the architecture's median release.
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
-        precision: of the products.
+        precision: precision of the products.
         is_moe: whether the model has experts.
     Raises:
-        ConfigError: not a release's name.
+        ConfigError: the text does not name a release.
     """
     gpu = cluster.group_of(0).gpu
     of_gpu, other_gpu = constants.of_gpu(gpu)
@@ -107,7 +107,7 @@ def machine_of(
     if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
         reasons.append(f"groups of unlike GPUs or links: all are priced as {gpu.name}, and fit or not as {gpu.name}")
     if _lacks_units(gpu, precision):
-        # The first, which is the one that a short answer tells.
+        # Inserted first, because a short answer shows the first reason only.
         reasons.insert(0, f"no {precision} rate of {gpu.name} is known: products are priced in the next wider format")
     elif _lacks_block_scales(gpu, precision):
         reasons.insert(0, f"{gpu.name} has no units for {precision}: products are priced at its fp8 rate")
@@ -129,9 +129,9 @@ def machine_of(
 
 
 def _redescribed(gpu: Gpu) -> list[str]:
-    """Why constants of a GPU type do not hold for a description that has its name and other peak rates."""
-    known = known_gpus().get(gpu.name, {})
-    others = [name for name in RATES if name in known and known[name] != getattr(gpu, name)]
+    """Why the constants of a GPU type do not apply: the description has its name but other peak rates."""
+    shipped = known_gpus().get(gpu.name, {})
+    others = [name for name in RATES if name in shipped and shipped[name] != getattr(gpu, name)]
     return [f"no measured steps of {gpu.name} with another {' and '.join(others)}"] if others else []
 
 
@@ -144,15 +144,15 @@ def _lacks_block_scales(gpu: Gpu, precision: str) -> bool:
 
 
 def require_units(cluster: Cluster, precision: str, flag: str, value: str) -> None:
-    """Refuse a format of products that a described GPU has no units for: a run would stop in its first product.
+    """Refuse a precision that the described GPU has no units for: a run would stop in its first product.
 
-    A prediction answers what if, with a warning; who is handed a script to start is told before. A machine that was measured
-    has all its rates in its database.
+    Called before a script is written. A prediction only warns, since a user may ask "what if". A measured machine is not refused,
+    because its database has all rates.
 
     Args:
-        flag, value: by which the user says the precision.
+        flag, value: the user's flag for the precision, and its value.
     Raises:
-        ConfigError: the description gives no such rate, or the generation has no units for block scales.
+        ConfigError: the description has no rate for the precision, or the architecture has no units for block scales.
     """
     gpu = cluster.group_of(0).gpu
     if _lacks_block_scales(gpu, precision) and gpu.fp8_tflops:
@@ -167,15 +167,15 @@ def require_units(cluster: Cluster, precision: str, flag: str, value: str) -> No
 
 
 def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
-    """Interference of concurrent work: by the factors of a host that was measured with these GPUs, else by one constant.
+    """Interference of concurrent work: measured factors of a host with these GPUs, else one constant.
 
     Args:
-        replicas: the ranks that share a stage's states, whose collectives run beside its computation.
+        replicas: the ranks that share a stage's states, whose collectives overlap with its computation.
     Returns:
-        As a function of alone seconds for analytic costs, and as factors for a simulation.
+        A function of seconds without interference, for the closed form; factors, for a simulation.
     """
     if machine.cluster.measured is None:
-        # A measured cluster keeps its own constant: factors of another host with the same GPUs may differ twofold.
+        # A measured cluster uses its own constant, because factors of another host with the same GPUs may differ twofold.
         fitted = interference_of(replicas.links.gpu.name, replicas.nodes, min(replicas.per_node, replicas.size))
         if fitted is not None:
             return fitted.seconds, fitted

@@ -1,9 +1,9 @@
-"""How far measured peaks of memory lie from predicted ones, at any quantile: `--memory-margin`.
+"""Quantiles of measured over predicted peaks of memory, for `--memory-margin`.
 
-1. The logarithms of measured over predicted peaks of calibration runs are taken for normally distributed. `MemoryErrors` has
-   their mean, their deviation and their number n (`tuner/calibrate/fit`).
-2. Few runs are known, so the deviation is uncertain itself: the quantile for one more run is
-   exp(mean + t · deviation · √(1 + 1/n)), where t is the quantile of Student's distribution with n - 1 degrees of freedom.
+1. The logarithms of measured over predicted peaks of calibration runs are modelled as normally distributed. `MemoryErrors` has
+   their mean, their standard deviation and their number n (`tuner/calibrate/fit`).
+2. With few runs the deviation is uncertain itself. The quantile for another run is exp(mean + t · deviation · √(1 + 1/n)), with t
+   from Student's distribution with n - 1 degrees of freedom.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class MemoryErrors:
     """Logarithms of measured over predicted peaks.
 
     Attributes:
-        deviation: of a sample (n - 1 in the denominator).
-        runs: n; two or more. Runs of one model on one GPU type count as one, with their mean.
+        deviation: sample standard deviation (n - 1 in the denominator).
+        runs: n, at least two. Runs of one model on one GPU type count as one, with their mean.
     """
 
     mean: float
@@ -31,7 +31,7 @@ class MemoryErrors:
     runs: int
 
     def quantiles(self, margin: float = CERTAINTY) -> MemoryQuantiles:
-        """The quantiles by which a verdict goes: the 5 % one, and the one of the margin, to three digits as constants have."""
+        """The quantiles of a verdict, 5 % and the margin, rounded to three digits like the constants."""
         return MemoryQuantiles(low=self._factor(1.0 - CERTAINTY), high=self._factor(margin), margin=margin)
 
     def _factor(self, quantile: float) -> float:
@@ -40,17 +40,17 @@ class MemoryErrors:
 
 
 def require_margin(margin: float | None) -> None:
-    """Refuse a margin that is no quantile.
+    """Check a margin.
 
     Raises:
         ConfigError: it is not between 0 and 1, both excluded.
     """
     if margin is not None and not 0.0 < margin < 1.0:
-        raise ConfigError("--memory-margin", margin, "is no quantile: it lies between 0 and 1", f"use {CERTAINTY}")
+        raise ConfigError("--memory-margin", margin, "must be a quantile, between 0 and 1", f"use {CERTAINTY}")
 
 
 def student_quantile(quantile: float, freedom: int) -> float:
-    """The quantile of Student's distribution with a whole number of degrees of freedom, by halving an interval.
+    """The quantile of Student's distribution with an integer number of degrees of freedom, by bisection.
 
     Args:
         quantile: between 0 and 1, both excluded.

@@ -1,7 +1,7 @@
-"""Seconds of single operators on a device: the measured database first, a roofline with efficiencies last.
+"""Seconds of single operators on a device: from the measured database, else from a roofline with efficiencies.
 
-A product takes its operations at the efficiency of its kind, and beside that the bytes of its operands: small products are
-slower per operation than large ones. Everything else takes its bytes. Every kernel takes a least time.
+A product takes the time of its operations at the efficiency of its kind plus the time of its operands' bytes, so small products
+are slower per operation than large ones. Other operators take the time of their bytes. Every kernel has a least time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Shapes = tuple[tuple[float, ...], ...]
 """Sizes along every axis, for each operator."""
 Provenance = Literal["measured", "interpolated", "roofline"]
 Lookup = Callable[[Op, tuple[float, ...], float], tuple[float, Provenance] | None]
-"""The measured database (tuner/profile/lookup.py): an operator, its numeric shape and bytes -> seconds and where they come
-from; None where it has nothing."""
+"""The measured database (tuner/profile/lookup.py): an operator, its numeric shape and bytes -> seconds and their origin; None if
+it has no entry."""
 
 
 class CostClassCode(IntEnum):
-    """Cost classes of captured operators, as they stand in arrays; the name in lower case is the class (`graph.CostClass`)."""
+    """Codes of cost classes in arrays; the name in lower case is the class of a captured operator (`graph.CostClass`)."""
 
     GEMM = 0
     GROUPED_GEMM = 1
@@ -43,34 +43,34 @@ class CostClassCode(IntEnum):
 
 
 CODES = {code.name.lower(): code for code in CostClassCode}
-# As plain numbers: numpy asks the class of an enum for its protocols, which takes longer than to compare all operators of a part.
+# Integers, because comparing an array with an enum member is slow: numpy looks up protocols in the enum's class.
 GEMM, GROUPED_GEMM = int(CostClassCode.GEMM), int(CostClassCode.GROUPED_GEMM)
 FUSED_ATTENTION, MEMORY = int(CostClassCode.ATTENTION), int(CostClassCode.MEMORY)
 COLLECTIVE, FREE = int(CostClassCode.COLLECTIVE), int(CostClassCode.FREE)
 LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
 SCORE_BYTES, DROPPED_BYTES = (7.0, 12.0), (5.0, 5.0)
-"""Per score of attention without a fused kernel, forward and backward: product, softmax and product in turn, of which the causal
-softmax reads the unmasked half; and what dropout reads and writes beside, its mask among it."""
+"""Bytes per score of attention without a fused kernel, forward and backward: those of product, softmax (which reads half of them
+with a causal mask) and product; and the additional ones of dropout, its mask included."""
 EXPONENTIALS: Mapping[str, float] = {"GB300": 8.8e12, "B300": 8.8e12}
 """Exponentials per second of GPUs whose special-function units are doubled (Blackwell Ultra)."""
 USUAL_EXPONENTIALS = 3.9e12
-"""Exponentials per second of all other GPUs: 16 per multiprocessor and clock, 132 · 1.83 GHz · 16 on H100. Units for products
-got faster from chip to chip, these did not."""
+"""Exponentials per second of all other GPUs: 16 per multiprocessor and clock, 132 · 1.83 GHz · 16 on H100. Unlike tensor cores,
+these units did not get faster in later GPUs."""
 USUAL_WIDTH = 128.0
-"""Efficiencies of attention are those of heads of this width; narrower ones have more exponentials for their products."""
+"""Head width for which efficiencies of attention were fitted; narrower heads have more exponentials per operation of products."""
 WAVE_OUTPUTS = 132 * 128 * 256.0
 """Outputs of one wave: multiprocessors of an H100 times the largest tile of its products; other GPUs are within a fifth of it."""
 LOSS_BYTES = 6.0
-"""Per logit: Transformer Engine's cross entropy reads bf16 logits twice and writes their gradient over them."""
+"""Bytes per logit: Transformer Engine's cross entropy reads bf16 logits twice and writes their gradient over them."""
 ROUTER = "router"
-"""The module of the router inside of a layer."""
+"""Name of the router's module in a layer."""
 ROUTER_KERNELS = 4.0
 """Kernels of a pass of the fused router: scores and choice, losses, and the map of tokens."""
 QUANTIZED_BYTES = 4.0
-"""Per element of a product's first operand: read as bf16, written as fp8 twice, by rows and by columns."""
+"""Bytes per element of a product's first operand: read as bf16, written as fp8 twice, by rows and by columns."""
 QUANTIZED_KERNELS = 2.0
-"""Kernels that quantize one group of a grouped product's first operand: its scale and its cast, or its cast and the order of its
-scales. Transformer Engine launches them group by group."""
+"""Kernels that quantize one group of a grouped product's first operand: scale and cast, or cast and reordering of scales.
+Transformer Engine launches them group by group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class OpTable:
     part: Part
     ops: tuple[Op, ...]
     operators: NDArray[np.str_]
-    """Places in the vocabulary of operators."""
+    """Names in the plan's vocabulary of operators."""
     classes: NDArray[np.int64]
     """CostClassCode"""
     flops: Floats
@@ -92,26 +92,26 @@ class OpTable:
     widths: Floats
     """Operations of an attention kernel's products per score; 1 elsewhere."""
     usual_widths: Floats
-    """The same of heads of the usual width; 1 elsewhere."""
+    """The same for heads of the usual width; 1 elsewhere."""
     shapes: Shapes
     backward: Bools
     weight_gradient: Bools
     loaded: Bools
-    """Work that grows with the rows routed here."""
+    """The work grows with the rows routed to this rank."""
     launches: Floats
-    """Kernels that the host launches: one per group of a grouped product, none of views and bookkeeping."""
+    """Kernels that the host launches: one per group of a grouped product, none for views and bookkeeping."""
     called: NDArray[np.int64]
     """CallCode"""
     waits: Bools
-    """The host waits for counts ahead of it."""
+    """The host waits for counts before it."""
     nodes: Bools
-    """First operators of nodes, as `Calls` has them."""
+    """First operators of nodes, as in `Calls`."""
     routing: Bools
-    """Part of the router: scores, choice and map of tokens, not the norm ahead of it nor the permutation behind."""
+    """Part of the router: scores, choice and map of tokens, but not the norm before or the permutation after."""
     wave_flops: Floats
     """Operations of one wave of tiles of every product of an operator; 0 elsewhere."""
     logits: float
-    """Elements of the logits of a head, or of a prediction layer's; 0 elsewhere."""
+    """Elements of the logits of a head or of a prediction layer; 0 for other parts."""
     quantizable: Bools
     collectives: tuple[tuple[int, Collective, float], ...]
     """Index, collective and payload bytes."""
@@ -148,10 +148,10 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
 
 
 def resized(table: OpTable, shapes: Shapes, flops: Floats, moved: Floats, payloads: Sequence[float]) -> OpTable:
-    """The same operators with other sizes; the part of the table stays the one that it was made of.
+    """The same operators with other sizes; `part` is not changed.
 
     Args:
-        shapes, flops, moved: of every operator; `moved` are bytes.
+        shapes, flops, moved: sizes, operations and bytes of every operator.
         payloads: bytes of every collective, in order.
     """
     collectives = tuple((i, c, payload) for (i, c, _), payload in zip(table.collectives, payloads, strict=True))
@@ -160,7 +160,7 @@ def resized(table: OpTable, shapes: Shapes, flops: Floats, moved: Floats, payloa
 
 
 def _of_shapes(ops: Sequence[Op], shapes: Shapes) -> dict[str, Any]:
-    """The columns of a table that follow from the operators' shapes."""
+    """The columns of a table that depend on the operators' shapes."""
     pairs = list(zip(ops, shapes, strict=True))
     return {
         "shapes": shapes,
@@ -186,7 +186,7 @@ def device_seconds(
     common: CommonConstants,
     lookup: Lookup | None = None,
 ) -> tuple[Floats, list[Provenance]]:
-    """Seconds of every operator but collectives (0 there), alone on the device, and where each comes from."""
+    """[ops] seconds of every operator without interference, 0 for collectives, and the origin of each."""
     seconds = _roofline(table, gpu, features, constants, common)
     origins: list[Provenance] = ["roofline"] * len(table.ops)
     if lookup is not None:
@@ -199,7 +199,7 @@ def device_seconds(
 
 def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConstants, common: CommonConstants) -> Floats:
     precision = features.precision
-    # Where a GPU has no such units the products are bf16's, and nothing is quantized for them.
+    # 1. Rates of products. A GPU without units for the precision computes them in bf16, without quantization.
     low = table.quantizable & has_narrow_units(gpu, precision)
     forward = ~table.backward
     efficiency = np.select(
@@ -215,25 +215,26 @@ def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConsta
     rate = gpu.bf16_tflops * 1e12 * efficiency
     grouped = np.where(table.classes == GROUPED_GEMM, common.grouped_low, 1.0)
     rate = np.where(low, low_precision_rate(gpu, precision, constants) * grouped, rate)
-    # Without a fused kernel the products compute the masked half, too, and every score goes through memory.
+    # 2. Products. Without a fused kernel attention also computes the masked half, and writes every score to memory.
     attends = table.classes == FUSED_ATTENTION
-    whole = _beside_products(table, gpu) if features.flash else np.where(attends, 2.0, 1.0)
+    work_factor = _beside_products(table, gpu) if features.flash else np.where(attends, 2.0, 1.0)
     read, back = (
-        0.0 if features.flash else kept + dropped * features.dropped_scores
-        for kept, dropped in zip(SCORE_BYTES, DROPPED_BYTES, strict=True)
+        0.0 if features.flash else stored + dropped * features.dropped_scores
+        for stored, dropped in zip(SCORE_BYTES, DROPPED_BYTES, strict=True)
     )
     multiplies = (table.classes == GEMM) | (table.classes == GROUPED_GEMM) | (table.classes == FUSED_ATTENTION)
     scores = np.where(forward, read, back) * table.scores
-    product = np.where(multiplies, (whole * table.flops + common.tail * table.wave_flops) / rate, 0.0)
-    # Weight gradients read what the other products have quantized: they pay for no quantization. Where both products of the
-    # experts are one kernel, it quantizes.
+    product = np.where(multiplies, (work_factor * table.flops + common.tail * table.wave_flops) / rate, 0.0)
+    # 3. Bytes. Weight gradients read operands that other products have quantized, so they do not quantize. A fused kernel of
+    # both products of the experts quantizes inside.
     quantized = low & ~table.weight_gradient & ~((table.classes == GROUPED_GEMM) & features.fused_experts)
     moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(quantized, QUANTIZED_BYTES * table.operand, 0.0)
     share = fused_share(table, features)
     streamed = (moved * share + scores) / (gpu.memory_gb_per_s * 1e9 * constants.memory)
     kernels = np.minimum(share, 1.0)
     kernels = kernels + np.where(quantized & (table.classes == GROUPED_GEMM), QUANTIZED_KERNELS * table.launches, 0.0)
-    # A fused attention kernel reads keys and values while it multiplies; other products load and store at their ends, too.
+    # 4. A fused attention kernel reads keys and values while it multiplies; other products also load and store when they begin
+    # and end, so their times add.
     together = np.where(attends & features.flash, np.maximum(product, streamed), product + streamed)
     seconds = together + constants.kernel_seconds * kernels
     runs = (table.classes != COLLECTIVE) & (table.classes != FREE)
@@ -241,7 +242,7 @@ def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConsta
 
 
 def fused_share(table: OpTable, features: Features) -> Floats:
-    """[ops] What fused kernels leave of the captured operators' bytes and launches: the capture has torch's operators."""
+    """[ops] share of bytes and launches that remain when fused kernels replace the captured operators of torch."""
     share, moves = np.ones(len(table.ops)), table.classes == MEMORY
     if features.fused_loss and table.logits:
         loss = moves & np.isin(table.operators, (HEAD_LOSS, LOSS))
@@ -257,14 +258,14 @@ def fused_share(table: OpTable, features: Features) -> Floats:
 
 
 def has_narrow_units(gpu: Gpu, precision: str) -> bool:
-    """Whether products of this precision run below bf16 on a GPU: in its units for it, or in those for fp8."""
+    """Whether products of this precision are computed below bf16 on a GPU: in its units for it, or in those for fp8."""
     if precision not in LOW_PRECISIONS:
         return False
     return bool(gpu.fp8_tflops or (precision == "nvfp4" and gpu.fp4_tflops))
 
 
 def low_precision_rate(gpu: Gpu, precision: str, constants: GpuConstants) -> float:
-    """Operations per second of products below bf16; a GPU without such units runs the next wider format it has."""
+    """Operations per second of products below bf16; a GPU without such units uses its next wider format."""
     if precision == "nvfp4" and gpu.fp4_tflops:
         return gpu.fp4_tflops * 1e12 * constants.fp4
     if gpu.fp8_tflops:
@@ -279,14 +280,14 @@ def _shapes(ops: Sequence[Op], b: int, s: int) -> Shapes:
 
 
 def _launches(op: Op, shape: tuple[float, ...]) -> float:
-    """Kernels of an operator; Transformer Engine runs a grouped product as one product per group."""
+    """Kernels of an operator; Transformer Engine launches a grouped product as one product per group."""
     if op.cost_class == "free":
         return 0.0
     return shape[0] if op.cost_class == "grouped_gemm" else 1.0
 
 
 def _wave_flops(op: Op, shape: tuple[float, ...]) -> float:
-    """Operations that all multiprocessors do while each computes one tile; of a grouped product once for every group."""
+    """Operations of one wave, in which every multiprocessor computes one tile; for a grouped product one wave per group."""
     if op.cost_class == "gemm":
         return 2.0 * WAVE_OUTPUTS * shape[2]
     if op.cost_class != "grouped_gemm":
@@ -308,7 +309,7 @@ def _scores(op: Op, shape: tuple[float, ...]) -> float:
 
 
 def _score_operations(op: Op, widths: Sequence[float]) -> float:
-    """Forward two products, one of the keys' width and one of the values'; backward three and two."""
+    """Operations per score: forward one product of the keys' width and one of the values'; backward three and two."""
     if op.cost_class != "attention":
         return 1.0
     backward = op.phase == "backward" and not op.is_recomputed
@@ -317,13 +318,13 @@ def _score_operations(op: Op, widths: Sequence[float]) -> float:
 
 
 def _beside_products(table: OpTable, gpu: Gpu) -> Floats:
-    """[N] seconds of an attention kernel over those of as many products in heads of the usual width; 1 elsewhere."""
+    """[N] slowdown of an attention kernel by its exponentials, relative to heads of the usual width; 1 elsewhere."""
     exponential = gpu.bf16_tflops * 1e12 / EXPONENTIALS.get(gpu.name, USUAL_EXPONENTIALS)
     return (1.0 + exponential / table.widths) / (1.0 + exponential / table.usual_widths)
 
 
 def peak_tflops(gpu: Gpu, precision: str) -> float:
-    """Peak rate of the precision that the products run in; bf16's where the GPU has no such units."""
+    """Peak rate of the products' precision; that of bf16 if the GPU has no units for it."""
     if precision == "nvfp4" and gpu.fp4_tflops:
         return gpu.fp4_tflops
     return gpu.fp8_tflops if precision in LOW_PRECISIONS and gpu.fp8_tflops else gpu.bf16_tflops

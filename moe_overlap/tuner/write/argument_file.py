@@ -1,13 +1,14 @@
-"""`megatron_args.txt`: the flags of a run under a chosen plan, a flag and its values on each line, and why each was chosen.
+"""`megatron_args.txt`: the flags of a run under a chosen plan, one flag with its values per line, with the reason for each.
 
-1. The user's flags are taken without those that the plan decides (`decided_flags`) and without what the caller drops by name.
-2. The flags that say the plan are laid over them. In front of each stands a comment: what the plan decided there, and its
-   predicted effect where the caller knows one.
-3. Flags are grouped: model, layout, memory, communication, training. What was left out is listed at the end, with the reason.
-4. For `megatron-lm` the result is held against upstream's parser and its rules (`upstream_rules.py`), so that no text is written
-   that Megatron-LM refuses.
+1. Start from the user's flags, without those that the plan decides (`decided_flags`) and those that the caller drops by name.
+2. Add the flags that express the plan.
+3. For `megatron-lm`, check the result by upstream's parser and its rules (`upstream_rules.py`), so that no file is written that
+   Megatron-LM refuses.
+4. Write the flags in groups (model, layout, memory, communication, training). A comment before a flag tells the plan's decision
+   and, if the caller knows it, the predicted effect. The end of the file lists the flags that were left out, with reasons.
 
-The text is read by `pretrain_moe.py @FILE`; a `--plan` in it lies beside it. `flag_lines` also go into a shell script's array.
+`pretrain_moe.py @FILE` reads the file; a relative `--plan` in it is a file in the same folder. `flag_lines` also fill an array in
+a shell script.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
         "v-head-dim mtp-* num-experts moe-* window-* softmax-type use-rope-scaling apply-query-key-layer-scaling",
     ),
 )
-"""Groups and the patterns of their flags; the first that fits counts, and what fits none is training."""
+"""Groups and the patterns of their flags; a flag belongs to the first group that matches, or else to training."""
 ORDER = ("model", "layout", "memory", "communication", "training")
 NOT_SAID_BY_PLANS = (
     "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -73,23 +74,23 @@ NOT_SAID_BY_PLANS = (
     "--optimizer-offload-fraction",
     "--data-parallel-sharding-strategy",
 )
-"""Flags beside those of `values_of_plan` that a plan replaces."""
+"""Flags that a plan replaces in addition to those of `values_of_plan`."""
 OF_THE_RUN = frozenset(
     "--seq-length --global-batch-size --bf16 --fp16 --fp8-format --fp4-format --encoder-seq-length".split()
 )
-"""Flags among those of a plan that say what is trained, not how."""
+"""Flags of a plan that define the training run and not its layout."""
 SAME_AS_ROUTER = ("--moe-gate", ("topk",))
-"""The gate that decides as Megatron's router does: nothing is lost where Megatron-LM has no flag for it."""
+"""The gate that equals Megatron's router: Megatron-LM has no flag for it and needs none."""
 
 
 WEIGHTS_ALONE = (
-    "--pretrained-checkpoint begins with the same weights, and a run that starts again goes on from what it has saved"
+    "--pretrained-checkpoint replaces it; the first start loads the same weights, a restart the run's own checkpoint"
 )
-"""Why --finetune, and the --load it acts on, are not among the flags of a job that loads its own checkpoints."""
+"""Why --finetune, and the --load that it modifies, are left out of a job that loads its own checkpoints."""
 FIRST_START = ("--no-load-optim", "--no-load-rng")
-"""Flags that a job which starts again must not repeat: it would leave out what it has saved itself."""
+"""Flags for the first start only: a restart that repeats them would not load all of its own checkpoint."""
 AT_FIRST = (
-    "of the start alone that loads your checkpoint (FIRST in launch.sbatch): what the run saves itself is loaded whole"
+    "for the first start only, which loads your checkpoint (FIRST in launch.sbatch); a restart loads its own completely"
 )
 
 
@@ -98,10 +99,10 @@ class WrittenFlags:
     """The flags of a run.
 
     Attributes:
-        flags: flag -> its values, by group.
-        text: of the file, comments included.
-        left_out: the user's flags that are not among them, each with the reason.
-        first: flags of the user that are of the first start alone, which loads the user's own checkpoint.
+        flags: flag -> its values, ordered by group.
+        text: contents of the file, comments included.
+        left_out: the user's flags that were left out, each with the reason.
+        first: the user's flags that apply to the first start only, which loads the user's checkpoint.
     """
 
     flags: Mapping[str, tuple[str, ...]]
@@ -116,7 +117,7 @@ class WrittenFlags:
 
 
 def argument_file(
-    words: Sequence[str],
+    user_flags: Sequence[str],
     plan: Plan,
     arguments: Sequence[str],
     target: Target = "moe-overlap",
@@ -127,72 +128,77 @@ def argument_file(
     in_file: Sequence[str] = (),
     head: Sequence[str] = (),
 ) -> WrittenFlags:
-    """The flags that run a plan, and their text.
+    """The flags that run a plan, and the text of their file.
 
     Args:
-        words: the user's flags, files expanded; their layout is replaced by the plan's.
-        arguments: the flags that say the plan (`plan_values.arguments_of`), and what its runtime needs beside them.
-        effects: flag -> a sentence on what the choice changes, as predicted.
-        dropped: flags of the user that the run goes without, each with the reason.
-        plan_file: name of the plan's file beside the text, for what flags cannot say; this fork's.
-        in_file: the flags that would say the layout which stands in that file: comments give them with their reasons.
-        head: lines of comment at the top.
+        user_flags: the user's flags, with argument files expanded; the plan replaces their layout.
+        arguments: the flags that express the plan (`plan_values.arguments_of`), and those that its runtime needs in addition.
+        effects: flag -> a sentence about the predicted effect of the choice.
+        dropped: the user's flags to leave out, each with the reason.
+        plan_file: name of the plan's JSON file in the same folder, for a plan that flags cannot express; this fork only.
+        in_file: flags of the layout in that file; they are listed with their reasons in comments only.
+        head: comment lines at the top.
     Raises:
-        ConfigError: `megatron-lm` refuses the flags: the first rule that they break.
+        ConfigError: `megatron-lm` refuses the flags; the error is the first rule that they break.
     """
-    chosen = grouped([*arguments, *_state_words(plan, target)])
+    # 1. The plan's flags, and the user's flags that stay unchanged.
+    chosen = grouped([*arguments, *_state_flags(plan, target)])
     if plan_file is not None:
         chosen["--plan"] = (plan_file,)
-    gone, decided = dict(dropped or {}), decided_flags(plan)
-    kept: dict[str, tuple[str, ...]] = {}
-    for name, values in grouped(words).items():
+    reasons, decided = dict(dropped or {}), decided_flags(plan)
+    unchanged: dict[str, tuple[str, ...]] = {}
+    for name, values in grouped(user_flags).items():
         reason = _no_flag_of_upstream(name, values) if target == "megatron-lm" else ""
         if reason:
-            gone.setdefault(name, reason)
-        if name not in gone and name not in decided and not is_format_of_fsdp(name, values):
-            kept[name] = values
-    merged = kept | {name: values for name, values in chosen.items() if name not in gone}
+            reasons.setdefault(name, reason)
+        if name not in reasons and name not in decided and not is_format_of_fsdp(name, values):
+            unchanged[name] = values
+    # 2. The plan's flags over the user's. A job restarts with the same command line, so flags that would make a restart ignore
+    # its own checkpoint move to the first start.
+    merged = unchanged | {name: values for name, values in chosen.items() if name not in reasons}
     first = tuple(name for name in FIRST_START if name in merged)
-    gone |= dict.fromkeys(first, AT_FIRST)
+    reasons |= dict.fromkeys(first, AT_FIRST)
     if "--finetune" in merged:
-        gone |= dict.fromkeys(("--finetune", "--load", *first), WEIGHTS_ALONE)
+        reasons |= dict.fromkeys(("--finetune", "--load", *first), WEIGHTS_ALONE)
         merged, first = _begun_by_weights(merged), ()
     merged = {name: values for name, values in merged.items() if name not in FIRST_START}
     by_group = {name: merged[name] for group in ORDER for name in merged if group_of(name) == group}
+    # 3. The rules of Megatron-LM.
     if target == "megatron-lm":
         for error in (*parser_errors(by_group), *upstream_errors(values_of(by_group), plan.world_size)):
             raise error
+    # 4. The text.
     comments = {name: _comment(name, plan, effects or {}) for name in by_group}
     if plan_file is not None:
         comments["--plan"] += _layout_in_file(in_file, plan, effects or {})
-    # Names come from files: none ends its comment.
+    # The head has names of files; `printable` keeps a line break in one from ending the comment.
     lines = [*(f"# {printable(line, len(line))}".rstrip() for line in head), *flag_lines(by_group, comments)]
-    left_out = tuple((name, reason) for name, reason in gone.items() if name in grouped(words))
+    left_out = tuple((name, reason) for name, reason in reasons.items() if name in grouped(user_flags))
     if left_out:
         lines += ["", "# left out", *(line for pair in left_out for line in _wrapped(": ".join(pair)))]
     return WrittenFlags(flags=by_group, text="\n".join(lines).strip() + "\n", left_out=left_out, first=first)
 
 
 def _begun_by_weights(flags: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Flags that begin with the weights of --load, at step 0, and go on from what the run has saved when it starts again."""
+    """The flags with --finetune and --load replaced by --pretrained-checkpoint, which a restart ignores."""
     begun = {name: values for name, values in flags.items() if name not in ("--finetune", "--load")}
     return begun | ({"--pretrained-checkpoint": flags["--load"]} if "--load" in flags else {})
 
 
 def decided_flags(plan: Plan) -> frozenset[str]:
-    """The flags that a plan decides, in all their spellings: the user's mentions of them make way."""
-    said = values_of_plan(plan).keys() | set(NOT_SAID_BY_PLANS)
-    older = (name for name, values in OLDER_SPELLINGS.items() if values.keys() & said)
-    return frozenset(said).union(older)
+    """The flags that a plan decides, in all their spellings; they replace the user's."""
+    names = values_of_plan(plan).keys() | set(NOT_SAID_BY_PLANS)
+    older = (name for name, values in OLDER_SPELLINGS.items() if values.keys() & names)
+    return frozenset(names).union(older)
 
 
 def is_format_of_fsdp(name: str, values: tuple[str, ...]) -> bool:
-    """Whether a flag is the checkpoints' format of Megatron-FSDP, which comes and goes with it; other formats are the user's."""
+    """Whether a flag sets the checkpoint format of Megatron-FSDP, which the plan decides; other formats are the user's choice."""
     return (name, values) == ("--ckpt-format", ("fsdp_dtensor",))
 
 
 def layout_flags() -> frozenset[str]:
-    """The flags by which a user says a layout, in all their spellings: those of every plan, but for its batch and precision."""
+    """The flags of a layout, in all their spellings: those that a plan decides, except batch and precision."""
     stage = StagePlan(
         chunks=((0, 1),),
         devices=Devices(mesh=(1, 1), ranks=(0,)),
@@ -225,8 +231,8 @@ def layout_flags() -> frozenset[str]:
     return decided_flags(plan) - OF_THE_RUN
 
 
-def _state_words(plan: Plan, target: Target) -> list[str]:
-    """Flags that shard and offload states; what this fork does beyond ZeRO-1 stands in its plan's file."""
+def _state_flags(plan: Plan, target: Target) -> list[str]:
+    """Flags that shard and offload states. On this fork more than ZeRO-1 is expressed in the plan's file, without flags."""
     stage = plan.stages[0]
     if target == "megatron-lm":
         return state_arguments(plan)
@@ -234,10 +240,10 @@ def _state_words(plan: Plan, target: Target) -> list[str]:
 
 
 def _no_flag_of_upstream(name: str, values: tuple[str, ...]) -> str:
-    """Why Megatron-LM runs without a flag of the user; empty where it has it.
+    """Why a flag of the user is left out for Megatron-LM; empty if Megatron-LM has the flag.
 
     Raises:
-        ConfigError: without the flag it would train another model.
+        ConfigError: without the flag Megatron-LM would train another model.
     """
     if name in load_upstream_flags():
         return ""
@@ -259,7 +265,7 @@ def flag_lines(flags: Mapping[str, tuple[str, ...]], comments: Mapping[str, Sequ
     """A flag and its values on each line, quoted for a shell, under the names of their groups.
 
     Args:
-        comments: flag -> lines of comment in front of it.
+        comments: flag -> comment lines before it.
     """
     lines: list[str] = []
     group = ""
@@ -272,16 +278,16 @@ def flag_lines(flags: Mapping[str, tuple[str, ...]], comments: Mapping[str, Sequ
 
 
 def _comment(flag: str, plan: Plan, effects: Mapping[str, str]) -> list[str]:
-    """Lines of comment: the decision, and its effect."""
+    """Comment lines of a flag: the decision, and its effect."""
     reason = REASONS[flag](plan, plan.stages[0]) if flag in REASONS else ""
     effect = effects.get(flag, "")
     return _wrapped("; ".join(text.rstrip(".;") for text in (reason, effect) if text))
 
 
-def _layout_in_file(said: Sequence[str], plan: Plan, effects: Mapping[str, str]) -> list[str]:
-    """Lines of comment: the flags of a layout that a plan's file says in their place, with the reasons that they would have."""
+def _layout_in_file(in_file: Sequence[str], plan: Plan, effects: Mapping[str, str]) -> list[str]:
+    """Comment lines: the layout in the plan's file, written as flags with their reasons."""
     lines: list[str] = []
-    for name, values in grouped(said).items():
+    for name, values in grouped(in_file).items():
         reason = REASONS[name](plan, plan.stages[0]) if name in REASONS else ""
         why = "; ".join(filter(None, (reason, effects.get(name, ""))))
         lines += _wrapped(f"{' '.join([name, *values])}{f': {why}' if why else ''}", indent="#   ")
@@ -296,7 +302,7 @@ def _wrapped(text: str, indent: str = "# ") -> list[str]:
 
 
 def _stages(plan: Plan, stage: StagePlan) -> str:
-    depths = sorted({len(one.layers) for one in plan.stages})
+    depths = sorted({len(other.layers) for other in plan.stages})
     layers = f"{depths[0]}" if len(depths) == 1 else f"{depths[0]} to {depths[-1]}"
     return f"{len(plan.stages)} stages of {len(stage.devices.ranks)} GPUs, with {layers} layers each"
 
@@ -314,45 +320,47 @@ def _batch(plan: Plan, stage: StagePlan) -> str:
 
 def _recomputed(plan: Plan, stage: StagePlan) -> str:
     if stage.recompute.granularity == "selective":
-        return "the outputs of these modules are not kept, but computed a second time in the backward pass"
-    return "whole layers are computed a second time in the backward pass; their inputs alone are kept"
+        return "the backward pass recomputes the outputs of these modules, which are not stored"
+    return "the backward pass recomputes these layers completely; only their inputs are stored"
 
 
 def _expert_shares(plan: Plan, stage: StagePlan) -> str:
     if stage.expert_tensor == 1:
-        return f"experts are whole, while attention is shared by {stage.tensor} ranks"
-    return f"every expert's matrices are shared by {stage.expert_tensor} ranks"
+        return f"experts are not split, while attention is split over {stage.tensor} ranks"
+    return f"every expert's matrices are split over {stage.expert_tensor} ranks"
 
 
 REASONS: Mapping[str, Callable[[Plan, StagePlan], str]] = {
-    "--tensor-model-parallel-size": lambda plan, stage: f"every layer's matrices are shared by {stage.tensor} ranks",
-    "--sequence-parallel": lambda plan, stage: "norms and what they keep are shared by the tensor ranks, too",
+    "--tensor-model-parallel-size": lambda plan, stage: f"every layer's matrices are split over {stage.tensor} ranks",
+    "--sequence-parallel": lambda plan, stage: "norms and their activations are split over the tensor ranks, too",
     "--pipeline-model-parallel-size": _stages,
     "--num-virtual-stages-per-pipeline-rank": lambda plan, stage: (
         f"{len(stage.chunks)} model chunks on every stage: a shorter bubble for more transfers"
     ),
-    "--pipeline-model-parallel-layout": lambda plan, stage: "layers of every stage, embedding E and loss L included",
-    "--decoder-first-pipeline-num-layers": lambda plan, stage: "the first stage holds the embedding, too",
-    "--decoder-last-pipeline-num-layers": lambda plan, stage: "the last stage holds the loss, too",
-    "--context-parallel-size": lambda plan, stage: f"every sequence is shared by {stage.context} ranks",
+    "--pipeline-model-parallel-layout": lambda plan, stage: "layers of every stage, with embedding E and loss L",
+    "--decoder-first-pipeline-num-layers": lambda plan, stage: "the first stage also holds the embedding",
+    "--decoder-last-pipeline-num-layers": lambda plan, stage: "the last stage also holds the loss",
+    "--context-parallel-size": lambda plan, stage: f"every sequence is split over {stage.context} ranks",
     "--expert-model-parallel-size": _experts,
     "--expert-tensor-parallel-size": _expert_shares,
-    "--moe-grouped-gemm": lambda plan, stage: "the products of a rank's experts are one call, as predicted",
-    "--use-tp-pp-dp-mapping": lambda plan, stage: "the stages of a replica are neighbours",
+    "--moe-grouped-gemm": lambda plan, stage: (
+        "the products of a rank's experts are one call; the prediction assumes it"
+    ),
+    "--use-tp-pp-dp-mapping": lambda plan, stage: "the stages of a replica are on neighbouring ranks",
     "--micro-batch-size": _batch,
     "--recompute-granularity": _recomputed,
     "--use-distributed-optimizer": lambda plan, stage: (
-        "the optimizer's states are shared by the replicas (ZeRO-1)" if stage.data > 1 else "ZeRO-1, with one replica"
+        "optimizer states are split over the replicas (ZeRO-1)" if stage.data > 1 else "ZeRO-1, with one replica"
     ),
-    "--use-megatron-fsdp": lambda plan, stage: f"states are shared by the replicas (ZeRO-{stage.zero_level})",
+    "--use-megatron-fsdp": lambda plan, stage: f"states are split over the replicas (ZeRO-{stage.zero_level})",
     "--optimizer-cpu-offload": lambda plan, stage: (
-        f"{100 * stage.offload.optimizer:.0f} % of the optimizer's states on the host"
+        f"{100 * stage.offload.optimizer:.0f} % of the optimizer states in host memory"
     ),
-    "--cpu-offloading-num-layers": lambda plan, stage: "these layers' activations wait on the host",
+    "--cpu-offloading-num-layers": lambda plan, stage: "the activations of these layers are in host memory meanwhile",
     "--overlap-moe-expert-parallel-comm": lambda plan, stage: (
-        "all-to-alls of one micro-batch run beside the computation of another"
+        "all-to-alls of one micro-batch overlap with the computation of another"
     ),
-    "--delay-wgrad-compute": lambda plan, stage: "weight gradients run beside those all-to-alls, too",
-    "--plan": lambda plan, stage: "what flags cannot say; it lies beside this file",
+    "--delay-wgrad-compute": lambda plan, stage: "weight gradients overlap with those all-to-alls, too",
+    "--plan": lambda plan, stage: "a layout that flags cannot express; the file is in the same folder as this one",
 }
-"""Flag -> what the plan decided there."""
+"""Flag -> the plan's decision, for a comment."""

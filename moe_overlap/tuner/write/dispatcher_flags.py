@@ -1,4 +1,4 @@
-"""The flags of a dispatcher: whether a search decides it, and the flags of a layout's own."""
+"""The flags of a dispatcher: which dispatchers a search tries, and the flags of the one that a layout uses."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ FLAGS: Mapping[Dispatcher, tuple[str, ...]] = MappingProxyType(
         "hybridep": ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"),
     }
 )
-"""Dispatcher -> the flags that say it, to this fork and to unmodified Megatron-LM."""
-DECIDING = {words[0] for words in FLAGS.values()} | {"--moe-enable-deepep", "--moe-flex-dispatcher-backend"}
+"""Dispatcher -> the flags that select it, in this fork and in unmodified Megatron-LM."""
+DECIDING = {arguments[0] for arguments in FLAGS.values()} | {"--moe-enable-deepep", "--moe-flex-dispatcher-backend"}
 """Flags that name a dispatcher."""
 OF_ONE = ("--moe-deepep-", "--moe-hybridep-")
-"""Flags that adjust one library; prefixes."""
+"""Prefixes of flags that adjust one library."""
 
 
 def with_dispatcher(bare: Sequence[str], cluster: Cluster, is_free: bool) -> tuple[list[str], tuple[Dispatcher, ...]]:
-    """The flags with the dispatcher that is searched first, and those that are searched behind it.
+    """The flags with the first dispatcher of a search, and the other dispatchers of the search.
 
-    There are none where the flags name theirs, or layers have no experts. On a measured machine nothing bounds a layout.
+    Without a search the flags are unchanged and there are no others: the flags name a dispatcher, the model has no experts, or
+    the cluster was measured, with one dispatcher.
 
+    Args:
+        bare: flags of the job.
+        is_free: search all dispatchers, even if the flags name one (`--search-dispatcher`).
     Raises:
-        ConfigError: a flag adjusts one library, and several dispatchers are searched; or none is searched, whatever was asked.
+        ConfigError: a flag adjusts one library, and several dispatchers are searched; or `is_free`, and no search is possible.
     """
     flags = grouped(bare)
     if is_free and "--num-experts" not in flags:
@@ -41,8 +45,8 @@ def with_dispatcher(bare: Sequence[str], cluster: Cluster, is_free: bool) -> tup
     if is_free and cluster.measured is not None:
         rule = "a measured cluster has the prices of the dispatcher that it was measured with"
         raise ConfigError("--search-dispatcher", "", rule, "drop it, or describe the machines by --gpu")
-    said = {name for name in flags if name in DECIDING}
-    if "--num-experts" not in flags or cluster.measured is not None or (said and not is_free):
+    named = {name for name in flags if name in DECIDING}
+    if "--num-experts" not in flags or cluster.measured is not None or (named and not is_free):
         return list(bare), ()
     for name in flags:
         if name.startswith(OF_ONE):
@@ -50,11 +54,11 @@ def with_dispatcher(bare: Sequence[str], cluster: Cluster, is_free: bool) -> tup
             raise ConfigError(
                 name, " ".join(flags[name]), rule, "drop it, or name the dispatcher and leave --search-dispatcher out"
             )
-    others = [word for name, values in flags.items() if name not in said for word in (name, *values)]
+    others = [word for name, values in flags.items() if name not in named for word in (name, *values)]
     return [*others, *FLAGS[FIRST]], tuple(name for name in dispatchers_of(cluster.group_of(0)) if name != FIRST)
 
 
 def by_dispatcher(bare: Sequence[str], dispatcher: str) -> list[str]:
-    """The flags with those of a layout's dispatcher."""
+    """The flags with a layout's dispatcher; unchanged if it names none."""
     flags = grouped(bare) | (grouped(FLAGS[cast(Dispatcher, dispatcher)]) if dispatcher else {})
     return [word for name, values in flags.items() for word in (name, *values)]

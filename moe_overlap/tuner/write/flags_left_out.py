@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that a run with this fork's overlap goes without, and why."""
+"""Flags of Megatron-LM that are left out of a run with this fork's overlap, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPLACED: Mapping[str, str] = MappingProxyType(
         "--moe-shared-expert-overlap": OVERLAPPED,
     }
 )
-"""Flags that this runtime does otherwise, and how."""
+"""Flag -> how this runtime achieves the same."""
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
         **REPLACED,
@@ -27,4 +27,4 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         GRAPHS_FLAG: "captures the operators of instruction lists, and nothing is overlapped",
     }
 )
-"""All of them."""
+"""Flag -> why it is left out."""

@@ -1,9 +1,9 @@
-"""`launch.sbatch`: the Slurm script of a run, whole in one file, with the settings that a cluster may want changed at its top.
+"""`launch.sbatch`: the Slurm script of a run in one file; settings that depend on the cluster are at its top.
 
-It starts `pretrain_moe.py` with the flags of the file beside it, or Megatron-LM's `pretrain_gpt.py` with its flags written out;
-torchrun on every node, bare or in a container. No path in it is absolute: the flags lie beside the script, the program and the
-user's own relative paths are found from the folder where the job is submitted. What makes an interrupted job go on by itself is
-launch.sh, which examples/slurm sources.
+It starts `pretrain_moe.py` with the argument file in the script's folder, or Megatron-LM's `pretrain_gpt.py` with the flags
+written into the script, by torchrun on every node, with or without a container. It has no absolute path: the argument file is in
+the script's folder; the program and the user's relative paths start from the folder of submission. launch.sh, which the scripts
+of examples/slurm source, restarts an interrupted job.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, flag_lines
 
 SCRIPT, ARGUMENTS = "launch.sbatch", "megatron_args.txt"
-"""Names of the files, which lie in one folder."""
+"""Names of the two files; both are in one folder."""
 WRITTEN_BY = "# Written by tools/autotune.py."
-"""The words by which a script is known as one of an answer."""
+"""The line that marks a script as written by this tool."""
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DATA = ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path", "--mock-data")
-"""Flags that say what is read."""
+"""Flags that name the training data."""
 AFTER_HOPPER = ("Blackwell",)
-"""Architectures whose kernels start in the order of their streams without that setting."""
+"""Architectures whose kernels start in stream order without CUDA_DEVICE_MAX_CONNECTIONS."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmJob:
-    """The resources that a job asks its cluster for.
+    """The resources that a job requests.
 
     Attributes:
-        gpu_option: how the cluster counts GPUs; the other form stands beside it as a comment.
-        image: container of pyxis; None runs bare, or in what CONTAINER names.
+        gpu_option: the option by which the cluster counts GPUs; the script has the other form as a comment.
+        image: container image for pyxis; None runs without one, or in the container that CONTAINER names.
     """
 
     name: str
@@ -54,12 +54,12 @@ def job_on(cluster: Cluster, name: str) -> SlurmJob:
     """The job that fills a cluster.
 
     Raises:
-        ConfigError: its nodes differ in their number of GPUs, which one Slurm job cannot ask for.
+        ConfigError: its nodes differ in their number of GPUs, which one Slurm job cannot request.
     """
     sizes = sorted({group.gpus_per_node for group in cluster.groups})
     if len(sizes) > 1:
         shown = " and ".join(map(str, sizes))
-        rule = "one Slurm job asks for as many GPUs on every node"
+        rule = "one Slurm job requests the same number of GPUs on every node"
         raise ConfigError(f"{cluster.name} gpus_per_node", shown, rule, "write the script by hand (examples/slurm)")
     word = re.sub(r"[^\w.-]+", "-", name).strip("-") or "moe"
     return SlurmJob(name=word, nodes=sum(group.nodes for group in cluster.groups), gpus_per_node=sizes[0])
@@ -68,37 +68,37 @@ def job_on(cluster: Cluster, name: str) -> SlurmJob:
 def run_environment(
     plan: Plan, flags: Mapping[str, tuple[str, ...]], architecture: str, target: Target
 ) -> dict[str, str]:
-    """Environment that Megatron-LM insists on: collectives of tensor and context ranks keep their place among kernels.
+    """Environment variables that Megatron-LM requires, so that collectives of tensor and context ranks start in program order.
 
-    Source: `validate_args` of Megatron-LM; Blackwell and later do without.
+    Source: `validate_args` of Megatron-LM; Blackwell and later need none.
     """
     stage = plan.stages[0]
     if target != "megatron-lm" or architecture in AFTER_HOPPER or stage.tensor * stage.context == 1:
         return {}
-    # Its overlap of all-to-alls and FSDP need kernels of several streams at once; the parser then takes either.
+    # The overlap of all-to-alls and FSDP need several streams to run at once; with them the parser accepts any value.
     several = {"--overlap-moe-expert-parallel-comm", "--use-megatron-fsdp"} & flags.keys()
     return {MAX_CONNECTIONS: "32" if several else "1"}
 
 
-def words_to_add(flags: Mapping[str, tuple[str, ...]], target: Target) -> str:
-    """The arguments that a job of these flags still needs, as appended to `sbatch`; capitals stand for the user's values.
+def arguments_to_add(flags: Mapping[str, tuple[str, ...]], target: Target) -> str:
+    """The arguments that a user must append to `sbatch`, in capitals for the values; empty if the flags are complete.
 
-    Megatron-LM has no default tokenizer; this runtime has bytes. A value that a shell script takes from outside is none: its flag
-    is said again behind it, and the later one counts.
+    Megatron-LM has no default tokenizer; this runtime's is bytes. A value that is a shell variable counts as missing: the user
+    repeats the flag, and the later value counts.
     """
     unsaid = {name for name, values in flags.items() if any(map(VARIABLE.search, values))}
     flags = {name: values for name, values in flags.items() if name not in unsaid}
-    wanted = {
+    options = {
         "--lr LR": ("--lr",),
         "--train-iters N": ("--train-iters", "--train-samples"),
         "--data-path PREFIX": DATA,
     }
     if target == "megatron-lm":
-        wanted["--tokenizer-type TYPE --tokenizer-model FILE"] = ("--tokenizer-type",)
-    added = [words for words, names in wanted.items() if not any(name in flags for name in names)]
-    known = " ".join(added).split()
-    # Where a run saves and loads, the script says.
-    added += [f"{name} VALUE" for name in sorted(unsaid.difference(known, ("--save", "--load")))]
+        options["--tokenizer-type TYPE --tokenizer-model FILE"] = ("--tokenizer-type",)
+    added = [option for option, names in options.items() if not any(name in flags for name in names)]
+    listed = " ".join(added).split()
+    # The script's settings RUN and LOAD stand for --save and --load.
+    added += [f"{name} VALUE" for name in sorted(unsaid.difference(listed, ("--save", "--load")))]
     return " ".join(added)
 
 
@@ -108,12 +108,12 @@ def slurm_script(
     """The text of launch.sbatch.
 
     Args:
-        written: the flags; `moe-overlap` reads them from the file beside the script.
-        environment: variables of every rank.
+        written: the flags; `moe-overlap` reads them from the argument file in the script's folder.
+        environment: environment variables of every rank.
     """
-    lines = [*_options(job, words_to_add(written.flags, target)), "", *_settings(job, target, written), ""]
+    lines = [*_options(job, arguments_to_add(written.flags, target)), "", *_settings(job, target, written), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
-    lines += ["# export NCCL_SOCKET_IFNAME=eth0   # the network of the first contact, where nodes have several", ""]
+    lines += ["# export NCCL_SOCKET_IFNAME=eth0   # the network of the rendezvous, if nodes have several", ""]
     lines += _inline(written) if target == "megatron-lm" else _beside()
     if "--save-interval" not in written.flags:
         lines += ['set -- --save-interval "${SAVE_INTERVAL:-500}" "$@" # steps from one checkpoint to the next', ""]
@@ -123,18 +123,18 @@ def slurm_script(
 
 def _options(job: SlurmJob, added: str) -> list[str]:
     count = job.gpus_per_node
-    asked = [f"#SBATCH --gpus-per-node={count}", f"#SBATCH --gres=gpu:{count}"]
+    gpu_lines = [f"#SBATCH --gpus-per-node={count}", f"#SBATCH --gres=gpu:{count}"]
     if job.gpu_option == "gres":
-        asked.reverse()
+        gpu_lines.reverse()
     return [
         "#!/usr/bin/env bash",
-        f"{WRITTEN_BY} Submit it from the folder where the program lies and the flags' relative paths hold:",
+        f"{WRITTEN_BY} Submit it from the folder of the program, where relative paths of the flags start:",
         f"#   sbatch FOLDER/{SCRIPT} {f'{added} ' if added else ''}[further flags]",
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={job.nodes}",
         "#SBATCH --ntasks-per-node=1",
-        asked[0],
-        f"#{asked[1]}   (in place of the line above, where the cluster wants it so)",
+        gpu_lines[0],
+        f"#{gpu_lines[1]}   (instead of the line above, if the cluster requires it)",
         f"#SBATCH --cpus-per-task={job.cpus_per_gpu * count}",
         "#SBATCH --mem=0",
         "#SBATCH --exclusive",
@@ -149,31 +149,31 @@ def _options(job: SlurmJob, added: str) -> list[str]:
 def _settings(job: SlurmJob, target: Target, written: WrittenFlags) -> list[str]:
     program = "Megatron-LM/pretrain_gpt.py" if target == "megatron-lm" else "pretrain_moe.py"
     image = shlex.quote(job.image) if job.image else ""
-    said = (written.flags.get(name, ()) for name in ("--save", "--load"))
-    saved, begins = ("" if any(map(VARIABLE.search, values)) else shlex.join(values) for values in said)
+    paths = (written.flags.get(name, ()) for name in ("--save", "--load"))
+    saved, begins = ("" if any(map(VARIABLE.search, values)) else shlex.join(values) for values in paths)
     settings = {
         "RUN": (
             saved or "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID",
-            "checkpoints: saved here, loaded when the job starts again",
+            "checkpoints: saved here, and loaded by a restart",
         ),
-        "LOAD": (begins, "where a run begins that has saved nothing; empty: at step 0"),
-        **({"FIRST": (" ".join(written.first), "flags of the start alone that loads it")} if written.first else {}),
-        "PROGRAM": (program, "from the folder of submission"),
+        "LOAD": (begins, "checkpoint to begin with while RUN has none; empty: begin at step 0"),
+        **({"FIRST": (" ".join(written.first), "flags used only when LOAD is loaded")} if written.first else {}),
+        "PROGRAM": (program, "relative to the folder of submission"),
         "PYTHON": ("python3", "the interpreter that has the packages, such as .venv/bin/python"),
-        "GPUS": (str(job.gpus_per_node), "ranks of a node, where --gres asks for its GPUs"),
-        "CONTAINER_IMAGE": (image, "with pyxis; empty runs without"),
+        "GPUS": (str(job.gpus_per_node), "ranks per node, if --gres requests the GPUs"),
+        "CONTAINER_IMAGE": (image, "image for pyxis; empty: no image"),
         "CONTAINER": ("", "such as: apptainer exec --nv --bind $PWD moe.sif"),
-        "RESTARTS": ("2", "how often torchrun starts the ranks again after one has failed"),
+        "RESTARTS": ("2", "how often torchrun restarts the ranks after a failure"),
     }
     width = max(len(f"{name}=${{{name}:-{value}}}") for name, (value, _) in settings.items())
     return [f"{f'{name}=${{{name}:-{value}}}':<{width}} # {why}" for name, (value, why) in settings.items()]
 
 
 def _beside() -> list[str]:
-    """The flags of the file in the script's own folder."""
+    """Lines that pass on the argument file in the script's folder."""
     name = re.escape(SCRIPT)
     return [
-        "# sbatch runs a copy of this script; the flags lie beside the original.",
+        "# sbatch runs a copy of this script; the argument file is in the folder of the original.",
         f"original=$(scontrol show job \"$SLURM_JOB_ID\" | sed -n 's/^ *Command=\\(.*{name}\\).*/\\1/p')",
         f'set -- "@$(dirname "$original")/{ARGUMENTS}" "$@"',
         "",
@@ -181,7 +181,7 @@ def _beside() -> list[str]:
 
 
 def _inline(written: WrittenFlags) -> list[str]:
-    """The flags as an array of the script, which says itself where the run saves and what it loads."""
-    kept = {name: values for name, values in written.flags.items() if name not in ("--save", "--load")}
-    flags = [f"    {line}".rstrip() for line in flag_lines(kept, {})]
-    return ["flags=(", *flags[1:], ")", 'set -- "${flags[@]}" "$@"', ""]
+    """Lines with the flags as an array; --save and --load are left out, because RUN and LOAD set them."""
+    flags = {name: values for name, values in written.flags.items() if name not in ("--save", "--load")}
+    lines = [f"    {line}".rstrip() for line in flag_lines(flags, {})]
+    return ["flags=(", *lines[1:], ")", 'set -- "${flags[@]}" "$@"', ""]

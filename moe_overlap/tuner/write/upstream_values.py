@@ -1,13 +1,14 @@
-"""The flags of unmodified Megatron-LM as typed values: those of a command line, and those that say a plan.
+"""The flags of unmodified Megatron-LM as typed values, read from a command line or from a plan.
 
-Terms. *Values* are the typed values of flags by their documented name: true for a switch that is written, a number, a text, or a
-tuple of texts; a flag that is absent has upstream's default (`default_value`). A plan becomes values (`values_of_plan`) that are
-laid over those of the user's flags (`values_of`), so that `upstream_rules.py` holds flags and plans against one set of rules.
+Terms. *Values* map the documented name of a flag to true for a switch that is present, a number, a text, or a tuple of texts; a
+flag that is absent has upstream's default (`default_value`). The values of a plan (`values_of_plan`) replace those of the user's
+flags (`values_of`), so that `upstream_rules.py` checks command lines and plans by one set of rules.
 
-    parser_errors      flags that the parser does not read
+    parser_errors      flags that the parser refuses
     values_of          flags -> values
-    values_of_plan     plan -> values, and `unsayable`, what Megatron-LM has no flag for
-    state_arguments    the words that shard and offload states as a plan says
+    values_of_plan     plan -> values
+    unsayable          plan -> its fields that Megatron-LM has no flag for
+    state_arguments    plan -> arguments that shard and offload states
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_overlap.plan.plan import Offload, Plan, StagePlan
 Value = bool | int | float | str | tuple[str, ...] | None
 Values = Mapping[str, Value]
 LAYERS_ARE_CUT = "layers are cut"
-"""Key of values that come from a plan: it says the layers of every chunk, so no rule on dividing them is left."""
+"""Key of values that come from a plan: the plan fixes the layers of every chunk, so rules on dividing layers do not apply."""
 _NUMBERS: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}
 OLDER_SPELLINGS: dict[str, dict[str, Value]] = {
     "--recompute-activations": {"--recompute-granularity": "selective"},
@@ -33,26 +34,26 @@ OLDER_SPELLINGS: dict[str, dict[str, Value]] = {
     "--enable-cuda-graph": {"--cuda-graph-impl": "local"},
     "--external-cuda-graph": {"--cuda-graph-impl": "transformer_engine"},
 }
-"""Older spellings of flags -> the values that they mean."""
+"""Older spelling of a flag -> the values that it stands for."""
 SCOPES = "--cuda-graph-scope"
-"""Documented name of the parts of a step that CUDA graphs record; `--cuda-graph-modules` is its newer spelling."""
+"""Documented name of the flag for the parts of a step that CUDA graphs capture; `--cuda-graph-modules` is its newer spelling."""
 
 
 # The parser
 
 
 def parser_errors(flags: Flags) -> list[ConfigError]:
-    """Every flag that no release of upstream's parser has, or whose values it does not read.
+    """An error for every flag that no release of upstream's parser has, or whose values it refuses.
 
     Args:
         flags: flag -> its values, as `predicted_flags.grouped` reads them.
     """
     errors = []
-    known = load_upstream_flags()
+    upstream = load_upstream_flags()
     for name, values in flags.items():
-        if name not in known:
+        if name not in upstream:
             errors.append(ConfigError(name, "", "Megatron-LM has no such flag", "drop it"))
-        elif (wrong := _value_error(known[name], name, values)) is not None:
+        elif (wrong := _value_error(upstream[name], name, values)) is not None:
             errors.append(wrong)
     return errors
 
@@ -76,17 +77,19 @@ def _count_of(nargs: str | None) -> str:
 
 
 def values_of(flags: Flags) -> dict[str, Value]:
-    """Typed values of flags that `parser_errors` accepts; others are left out, and older spellings are read as today's."""
-    known = load_upstream_flags()
+    """Typed values of the flags that `parser_errors` accepts, under their present spellings; other flags are left out."""
+    upstream = load_upstream_flags()
     values: dict[str, Value] = {}
     for name, texts in flags.items():
-        if name in known and _value_error(known[name], name, texts) is None:
-            values |= OLDER_SPELLINGS.get(name) or {_documented(name, known[name]): _typed(name, known[name], texts)}
+        if name in upstream and _value_error(upstream[name], name, texts) is None:
+            values |= OLDER_SPELLINGS.get(name) or {
+                _documented(name, upstream[name]): _typed(name, upstream[name], texts)
+            }
     return values
 
 
 def _documented(name: str, flag: UpstreamFlag) -> str:
-    # Switches with an off spelling share one action; other names of an action mean the same.
+    # The names of one parser action mean the same, except the off spelling of a switch, which `_typed` handles.
     return flag.names[0] if name != "--cuda-graph-modules" else SCOPES
 
 
@@ -96,7 +99,7 @@ def _typed(name: str, flag: UpstreamFlag, texts: Sequence[str]) -> Value:
     if flag.kind != "Store":
         return True
     if flag.nargs in ("+", "*"):
-        # Lists of upstream's own tests write several values as `[a b]`.
+        # Argument lists of upstream's tests write several values as `[a b]`.
         joined = " ".join(texts).strip()
         return tuple(joined[1:-1].replace(",", " ").split()) if joined[:1] + joined[-1:] == "[]" else tuple(texts)
     return _NUMBERS[flag.type](texts[0]) if flag.type in _NUMBERS and not texts[0].startswith("$") else texts[0]
@@ -104,7 +107,7 @@ def _typed(name: str, flag: UpstreamFlag, texts: Sequence[str]) -> Value:
 
 @functools.cache
 def default_value(name: str) -> Value:
-    """Upstream's default of a flag; of a switch, whether it is on where nothing is written."""
+    """Upstream's default of a flag; for a switch, whether it is on by default."""
     flag = load_upstream_flags()[name]
     if flag.kind == "BooleanOptional":
         return flag.default == "True"
@@ -121,7 +124,7 @@ def default_value(name: str) -> Value:
 
 
 def values_of_plan(plan: Plan) -> dict[str, Value]:
-    """The values of the flags that a plan of equal stages decides; None and False where a flag must be absent."""
+    """The values of the flags that a plan of equal stages decides; None or False for a flag that must be absent."""
     stage, virtual = plan.stages[0], len(plan.stages[0].chunks)
     return {
         LAYERS_ARE_CUT: True,
@@ -175,7 +178,7 @@ def _precision_values(plan: Plan) -> dict[str, Value]:
 
 
 def _state_values(plan: Plan, stage: StagePlan) -> dict[str, Value]:
-    """Sharding and offloading of states: ZeRO 2 and 3 are Megatron-FSDP's."""
+    """Sharding and offloading of states; ZeRO 2 and 3 are executed by Megatron-FSDP."""
     layers = sum(last - first for first, last in stage.chunks)
     offloaded = stage.offload.optimizer
     values: dict[str, Value] = {
@@ -187,7 +190,7 @@ def _state_values(plan: Plan, stage: StagePlan) -> dict[str, Value]:
     if stage.zero_level > 1:
         strategy = "optim_grads" if stage.zero_level == 2 else "optim_grads_params"
         values |= {"--data-parallel-sharding-strategy": strategy, "--ckpt-format": "fsdp_dtensor"}
-        # It gathers and reduces beside computation where these say so.
+        # These let Megatron-FSDP overlap gathers and reductions with computation.
         values |= {"--overlap-grad-reduce": True, "--overlap-param-gather": True}
     if offloaded:
         values |= {"--optimizer-offload-fraction": offloaded, "--use-precision-aware-optimizer": True}
@@ -195,12 +198,12 @@ def _state_values(plan: Plan, stage: StagePlan) -> dict[str, Value]:
 
 
 def state_arguments(plan: Plan) -> list[str]:
-    """The words by which Megatron-LM shards and offloads states as a plan says; flags of this fork's plans say none of it."""
-    words: list[str] = []
+    """The arguments by which Megatron-LM shards and offloads states as in a plan; the flags of a plan's layout leave them out."""
+    arguments: list[str] = []
     for name, value in _state_values(plan, plan.stages[0]).items():
         if value:
-            words += [name] if value is True else [name, f"{value:g}" if isinstance(value, float) else str(value)]
-    return words
+            arguments += [name] if value is True else [name, f"{value:g}" if isinstance(value, float) else str(value)]
+    return arguments
 
 
 def unsayable(plan: Plan) -> Iterator[ConfigError]:
@@ -208,26 +211,30 @@ def unsayable(plan: Plan) -> Iterator[ConfigError]:
     first = plan.stages[0]
     if plan.transfers:
         yield ConfigError(
-            "plan transfers", f"({len(plan.transfers)} entries)", "all stages have one shape", "drop them"
+            "plan transfers",
+            f"({len(plan.transfers)} entries)",
+            "Megatron-LM has stages of one shape only",
+            "drop them",
         )
     fields = "tensor context data expert expert_tensor micro_batch_size zero_level recompute offload".split()
     for index, stage in enumerate(plan.stages[1:], 1):
         for field in fields if stage is not first else ():
-            # The layers of `selective` are counted stage by stage, and all of them are meant.
+            # With `selective` the number of layers may differ: it means all layers of the stage.
             is_counted = field == "recompute" and stage.recompute.granularity == "selective"
             same = stage.recompute.modules == first.recompute.modules and first.recompute.granularity == "selective"
             if getattr(stage, field) != getattr(first, field) and not (is_counted and same):
-                rule = "differs from stages[0]; flags say one value for all stages"
+                rule = "differs from stages[0], and a flag has one value for all stages"
                 yield ConfigError(f"plan stages[{index}].{field}", "", rule, "make the stages equal")
-    kept = Offload(optimizer=first.offload.optimizer, activations=first.offload.activations)
-    if first.offload != kept:
+    executed = Offload(optimizer=first.offload.optimizer, activations=first.offload.activations)
+    if first.offload != executed:
         rule = "Megatron-LM offloads activations and the optimizer's states only"
         yield ConfigError("plan stages[0].offload", "", rule, "keep weights and gradients on the device")
     layers = sum(last - begin for begin, last in first.chunks)
     if first.offload.activations and not float(first.offload.activations * layers).is_integer():
-        rule = f"activations of whole layers are offloaded, of {layers} on a stage"
-        yield ConfigError("plan stages[0].offload.activations", first.offload.activations, rule, "use a whole layer")
+        rule = f"Megatron-LM offloads the activations of complete layers, and a stage has {layers}"
+        fix = f"use a multiple of 1/{layers}"
+        yield ConfigError("plan stages[0].offload.activations", first.offload.activations, rule, fix)
     for index, stage in enumerate(plan.stages):
         if stage.overlap.is_listed:
-            rule = "instruction lists are this fork's"
+            rule = "Megatron-LM does not execute instruction lists"
             yield ConfigError(f"plan stages[{index}].overlap", "", rule, "overlap by Megatron-LM's own flags")

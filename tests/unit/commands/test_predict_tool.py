@@ -72,17 +72,17 @@ def test_what_is_not_modelled_and_what_is_assumed_is_said(tmp_path: Path, capsys
     [
         (
             "--overlap-moe-expert-parallel-comm",
-            "--overlap-moe-expert-parallel-comm: a pipeline of 4 stages overlaps the micro-batches of interleaved chunks; "
+            "--overlap-moe-expert-parallel-comm: needs virtual stages in a pipeline of 4 stages; "
             "add --num-virtual-stages-per-pipeline-rank 2 or drop it",
         ),
         (
             "--cpu-offloading-num-layers 4",
-            "--cpu-offloading-num-layers 4: activations are offloaded in pipelines of one stage; "
+            "--cpu-offloading-num-layers 4: does not work in a pipeline; "
             "use --fine-grained-activation-offloading or drop it",
         ),
         (
             "--use-megatron-fsdp",
-            "--pipeline-model-parallel-size 4: --use-megatron-fsdp runs no pipelines; use 1, or drop it "
+            "--pipeline-model-parallel-size 4: --use-megatron-fsdp does not support pipelines; use 1, or drop it "
             "(and 1 more: --verbose)",
         ),
     ],

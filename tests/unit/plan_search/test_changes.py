@@ -60,8 +60,7 @@ def test_what_megatron_does_not_run_alone_is_no_reason() -> None:
     changes, baseline = changed([*SMALL, "--num-layers", "4"], said, added=(flag,))
     (overlap,) = (change for change in changes if change.name == "overlap")
     assert overlap.effect(baseline) == (
-        "only together with others: --overlap-moe-expert-parallel-comm: "
-        "a pipeline of 2 stages overlaps the micro-batches of interleaved chunks"
+        "only together with others: --overlap-moe-expert-parallel-comm: needs virtual stages in a pipeline of 2 stages"
     )
 
 

@@ -2,24 +2,24 @@
 
 Problem. A step of many micro-batches repeats a few kinds of passes; simulating every instruction of every stage takes long.
 Terms.
-- A *block* is what `pipeline_blocks` says: a pass, or a backward and a forward pass that run interleaved.
-- A *contact* is the place in a block where it needs a transfer from another stage, or can send its own.
+- A *block* is an element of `pipeline_blocks`: a pass, or an interleaved pair of a backward and a forward pass.
+- A *contact* is a place in a block at which it needs a transfer from another stage, or can start its own.
 - A *slice* is the computation of a block between two contacts: one instruction of a compressed list.
 - Two stages are *equivalent* if they have the same parallelism, layers of the same kinds in the same order, and the same
-  overlap at the same places (`equivalence_key`). The first and the last stage are equivalent to no other.
+  overlap at the same places (`equivalence_key`). The first and the last stage have no equivalent.
 Steps.
-1. A few passes with every kind of block (`sample_blocks`) are lowered, and simulated on one rank alone, transfers taking nothing
-   (`run_alone`).
-2. Every kind of block is cut at its contacts (`compress`).
-3. Of equivalent stages one is simulated; the others are its renamed copies (`renamed`, `renames`).
-4. A step of any number of micro-batches is written from the slices (`compressed_list`) and simulated with all stages together.
-   Gathers of weights in front of the passes stay instructions of their own, that the first micro-batch's slices wait for: how
-   long they are hidden depends on when it arrives.
+1. Lower a few passes with every kind of block (`sample_blocks`), and simulate them on one rank by itself, with transfers that
+   take no time (`run_alone`).
+2. Cut every kind of block at its contacts (`compress`).
+3. Copy the result to equivalent stages, with their names (`renamed`, `renames`).
+4. Write a step of any number of micro-batches from the slices (`compressed_list`), and simulate all stages together. Gathers of
+   weights before the passes remain separate instructions, and slices of the first micro-batch wait for them: how much of them is
+   hidden depends on its arrival.
 
-Error. A block computes in the order of its list and behind the block before, so that little is lost: all-to-alls that share their
-link with a transfer between stages or a gather of weights, and gradient buckets that travel under more than the last two backward
-passes of a chunk.
-Stages whose parameter groups step by themselves move states across blocks; their lists are not compressed.
+Error. A block computes in the order of its list and after the previous block, so the loss is small. Ignored are: all-to-alls that
+share their link with a transfer between stages or a gather of weights, and gradient buckets that are on the link for longer than
+the last two backward passes of a chunk.
+Stages whose parameter groups have separate optimizer steps move states across blocks; their lists are not compressed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from moe_overlap.tuner.cost.links import LinkUse
 from moe_overlap.tuner.cost.simulate.engine import Ran, Simulation, pass_of, simulate
 
 LEAST_SECONDS = 1e-9
-"""Differences of times below this are rounding."""
+"""Smaller differences of times are rounding."""
 Key = tuple[tuple[str, int, bool], ...]
-"""Kind of a block: direction, chunk, and whether gradients are complete behind it, of each of its passes."""
+"""Kind of a block: for each of its passes direction, chunk, and whether gradients are complete after it."""
 Blocks = Sequence[Sequence[Step]]
 
 
@@ -53,9 +53,9 @@ class Contact:
     """A transfer of a block.
 
     Attributes:
-        number: of the pass it belongs to.
-        at: seconds after the beginning of the block when it is needed, or can be sent.
-        posted: the same when a receive is posted; negative: before the block.
+        number: index of the pass in the block.
+        at: seconds from the start of the block until it is needed, or can be sent.
+        posted: seconds from the start of the block until a receive is posted; negative: before the block.
     """
 
     transfer: Instruction
@@ -66,13 +66,13 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One kind of block, when no transfer keeps it waiting.
+    """One kind of block, executed without waiting for transfers.
 
     Attributes:
-        name: of its first operator.
+        name: name of its first operator.
         seconds: from its first computation to its last.
-        busy: seconds in which it computes.
-        tail: the last of `seconds`: weight gradients in its bubble slot, before which the next block's receives are posted.
+        busy: seconds of computation.
+        tail: the last of `seconds`: weight gradients in its bubble slot; the next block's receives are posted before them.
     """
 
     name: str
@@ -84,11 +84,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A gather of a parameter group's weights in front of the passes (plan/lowering/weight_gathers.py).
+    """A gather of a parameter group's weights before the passes (plan/lowering/weight_gathers.py).
 
     Attributes:
-        chunk: whose first forward pass needs it.
-        at: seconds after the beginning of that pass.
+        chunk: the chunk whose first forward pass needs it.
+        at: seconds from the start of that pass until it is needed.
     """
 
     seconds: float
@@ -101,10 +101,11 @@ class Compressed:
     """The blocks of one rank of a stage, and the end of its step.
 
     Attributes:
-        before_norm: seconds from the last computation until the norm of all gradients begins.
-        after_norm: seconds from there to the end of the step.
-        optimizer: seconds of them in which the optimizer computes.
-        gathers: of weights, in order.
+        before_norm: seconds from the last computation to the start of the norm of all gradients.
+        norm: seconds of the norm.
+        after_norm: seconds from the end of the norm to the end of the step.
+        optimizer: seconds of computation of the optimizer.
+        gathers: gathers of weights, in order.
     """
 
     rank: int
@@ -118,11 +119,11 @@ class Compressed:
 
 
 def sample_blocks(plan: Plan, stage: int) -> Blocks:
-    """A few passes in which every kind of block of a stage stands, those that complete its gradients at the end."""
+    """A few passes that contain every kind of block of a stage; those that complete its gradients come last."""
     chunks = range(len(plan.stages[stage].chunks))
     if plan.stages[stage].overlap.micro_batches_in_flight > 1:
         return _sample_pairs(len(plan.stages), len(chunks))
-    # Two of each: gradients are complete behind the last backward pass only, which is another kind of block.
+    # Two micro-batches: gradients are complete after the last backward pass only, which is another kind of block.
     numbers = range(min(2, plan.stages[stage].gradient_accumulation_steps))
     forward = [Step("forward", chunk, m) for chunk in chunks for m in numbers]
     backward = [Step("backward", chunk, m) for chunk in reversed(chunks) for m in numbers]
@@ -131,18 +132,19 @@ def sample_blocks(plan: Plan, stage: int) -> Blocks:
 
 @cache
 def _sample_pairs(stages: int, chunks: int) -> Blocks:
-    """Every pair of chunks that meets at any stage, lone passes of every chunk, and one behind which gradients are complete.
+    """Every pair of chunks that occurs on any stage, single passes of every chunk, and one that completes the gradients.
 
-    Also where a stage runs no pair, as it has too few micro-batches: a stage behind it that is priced alike may.
+    Pairs are included even if a stage has too few micro-batches for them, because a later stage with equal prices may have them.
     """
-    # Pairs repeat themselves with every round of the stages; three rounds show all of them.
+    # Pairs repeat with every round of the stages; three rounds contain all of them.
     blocks = [block for stage in range(stages) for block in paired(stages, stage, 3 * stages, chunks)]
     kinds = sorted({(block[0].chunk, block[1].chunk) for block in blocks if len(block) > 1})
-    given = [sum(backward == chunk for backward, _ in kinds) for chunk in range(chunks)]
-    taken = [sum(forward == chunk for _, forward in kinds) for chunk in range(chunks)]
-    # As few as let every backward pass of a pair follow its forward pass, and leave two lone ones behind; all chunks alike.
-    count = max(back + 1 + max(1, fore) for back, fore in zip(given, taken, strict=True))
-    begun = [count - fore for fore in taken]
+    of_backward = [sum(backward == chunk for backward, _ in kinds) for chunk in range(chunks)]
+    of_forward = [sum(forward == chunk for _, forward in kinds) for chunk in range(chunks)]
+    # The fewest micro-batches, equal for all chunks, with which every backward pass of a pair follows its forward pass and two
+    # single backward passes remain at the end.
+    count = max(back + 1 + max(1, fore) for back, fore in zip(of_backward, of_forward, strict=True))
+    begun = [count - fore for fore in of_forward]
     lone = [(Step("forward", chunk, m),) for chunk in range(chunks) for m in range(begun[chunk])]
     ended, pairs = [0] * chunks, []
     for backward, forward in kinds:
@@ -161,11 +163,11 @@ def run_alone(
     queue_seconds: float = 0.0,
     uses: Callable[[Instruction], LinkUse] | None = None,
 ) -> Simulation:
-    """Simulate one rank's list as if its transfers took nothing; arguments as `simulate` takes them."""
-    # As copies they have no peer to meet, but keep their channel, so that the order and all dependencies stay.
-    alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in instructions]
+    """Simulate one rank's list with transfers that take no time; arguments as for `simulate`."""
+    # Transfers become copies, which meet no peer but keep their channel, so that order and dependencies stay.
+    copies = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in instructions]
     return simulate(
-        {rank: alone},
+        {rank: copies},
         lambda _, i: 0.0 if i.channel_group == PIPELINE else seconds(i),
         model,
         queue_seconds,
@@ -177,35 +179,35 @@ def compress(
     stage: int,
     blocks: Blocks,
     instructions: Sequence[Instruction],
-    alone: Simulation,
+    simulation: Simulation,
     ahead: Mapping[int, float] = MappingProxyType({}),
 ) -> Compressed:
     """Cut the blocks of a list at their contacts.
 
     Args:
-        blocks: the passes of the list, as `sample_blocks` gives them.
+        blocks: the passes of the list, from `sample_blocks`.
         instructions: the list.
-        alone: its simulation (`run_alone`).
-        ahead: seconds, by id, of the gathers of weights in front of the passes, which took nothing in the simulation.
+        simulation: its simulation, from `run_alone`.
+        ahead: id -> seconds of the gathers of weights before the passes, which take no time in the simulation.
     """
-    ran = {event.instruction.id: event for event in alone.ran}
+    # 1. The instructions of each pass, and the time at which the first instruction that waits for each transfer starts.
+    ran = {event.instruction.id: event for event in simulation.ran}
     of_pass: dict[Step, list[Instruction]] = {step: [] for block in blocks for step in block}
     for i in instructions:
         if i.micro_batch is not None:
             of_pass[pass_of(i)].append(i)
     needs: dict[int, float] = {}
-    # A receive is needed when the first instruction behind it starts.
     for i in instructions:
         for number in i.after:
             needs[number] = min(needs.get(number, ran[i.id].start), ran[i.id].start)
+    # 2. Cut the blocks.
     last = max(step.micro_batch for step in of_pass)
     kinds: dict[Key, Block] = {}
     gathers: dict[int, Gather] = {}
     end = 0.0
     for block in blocks:
         start = end
-        # A block begins where the one before ended: idle time before its first computation is communication of its own
-        # that nothing hides.
+        # A block starts where the previous one ended: idle time before its first computation is its own exposed communication.
         computed = [ran[i.id] for step in block for i in of_pass[step] if i.channel == COMPUTE]
         end = max(event.end for event in computed)
         contacts = [
@@ -223,40 +225,41 @@ def compress(
             for i in of_pass[step]:
                 for number in ahead.keys() & set(i.after) - gathers.keys():
                     gathers[number] = Gather(ahead[number], step.chunk, ran[i.id].start - start)
-        # `busy` leaves out the idle time inside the block: on a rank alone that is exposed communication.
+        # Idle time inside the block is exposed communication, since nothing else delays a rank that is simulated by itself.
         busy = sum(map(_seconds, computed))
         in_bubble_slot = _in_bubble_slot([i for step in block for i in of_pass[step]])
         tail = sum(_seconds(ran[i.id]) for i in in_bubble_slot)
         kinds[_key(block, last)] = Block(computed[0].instruction.name, end - start, busy, tuple(contacts), tail)
-    norm = next(event for event in alone.ran if event.instruction.name == NORM)
+    # 3. The end of the step, around the norm at which all stages meet.
+    norm = next(event for event in simulation.ran if event.instruction.name == NORM)
     return Compressed(
         rank=norm.rank,
         stage=stage,
         blocks=kinds,
         before_norm=norm.start - end,
         norm=norm.end - norm.start,
-        after_norm=alone.step_seconds - norm.end,
-        optimizer=sum(_seconds(event) for event in alone.ran if event.instruction.kind == "optimizer"),
+        after_norm=simulation.step_seconds - norm.end,
+        optimizer=sum(_seconds(event) for event in simulation.ran if event.instruction.kind == "optimizer"),
         gathers=tuple(gathers[number] for number in ahead),
     )
 
 
 def _in_bubble_slot(block: Sequence[Instruction]) -> list[Instruction]:
-    """The weight gradients behind the last send of a block; none where other instructions follow it, too."""
+    """The weight gradients after the last send of a block; none if other instructions follow the send, too."""
     ordered = sorted(block, key=lambda i: i.id)
     last = max((n for n, i in enumerate(ordered) if i.sends), default=len(ordered))
-    behind = ordered[last + 1 :]
-    return behind if all(i.kind == "weight-gradient" for i in behind) else []
+    following = ordered[last + 1 :]
+    return following if all(i.kind == "weight-gradient" for i in following) else []
 
 
 def blocks_of(compressed: Compressed, plan: Plan) -> list[Block]:
-    """The blocks of a whole step of a plan, in order."""
+    """The blocks of a complete step of a plan, in order."""
     last = plan.stages[compressed.stage].gradient_accumulation_steps - 1
     return [compressed.blocks[_key(steps, last)] for steps in pipeline_blocks(plan, compressed.stage)]
 
 
 def compressed_list(compressed: Compressed, plan: Plan) -> tuple[list[Instruction], dict[int, float]]:
-    """The list of a step of a plan, which may have another number of micro-batches, and seconds by id, transfers apart."""
+    """The compressed list of a step of a plan with any number of micro-batches, and id -> seconds except of transfers."""
     writer = _Writer(compressed.stage, compressed.gathers)
     for steps, block in zip(pipeline_blocks(plan, compressed.stage), blocks_of(compressed, plan), strict=True):
         writer.block(steps, block)
@@ -273,11 +276,12 @@ class _Writer:
         self._stage = stage
         self._computed = -1
         self._open, self._tail = -1, 0.0
-        # None waits for another by its name: their channel runs in order.
+        # Gathers need no dependencies on each other, because their channel executes in order.
         self._gathers = [(gather, self._collect(OperatorKind.PARAMETERS, gather.seconds, ())) for gather in gathers]
 
     def block(self, steps: Sequence[Step], block: Block) -> None:
-        """Append receives, then the slices between contacts, each followed by the transfers that it lets go."""
+        """Append the receives of a block, then its slices, each followed by the transfers that can start after it."""
+        # 1. Transfers and gathers that the block needs, with the time at which it needs them; later ones are posted inside it.
         received = [c for c in block.contacts if c.transfer.receives]
         incoming = [(c.at, self._transfer(c, steps, self._before(c))) for c in received if c.posted <= 0.0]
         later = sorted((c for c in received if c.posted > 0.0), key=lambda c: c.posted)
@@ -285,9 +289,11 @@ class _Writer:
         gathered = list(self._gathered_for(steps))
         incoming += gathered
         opens = block.seconds - block.tail
-        # These are the only places at which other stages, gathers, or the next block, see this one: a finer cut changes no time.
+        # 2. Cuts. Other stages, gathers and the next block depend on the block at these places only, so a finer cut changes no
+        # time.
         cuts = {c.at for c in block.contacts} | {c.posted for c in later} | {at for at, _ in gathered} | {opens}
         ends = sorted({at for at in cuts if 0.0 < at < block.seconds} | {block.seconds})
+        # 3. Slices. Each waits for the transfers that are needed up to its start.
         begin = 0.0
         for end in ends:
             after = tuple(number for at, number in incoming if at <= begin)
@@ -303,7 +309,7 @@ class _Writer:
             )
             self._computed = self._append(part, end - begin)
             if begin < opens:
-                # The next block's receives are posted behind this slice: weight gradients in the bubble slot must not
+                # The next block's receives are posted after this slice, so that weight gradients in the bubble slot do not
                 # delay them.
                 self._open = self._computed
             while later and (later[0].posted <= end or end == block.seconds):
@@ -315,22 +321,22 @@ class _Writer:
         self._tail = block.tail
 
     def _gathered_for(self, steps: Sequence[Step]) -> Iterator[tuple[float, int]]:
-        """When a block needs the gathers of weights that its chunks use for the first time, and their ids."""
+        """(seconds, id) of the gathers of weights whose chunks a block uses first: when it needs them."""
         begun = {step.chunk for step in steps if step.direction == "forward" and step.micro_batch == 0}
         for gather, number in self._gathers:
             if gather.chunk in begun:
-                # The place was seen in a pass by itself; in a pair it is another one, at the beginning at the earliest.
+                # The time was measured in a single pass. In a pair it differs, so the start of the block is used, the earliest.
                 yield gather.at if len(steps) == 1 else 0.0, number
 
     def _before(self, contact: Contact) -> tuple[int, ...]:
-        """Dependencies of a receive at the beginning of a block: the block before but its tail, unless it is posted earlier."""
-        # The tolerance is for rounding: both sides are sums of the same seconds in different orders.
+        """Dependencies of a receive at the start of a block: the previous block without its tail, unless it is posted earlier."""
+        # The tolerance covers rounding, because both sides sum the same seconds in different orders.
         return (self._open,) if contact.posted >= -self._tail - LEAST_SECONDS and self._open >= 0 else ()
 
     def end(self, compressed: Compressed) -> None:
-        """Append the end of the step: reduction of gradients, the norm, where all ranks meet, and the update."""
+        """Append the end of the step: reduction of gradients, the norm, at which all ranks meet, and the update."""
         after = (self._computed,)
-        # The norm keeps its name, by which the simulator makes the ranks of all stages meet.
+        # The norm keeps its name, by which the simulator recognises that all stages meet.
         for name, seconds in (
             (str(OperatorKind.GRADIENTS), compressed.before_norm),
             (str(NORM), compressed.norm),
@@ -364,7 +370,7 @@ class _Writer:
 
 
 def _key(block: Sequence[Step], last: int) -> Key:
-    # Gradient buckets leave behind the last backward pass of a chunk, which makes it a kind of its own.
+    # Gradient buckets are reduced after the last backward pass of a chunk, which makes it a kind of its own.
     return tuple((s.direction, s.chunk, s.direction == "backward" and s.micro_batch == last) for s in block)
 
 
@@ -373,28 +379,27 @@ def _seconds(event: Ran) -> float:
 
 
 NAMED_FIELDS = ("layer", "first_operator", "last_operator", "weight_gradient_slots")
-"""Fields of a layer's overlap that name layers; equal places of two stages have other names."""
+"""Fields of a layer's overlap that contain names of layers, which differ between equivalent stages."""
 
 
 def equivalence_key(plan: Plan, index: int, model: ModelDescription, prices: StagePrices) -> Hashable:
-    """The equivalence key of a stage: equal for stages whose simulations differ by names alone.
+    """The equivalence key of a stage: equal for stages whose simulations differ in names only.
 
     Args:
-        prices: of the stage; those of one family share their `priced`.
+        prices: prices of the stage; stages of one family share their `priced`.
     """
-    # The first and the last stage have one neighbour only, and embedding or head; unlike stages have transfers of their
-    # own.
+    # The first and the last stage have one neighbour only, and embedding or head; unlike stages have different transfers.
     if index in (0, len(plan.stages) - 1) or plan.transfers:
         return index
     stage = plan.stages[index]
-    # Counts of layers are not enough: equal layers in another order give another list.
+    # Counts of layers are not enough, because the order of the layers changes the list.
     kinds = tuple(tuple((model.moe_layers[n], model.windows[n]) for n in range(*span)) for span in stage.chunks)
     overlap = _overlap_key(plan, index)
     return id(prices.priced), prices.priced.family.counts[:, prices.column].tobytes(), kinds, overlap
 
 
 def _overlap_key(plan: Plan, index: int) -> Hashable:
-    """A stage's overlap, with its layers by chunk and place inside it, and the stages of its transfers by their distance."""
+    """A stage's overlap with names made relative: layers as chunk and position, stages of transfers as distance."""
     stage = plan.stages[index]
     place = {layer: (chunk, n) for chunk, span in enumerate(stage.chunks) for n, layer in enumerate(range(*span))}
 
@@ -424,12 +429,12 @@ def _overlap_key(plan: Plan, index: int) -> Hashable:
 
 
 def renamed(compressed: Compressed, plan: Plan, index: int) -> Compressed:
-    """The blocks of a stage as those of an equivalent one: its names, channels and peers."""
+    """The blocks of a stage with the names, channels and peers of an equivalent stage `index`."""
     shift = index - compressed.stage
 
     def transfer(i: Instruction) -> Instruction:
         operator = i.operator.on(shift=shift)
-        # Peers are representatives, the first rank of each stage: shifting the stage shifts them.
+        # A peer is the first rank of its stage, so it shifts with the stage.
         peers = tuple(plan.stages[plan.stage_of(peer) + shift].devices.ranks[0] for peer in i.peers)
         return replace(i, name=str(operator), channel=boundary_channel(operator), stage=index, peers=peers)
 
@@ -442,6 +447,6 @@ def renamed(compressed: Compressed, plan: Plan, index: int) -> Compressed:
 
 
 def renames(plan: Plan, index: int, other: int) -> Callable[[str], str]:
-    """Names of a stage's operators -> those of an equivalent stage at the same places."""
+    """Maps names of a stage's operators to those of an equivalent stage at the same places."""
     layers = dict(zip(plan.stages[index].layers, plan.stages[other].layers, strict=True))
     return lambda name: str(parse_operator(name).on(layers))

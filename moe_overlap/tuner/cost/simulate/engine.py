@@ -1,17 +1,16 @@
-"""Event simulation of instruction lists: start and end of every instruction, given the seconds that each takes alone.
+"""Event simulation of instruction lists: start and end of every instruction, given its seconds without interference.
 
-Terms. The head of a channel is its first instruction that has not run. A head is ready when all of `after` have ended. Transfers
-between stages and the norm of all gradients meet: they begin when the heads of all their ranks are ready and end together.
+Terms. The head of a channel is its first instruction that has not ended. A head is ready when all instructions in its `after`
+have ended. Two kinds of instructions *meet* instructions of other ranks: transfers between stages, and the norm of all gradients.
 Rules, as instructions.py states them:
-1. A ready head starts when its channel is free and, if it meets others, when they are ready, too.
-2. While it runs it does its work at a rate of 1, or, with an interference model, at 1 / slowdown: the factor of its stream among
-   the busy streams of its rank, times the crowding of its links (links.py: two collectives at a time on one link halve each
-   other; what is sent to another stage and what is received from one do not: links carry both ways; all-to-alls of counts take
-   a latency and leave the link to the others, but may queue behind rows on their way). What meets goes at the rate of its
-   slowest rank.
-3. The simulation ends when every instruction has run. Where none can, the error shows the grid of passes with the place.
+1. A ready head starts when its channel is free; heads that meet start together, when all of them are ready, and end together.
+2. A running instruction progresses at a rate of 1 or, with an interference model, of 1 / slowdown. The slowdown is the factor of
+   its stream among the busy streams of its rank, times the crowding of its links (links.py). Two collectives on one link halve
+   each other's rate; a send to a stage and a receive from one do not, since links carry both directions. All-to-alls of counts
+   take a latency and do not occupy the link, but may queue behind rows. Instructions that meet have the rate of the slowest rank.
+3. The simulation ends when every instruction has ended. If none can start, the error shows the grid of passes and the place.
 
-Lists: of all ranks, or of one rank per stage (at the same place of each), whose collectives inside a stage then stand for all.
+Lists: of all ranks, or of one rank per stage (at the same place of each), whose collectives inside the stage represent all ranks.
 Time: instructions × log(instructions), with interference also × channels.
 """
 
@@ -39,21 +38,21 @@ from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.links import LinkUse, crowding
 
 Lists = Mapping[int, Sequence[Instruction]]
-"""Rank -> its list, which `check_races` accepts."""
+"""Rank -> its list, free of races (`check_races`)."""
 Seconds = Callable[[int, Instruction], float]
 """Seconds of a rank's instruction when nothing else runs."""
 Uses = Callable[[int, Instruction], LinkUse]
-"""The links that a rank's communication keeps busy."""
+"""The links that a rank's communication uses."""
 End = tuple[int, Instruction]
-"""A rank, and the instruction by which it takes part."""
+"""A rank, and its instruction in a task."""
 STREAM_OF = {COMPUTE: 0, OPTIMIZER: 0, TO_DEVICE: 2, TO_HOST: 3}
-"""Channel -> its place in interference.STREAMS; the others join devices."""
+"""Channel -> its index in interference.STREAMS; all other channels are between devices."""
 COMPUTING, BETWEEN_DEVICES = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One instruction of one rank, in time."""
+    """A simulated instruction of one rank, with start and end in seconds."""
 
     rank: int
     instruction: Instruction
@@ -62,18 +61,19 @@ class Ran:
 
     @property
     def span(self) -> Span:
-        """Its span as the runtime records it."""
+        """The span that the runtime would record."""
         return self.stretch(self.instruction.channel_group, self.start, self.end)
 
     def stretch(self, channel: str, start: float, end: float) -> Span:
-        """A part of its time, as the runtime records it; `dataclasses.replace` takes several times as long."""
+        """A span of a part of its time."""
+        # Built field by field, because `dataclasses.replace` is several times slower.
         i = self.instruction
         return Span(i.name, channel, i.chunk or 0, i.micro_batch or 0, start, end, i.partition)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A simulated step; `ran` in order of the ends."""
+    """A simulated step; `ran` is sorted by end."""
 
     ran: tuple[Ran, ...]
 
@@ -83,12 +83,12 @@ class Simulation:
         return max((event.end for event in self.ran), default=0.0)
 
     def spans(self, rank: int) -> list[Span]:
-        """Spans of one rank in order of the starts."""
+        """Spans of one rank, sorted by start."""
         events = sorted((event for event in self.ran if event.rank == rank), key=lambda event: (event.start, event.end))
         return [event.span for event in events]
 
     def exposed_seconds(self, rank: int) -> float:
-        """Seconds of a rank in which it communicates or copies and computes nothing."""
+        """Seconds of a rank with communication or copies and without computation."""
         return communication_seconds(self.spans(rank))[1]
 
 
@@ -99,14 +99,15 @@ def simulate(
     queue_seconds: float = 0.0,
     uses: Uses | None = None,
 ) -> Simulation:
-    """Run the lists of a step together.
+    """Simulate the lists of a step together.
 
     Args:
-        interference: how what runs at the same time on a rank slows down, on all ranks or by rank; None: not at all.
-        queue_seconds: how much longer counts take that start while their rank sends something else: what a link has queued.
-        uses: the links that communication between devices uses; None: all of it shares one.
+        interference: slowdown of instructions that run at the same time, for all ranks or by rank; None: no slowdown.
+        queue_seconds: additional seconds of an all-to-all of counts that starts while its rank communicates: it waits for the
+            rows in the link's queue.
+        uses: the links that communication between devices uses; None: all of it shares one link.
     Raises:
-        ScheduleError: the lists wait for each other for ever, or a peer's list is not there.
+        ScheduleError: the lists wait for each other forever, or the list of a peer is missing.
     """
     if isinstance(interference, Interference):
         interference = dict.fromkeys(lists, interference)
@@ -115,28 +116,28 @@ def simulate(
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """Running work: one instruction, or the two ends of a transfer, or the norm of all ranks."""
+    """A running instruction, or several that meet: the two ends of a transfer, or the norm of all ranks."""
 
     ends: tuple[End, ...]
-    left: float
-    """Alone seconds still to do at `since`."""
+    remaining: float
+    """Seconds of work, at a rate of 1, that remain at `since`."""
     start: float
     since: float
     rate: float = 1.0
     version: int = 0
-    """Counts changes of the rate; older ends of it in the queue are void."""
+    """Number of changes of the rate; ends in the queue with an older version are void."""
 
 
 class _Rank:
     """The state of one rank.
 
     Attributes:
-        queues: channel -> its instructions that have not ended, the head last: taking it is then constant time.
-        waits: id -> instructions that it still waits for.
+        queues: channel -> its instructions that have not ended, in reverse, so that removing the head takes constant time.
+        waits: id -> number of instructions that it waits for.
         wakes: id -> the instructions that wait for it.
-        running: channel -> what runs there.
-        busy: by stream, the instructions that run in it by their channels, but for counts.
-        bits: the sum of the busy streams' bits, as interference.py numbers them.
+        running: channel -> its running task.
+        busy: [streams] channel -> its running instruction; without all-to-alls of counts.
+        bits: the sum of the bits of the busy streams, as interference.py numbers them.
     """
 
     __slots__ = ("bits", "busy", "queues", "running", "waits", "wakes")
@@ -158,14 +159,14 @@ class _Rank:
             queue.reverse()
 
     def head(self, channel: str) -> Instruction | None:
-        """The instruction that a channel could start; None where it is busy, empty or must wait."""
+        """The instruction that a channel could start; None if the channel is busy or empty, or its head must wait."""
         queue = self.queues.get(channel)
         if not queue or channel in self.running or self.waits[queue[-1].id]:
             return None
         return queue[-1]
 
     def start(self, i: Instruction, task: _Task) -> None:
-        """Note that an instruction runs, as an end of a task."""
+        """Record that an instruction starts as part of a task."""
         channel = i.channel
         self.running[channel] = task
         if channel != COUNT_CHANNEL:
@@ -174,7 +175,7 @@ class _Rank:
             self.bits |= 8 >> stream
 
     def end(self, channel: str) -> None:
-        """Note that what a channel ran has ended."""
+        """Record that the running instruction of a channel has ended."""
         del self.running[channel]
         self.queues[channel].pop()
         if channel != COUNT_CHANNEL:
@@ -184,8 +185,8 @@ class _Rank:
                 self.bits &= ~(8 >> stream)
 
     @property
-    def first_left(self) -> Instruction | None:
-        """The first instruction of the list that has not run."""
+    def first_pending(self) -> Instruction | None:
+        """The first instruction of the list that has not ended."""
         return min((queue[-1] for queue in self.queues.values() if queue), key=lambda i: i.id, default=None)
 
 
@@ -215,13 +216,13 @@ class _Engine:
                 self._try(number, channel, 0.0)
         while self._events:
             now, _, version, task = heapq.heappop(self._events)
-            # A task whose rate has changed left its old end in the heap; it is skipped here, because removing it there
-            # would cost a search of the heap.
+            # A task whose rate changed has an old end in the heap, too. It is skipped here, because removing it would need a
+            # search of the heap.
             if version == task.version:
                 self._finish(task, now)
-        left = {number: rank.first_left for number, rank in self._ranks.items()}
-        if any(left.values()):
-            raise ScheduleError(_stuck(left, self._lists))
+        pending = {number: rank.first_pending for number, rank in self._ranks.items()}
+        if any(pending.values()):
+            raise ScheduleError(_stuck(pending, self._lists))
         return Simulation(tuple(self._ran))
 
     def _try(self, rank: int, channel: str, now: float) -> None:
@@ -230,19 +231,19 @@ class _Engine:
         if head is None:
             return
         ends = [(rank, head)]
-        # The ends may have different prices (stages of unlike shape): a meeting lasts as long as its slowest end.
-        alone = self._seconds(rank, head)
+        # The ends may have different prices (stages of unlike shape): the task takes as long as its slowest end.
+        work = self._seconds(rank, head)
         for other in self._partners(rank, head):
-            theirs = self._ranks[other].head(channel)
-            # Whichever end becomes ready last finds the others ready, so nobody needs to poll.
-            if theirs is None or not _meets(head, theirs, rank):
+            other_head = self._ranks[other].head(channel)
+            # The end that becomes ready last finds the others ready, so no polling is needed.
+            if other_head is None or not _meets(head, other_head, rank):
                 return
-            ends.append((other, theirs))
-            alone = max(alone, self._seconds(other, theirs))
-        # Counts wait only for what the link has queued when they start.
+            ends.append((other, other_head))
+            work = max(work, self._seconds(other, other_head))
+        # All-to-alls of counts wait for the link's queue only.
         if channel == COUNT_CHANNEL and self._ranks[rank].busy[BETWEEN_DEVICES]:
-            alone += self._queue_seconds
-        task = _Task(tuple(ends), alone, now, now)
+            work += self._queue_seconds
+        task = _Task(tuple(ends), work, now, now)
         for place, i in ends:
             self._ranks[place].start(i, task)
         self._push(task, now)
@@ -254,12 +255,12 @@ class _Engine:
             return [other for other in self._lists if other != rank]
         for peer in i.peers:
             if peer not in self._lists:
-                raise ScheduleError(f"rank {rank}: the list of its peer {peer} is not there\n> {i}")
+                raise ScheduleError(f"rank {rank}: the list of its peer {peer} is missing\n> {i}")
         return i.peers
 
     def _finish(self, task: _Task, now: float) -> None:
         """End a task, and start everything that may start now."""
-        # A dict and not a set: what can start at the same time must start in the same order in every run.
+        # A dict and not a set: instructions that can start at the same time must start in the same order in every run.
         channels: dict[tuple[int, str], bool] = {}
         for number, i in task.ends:
             rank = self._ranks[number]
@@ -268,7 +269,7 @@ class _Engine:
             channels[number, i.channel] = True
             for later in rank.wakes.get(i.id, ()):
                 rank.waits[later.id] -= 1
-                # What still waits for others starts nothing, but a channel keeps the place at which it was met first.
+                # An instruction that waits for others cannot start, but its channel keeps its first position in this order.
                 place = number, later.channel
                 channels[place] = channels.get(place, False) or not rank.waits[later.id]
         self._rates(task, now)
@@ -277,63 +278,64 @@ class _Engine:
                 self._try(number, channel, now)
 
     def _rates(self, changed: _Task, now: float) -> None:
-        """Set the rates of everything that runs on the ranks of a task, which has started or ended, by rule 2."""
+        """Apply rule 2 to all running tasks on the ranks of a task that has started or ended."""
         if self._interference is None:
             return
         if len(changed.ends) == 1:
-            beside = list(self._ranks[changed.ends[0][0]].running.values())
+            affected = list(self._ranks[changed.ends[0][0]].running.values())
         else:
-            beside = [*dict.fromkeys(task for rank, _ in changed.ends for task in self._ranks[rank].running.values())]
-        for task in beside:
+            affected = [*dict.fromkeys(task for rank, _ in changed.ends for task in self._ranks[rank].running.values())]
+        for task in affected:
             slowdown = max([self._slowdown(rank, i) for rank, i in task.ends])
             rate = 1 / slowdown
-            # Work so far was done at the old rate; only the rest goes on at the new one.
+            # Work up to now was done at the old rate; the remaining work continues at the new one.
             if rate != task.rate:
-                task.left -= (now - task.since) * task.rate
+                task.remaining -= (now - task.since) * task.rate
                 task.since, task.rate, task.version = now, rate, task.version + 1
                 self._push(task, now)
 
     def _slowdown(self, rank: int, i: Instruction) -> float:
         assert self._interference is not None
-        here = self._ranks[rank]
-        if len(here.running) == 1 or i.channel == COUNT_CHANNEL:
+        state = self._ranks[rank]
+        if len(state.running) == 1 or i.channel == COUNT_CHANNEL:
             return 1.0
         stream = STREAM_OF.get(i.channel, BETWEEN_DEVICES)
-        factor = self._interference[rank].factor_of(stream, here.bits)
-        beside = here.busy[stream]
-        return factor if len(beside) == 1 else factor * self._crowd(beside.values(), rank, i, stream)
+        factor = self._interference[rank].factor_of(stream, state.bits)
+        sharing = state.busy[stream]
+        return factor if len(sharing) == 1 else factor * self._crowd(sharing.values(), rank, i, stream)
 
     def _crowd(self, running: Iterable[Instruction], rank: int, i: Instruction, stream: int) -> float:
-        """How many times as long an instruction takes beside others of its stream, itself among them."""
-        beside = [other for other in running if not (i.peers and other.peers and i.sends != other.sends)]
-        if stream == BETWEEN_DEVICES and len(beside) > 1:
-            return float(crowding([self._uses(rank, other) for other in beside]))
-        return float(len(beside))
+        """Slowdown of an instruction by the running instructions of its stream, itself included."""
+        same_direction = [other for other in running if not (i.peers and other.peers and i.sends != other.sends)]
+        if stream == BETWEEN_DEVICES and len(same_direction) > 1:
+            return float(crowding([self._uses(rank, other) for other in same_direction]))
+        return float(len(same_direction))
 
     def _push(self, task: _Task, now: float) -> None:
         self._pushed += 1
-        # Rounding may leave slightly less than nothing to do. The number breaks ties in time: tasks have no order.
-        end = now + max(0.0, task.left) / task.rate
+        # Rounding may leave slightly negative work. The counter breaks ties in time, because tasks cannot be compared.
+        end = now + max(0.0, task.remaining) / task.rate
         heapq.heappush(self._events, (end, self._pushed, task.version, task))
 
 
-def _meets(own: Instruction, theirs: Instruction, rank: int) -> bool:
+def _meets(first: Instruction, second: Instruction, rank: int) -> bool:
     """Whether two heads are the two ends of one transfer, or both the norm."""
-    if own.kind != "point-to-point":
-        return theirs.name == own.name
-    same = own.partition == theirs.partition  # of tiles, whose ends may belong to unlike micro-batches
-    same = same and (bool(own.partition) or own.micro_batch == theirs.micro_batch)
-    ends = (own.sends and theirs.receives) or (own.receives and theirs.sends)
-    return ends and theirs.peers == (rank,) and same
+    if first.kind != "point-to-point":
+        return second.name == first.name
+    # Tiles are identified by their partition: their ends may belong to different micro-batches.
+    same = first.partition == second.partition
+    same = same and (bool(first.partition) or first.micro_batch == second.micro_batch)
+    ends = (first.sends and second.receives) or (first.receives and second.sends)
+    return ends and second.peers == (rank,) and same
 
 
-def _stuck(left: Mapping[int, Instruction | None], lists: Lists) -> str:
-    """The grid of passes with the first rank that is stuck, and what every rank stands at."""
+def _stuck(pending: Mapping[int, Instruction | None], lists: Lists) -> str:
+    """The error message: the next instruction of every rank, and the grid of passes with the first rank that is stuck."""
     ranks = list(lists)
     orders = {rank: _passes(instructions) for rank, instructions in lists.items()}
-    stuck = next(rank for rank in ranks if left[rank] is not None)
-    lines = [f"rank {rank} waits for ever at {i}" for rank, i in left.items() if i is not None]
-    at = left[stuck]
+    stuck = next(rank for rank in ranks if pending[rank] is not None)
+    lines = [f"rank {rank} waits for ever at {i}" for rank, i in pending.items() if i is not None]
+    at = pending[stuck]
     assert at is not None
     marked = next((n for n, step in enumerate(orders[stuck]) if _is_of(step, at)), len(orders[stuck]))
     grid = format_grid([orders[rank] for rank in ranks], (ranks.index(stuck), marked))
@@ -351,5 +353,5 @@ def pass_of(i: Instruction) -> Step:
 
 
 def _is_of(step: Step, i: Instruction) -> bool:
-    """Whether an instruction belongs to a pass; what belongs to none stands at the end of the grid."""
+    """Whether an instruction belongs to a pass; those without one are shown at the end of the grid."""
     return i.micro_batch is not None and step == pass_of(i)

@@ -1,16 +1,16 @@
 """Bytes over a simulated step, and the bytes that overlap adds to a stage.
 
-Live memory of one rank (`live_bytes`). A buffer is live from the start of the instruction that writes it first to the end of
-the one that reads it last; written anew later, it is live again. Parameters, gradient sums and states stay on the device all
-the time; a buffer in host memory never counts. `activations.L3.m0` stands for the activations that the forward pass of a
-micro-batch through a layer saves for its backward pass, which no instruction names: from the first computation of the one to
-the last of the other. The list itself says when an offloaded share (`moved.activations.…`) is live.
+Live memory of one rank (`live_bytes`). A buffer is live from the start of the instruction that first writes it to the end of the
+one that reads it last; if it is written again later, it is live again. Parameters, gradient sums and states stay on the device
+during the complete step; buffers in host memory never count. `activations.L3.m0` stands for the activations that the forward pass
+of a micro-batch through a layer saves for its backward pass. No instruction names them: they are live from the first computation
+of the forward pass to the last of the backward pass. An offloaded share (`moved.activations.…`) is a buffer of the list.
 
 Overlap (`listed_bytes`) adds the operands of deferred weight gradients, and rows of several partitions or micro-batches at once.
 1. The passes of `compress.sample_blocks` are simulated with and without overlap.
-2. The *surplus* of a list is the peak of its live bytes beyond the activations of the micro-batches in flight, which the analytic
-   cost counts whole until a backward pass has ended.
-3. The extra bytes are the surplus with overlap less that without.
+2. The *surplus* of a list is the peak of its live bytes minus the activations of the micro-batches in flight. The closed form
+   already counts all activations of a micro-batch until its backward pass has ended.
+3. The extra bytes are the surplus with overlap minus the surplus without.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ from moe_overlap.tuner.cost.simulate.compress import run_alone
 from moe_overlap.tuner.cost.simulate.engine import Ran, Simulation, pass_of
 
 STAYING = (BufferRole.PARAMETERS, BufferRole.GRADIENT, BufferRole.STATE)
-"""Buffers that outlive a step, where they are not the share that moves."""
+"""Roles of buffers that outlive a step, unless they are an offloaded share."""
 Interval = tuple[str, float, float]
-"""A buffer, and the start and end of a time in which it is live."""
+"""A buffer, with start and end of a time in which it is live."""
 
 
 def live_bytes(ran: Sequence[Ran], bytes_of: Callable[[str], float]) -> list[tuple[float, float]]:
-    """Times at which memory changes, and the live bytes from then on.
+    """(seconds, bytes): when live bytes change, and the live bytes from then on, sorted by time from 0.
 
     Args:
         ran: the events of one rank in a Simulation.
-        bytes_of: bytes of a buffer, of `activations.…` as well.
-    Returns:
-        In order of time, from 0; the largest bytes are the peak.
+        bytes_of: bytes of a buffer, also of `activations.…`.
     """
     changes: dict[float, float] = {0.0: 0.0}
     for name, start, end in intervals(ran):
@@ -72,11 +70,11 @@ def intervals(ran: Sequence[Ran]) -> Iterator[Interval]:
             buffer = parse_buffer(name)
             if buffer.home is Home.HOST:
                 continue
-            # Read before anything has written it: it was there when the step began.
-            given = name in i.reads and name not in live
-            start, end = live.get(name, (0.0 if given else event.start, event.end))
+            # A buffer that is read before it is written exists since the start of the step.
+            is_initial = name in i.reads and name not in live
+            start, end = live.get(name, (0.0 if is_initial else event.start, event.end))
             live[name] = (start, max(end, event.end))
-            # The whole step, however often it is written: the allocator never gets it back.
+            # Live during the complete step, however often it is written, because it is never freed.
             if buffer.word in STAYING:
                 live[name] = (0.0, step)
             elif name in ends[i.id]:
@@ -99,7 +97,7 @@ def _activations(in_list: Sequence[Ran]) -> Iterator[Interval]:
 Size = Callable[[str], float]
 ROWS_OF_EXPERTS = (BufferRole.COMPUTED, BufferRole.D_RECEIVED, BufferRole.D_COMPUTED)
 ROWS = (*ROWS_OF_EXPERTS, BufferRole.ROWS, BufferRole.RETURNED, BufferRole.D_ROWS, BufferRole.D_RETURNED)
-"""Routed rows; what the experts received is among what a micro-batch saves."""
+"""Routed rows; received rows are left out, since they are among the activations that a micro-batch saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,8 @@ class ListedBytes:
     """Bytes that overlap adds to one stage.
 
     Attributes:
-        deferred: most that waiting weight gradients hold if nothing bounds them.
-        extra: peak bytes beyond those without overlap, the plan's bound kept.
+        deferred: largest bytes that deferred weight gradients would hold without a limit.
+        extra: peak bytes with overlap, within the plan's limit, minus those without.
     """
 
     deferred: float
@@ -118,56 +116,56 @@ class ListedBytes:
 def listed_bytes(
     prices: StagePrices,
     model: ModelDescription,
-    alone: Simulation,
+    simulation: Simulation,
     without: Sequence[Instruction],
     slowed: Interference,
 ) -> ListedBytes:
     """Compute the bytes that overlap adds.
 
     Args:
-        prices: of the stage, which have read the list with overlap.
-        alone: the simulation of that list.
-        without: the list of the same passes without overlap; in it only the order counts.
+        prices: prices of the stage, with the list with overlap read in.
+        simulation: the simulation of that list.
+        without: the list of the same passes without overlap.
     """
-    # Every instruction takes a second: which buffers are live together follows from the order alone.
+    # Without overlap the order alone decides which buffers are live together, so every instruction takes one second.
     baseline = run_alone(without, prices.stage.devices.ranks[0], lambda _: 1.0, slowed).ran
-    rows, saved = RowBytes(prices, model, prices.made), SavedBytes(prices, prices.made)
+    rows, saved = RowBytes(prices, model, prices.instructions), SavedBytes(prices, prices.instructions)
     before = surplus(intervals(baseline), flights(baseline), prices, RowBytes(prices, model, without).of)
     if prices.stage.overlap.micro_batches_in_flight > 1:
-        # The analytic cost of a pair has one layer more (`stage_sizes`).
+        # The closed form counts one more layer for a pair (`stage_sizes`).
         before += max((float(prices.saved_bytes(f"L{layer}")) for layer in prices.stage.layers), default=0.0)
-    live, flying = list(intervals(alone.ran)), list(flights(alone.ran))
+    live, flying = list(intervals(simulation.ran)), list(flights(simulation.ran))
     undeferred = surplus(live, flying, prices, rows.of) - before
-    whole = surplus(live, flying, prices, lambda name: rows.of(name) + saved.of(name)) - before
+    unlimited = surplus(live, flying, prices, lambda name: rows.of(name) + saved.of(name)) - before
     deferred = highest((name, start, end, saved.of(name)) for name, start, end in live)
-    # Held operands never exceed the bound, so they raise the peak by at most that much, wherever the peak is.
-    return ListedBytes(deferred, max(0.0, min(whole, undeferred + prices.stage.overlap.max_deferred_bytes)))
+    # Held operands never exceed the limit, so they raise the peak by at most the limit, wherever the peak is.
+    return ListedBytes(deferred, max(0.0, min(unlimited, undeferred + prices.stage.overlap.max_deferred_bytes)))
 
 
 def surplus(live: Iterable[Interval], flying: Iterable[Interval], prices: StagePrices, size_of: Size) -> float:
-    """Peak bytes beyond the activations of the micro-batches in flight.
+    """Peak of live bytes minus the activations of the micro-batches in flight.
 
     Args:
-        live: `intervals`.
-        flying: `flights`.
+        live: result of `intervals`.
+        flying: result of `flights`.
     """
 
     def saved(name: str) -> float:
         buffer = parse_buffer(name)
         return float(prices.saved_bytes(buffer.subject)) if buffer.word == BufferRole.ACTIVATIONS else 0.0
 
-    # The analytic cost already counts the activations of every micro-batch in flight: subtracted here, they are not
-    # counted twice, while those that live longer than their flight remain.
+    # The closed form already counts the activations of every micro-batch in flight. Subtracting them during their flight avoids
+    # counting them twice; activations that live longer than the flight remain.
     sized = [(name, start, end, size_of(name) + saved(name)) for name, start, end in live]
     return highest([*sized, *((name, start, end, -saved(name)) for name, start, end in flying)])
 
 
 def highest(sized: Sequence[tuple[str, float, float, float]] | Iterator[tuple[str, float, float, float]]) -> float:
-    """The largest sum of sizes at a time, for buffers with start, end and size."""
+    """The largest sum of sizes at any time, for (name, start, end, size)."""
     changes: dict[float, float] = defaultdict(float)
     for _, start, end, size in sized:
         changes[start] += size
-        # Summed by time before they are accumulated: what is freed at a time makes space for what is allocated then.
+        # Summed by time before they are accumulated, so that bytes freed and allocated at the same time cancel.
         changes[end] -= size
     most = total = 0.0
     for time in sorted(changes):
@@ -177,9 +175,10 @@ def highest(sized: Sequence[tuple[str, float, float, float]] | Iterator[tuple[st
 
 
 def flights(ran: Sequence[Ran]) -> Iterator[Interval]:
-    """`activations.L3.m0` from the beginning of a forward pass of its chunk to the end of the backward pass.
+    """`activations.L3.m0` from the start of the forward pass through its chunk to the end of the backward pass.
 
-    A forward pass beside a backward pass, of whatever chunk, takes what that gives back: it is counted from the end of that one.
+    A forward pass that is paired with a backward pass, of any chunk, uses the memory that the latter frees: its flight starts at
+    the end of the backward pass.
     """
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     backward: dict[tuple[int, int], tuple[float, float]] = {}
@@ -197,7 +196,7 @@ def flights(ran: Sequence[Ran]) -> Iterator[Interval]:
             backward[key] = (min(begun, event.start), max(ended, event.end))
         if part := part_of(i):
             parts[key][part] = None
-    # One after the other on the stream of computation, so that the last one begun before a forward pass is the one beside it.
+    # Backward passes do not overlap each other, so the last one that starts before a forward pass is its partner.
     begins, ends = zip(*sorted(backward.values()), strict=True) if backward else ((), ())
     for key, (start, end) in spans.items():
         last = bisect_left(begins, start)
@@ -206,10 +205,10 @@ def flights(ran: Sequence[Ran]) -> Iterator[Interval]:
 
 
 class RowBytes:
-    """Bytes of routed rows on their way between ranks.
+    """Bytes of buffers of routed rows.
 
-    What a rank sends is said in sizes.py (`sent_rows`). Its experts receive as many times more as ranks share an expert, and as
-    the load of the busiest rank is above the mean; with a static capacity every rank receives as many places.
+    A rank sends `sent_rows` (sizes.py). Its experts receive that times the ranks that share an expert, times the rows of the
+    busiest rank over the mean; with a static capacity every rank receives the same number of rows.
     """
 
     def __init__(self, prices: StagePrices, model: ModelDescription, instructions: Sequence[Instruction]) -> None:
@@ -221,12 +220,12 @@ class RowBytes:
         self._partitions = _partitions(instructions)
 
     def of(self, name: str) -> float:
-        """Bytes of a buffer as `rows.L3.m0.p1`; 0 for other buffers."""
+        """Bytes of a buffer such as `rows.L3.m0.p1`; 0 for buffers without routed rows."""
         buffer = parse_buffer(name)
         if buffer.word not in ROWS:
             return 0.0
-        whole = self._received if buffer.role in ROWS_OF_EXPERTS else self._sent
-        return whole / self._partitions[whole_buffer(name)]
+        size = self._received if buffer.role in ROWS_OF_EXPERTS else self._sent
+        return size / self._partitions[whole_buffer(name)]
 
 
 class SavedBytes:
@@ -241,7 +240,7 @@ class SavedBytes:
         self._read: dict[str, dict[tuple[str, str], float]] = {}
 
     def of(self, name: str) -> float:
-        """Bytes of a buffer as `saved.L3.attention.qkv.m0.p1`; 0 for other buffers."""
+        """Bytes of a buffer such as `saved.L3.attention.qkv.m0.p1`; 0 for other buffers."""
         buffer = parse_buffer(name)
         if buffer.role is not BufferRole.SAVED:
             return 0.0
@@ -251,13 +250,14 @@ class SavedBytes:
             self._read[place] = self._operands(place)
         read = self._read[place]
         size = read.get((operator.kind, operator.weight))
-        if size is None:  # the capture does not tell the weights of an operator apart: equal shares
+        # If the capture does not tell the weights of an operator apart, they get equal shares.
+        if size is None:
             size = sum(bytes_ for (kind, _), bytes_ in read.items() if kind == operator.kind)
             size /= self._named[place, operator.kind]
         return size / self._partitions[whole_buffer(name)]
 
     def _operands(self, place: str) -> dict[tuple[str, str], float]:
-        """Operand bytes by operator and weight: products [n, tokens] · [tokens, k] read tokens · (n + k) elements."""
+        """(operator, weight) -> operand bytes: a product [n, tokens] · [tokens, k] reads tokens · (n + k) elements."""
         table = self._prices.priced.family.tables[self._prices.row(place)]
         width = payload.ACTIVATION_BYTES[self._prices.plan.precision]
         operands: dict[tuple[str, str], float] = defaultdict(float)
@@ -270,5 +270,5 @@ class SavedBytes:
 
 
 def _partitions(instructions: Sequence[Instruction]) -> Counter[str]:
-    """Whole buffer -> the number of partitions that it is written or read in."""
+    """Buffer -> the number of partitions in which the instructions write or read it."""
     return Counter(whole_buffer(name) for name in {name for i in instructions for name in (*i.reads, *i.writes)})

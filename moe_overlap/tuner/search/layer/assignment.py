@@ -1,20 +1,20 @@
 """The assignment of weight gradients to slots: the problem, the value of an assignment, the best-fit greedy, and repetition.
 
-Problem. Give each weight gradient a slot or none, so that the hidden seconds are most and the bytes that are held fit.
+Problem. Assign each weight gradient to one slot or to none, so that the hidden seconds are maximal and the held bytes fit.
 Terms.
-- A *slot* is time in which nothing computes: under a backward all-to-all, or any other gap. A weight gradient runs in one slot at
-  most; one that runs in none stays inside the backward pass it came from.
+- A *slot* is time in which nothing computes: under a backward all-to-all, or any other gap. An unassigned weight gradient runs
+  inside its backward pass.
 - The *hidden seconds* of an assignment: sum over slots of min(seconds of the slot, seconds of the weight gradients in it).
-- A weight gradient *holds* its bytes from the first slot behind the pass that saves what it is computed from up to the slot it
-  runs in; what is held at the start of a slot is within `max_bytes`.
-- In a *cyclic* problem the slots are those of one period of endlessly many equal ones: behind the last one the first follows.
-Two heuristics stand here; solve_assignment.py puts them in order and adds an exact solver.
-- `best_fit`: slot after slot, the weight gradient that fits best into what is left of it.
-- Identical layers are solved once: `longest_run` finds the longest run of layers in which every `length` layers repeat the ones
-  before; `one_period` makes one period a cyclic problem of its own; `repeat` writes its assignment along the run. What would run
-  behind the end of the run stays free, as do the other layers.
+- A weight gradient *holds* the bytes of its operands from the first slot after the pass that saves them up to its own slot. The
+  bytes held at the start of a slot must not exceed `max_bytes`.
+- In a *cyclic* problem the slots are one period of an endless repetition: the first slot follows the last.
+This file has two heuristics; solve_assignment.py combines them and adds an exact solver.
+- `best_fit`: fill slot after slot, each time with the weight gradient that fits best into its unhidden seconds.
+- Identical layers are solved once: `longest_run` finds the longest run of layers that repeats with a period of `length` layers;
+  `one_period` turns one period into a cyclic problem; `repeat` copies its assignment along the run. Weight gradients that would
+  leave the end of the run stay unassigned, as do the layers outside it; greedy filling places them.
 
-Source: Lancet, section 4.2 and algorithm 1. Not in the paper: bytes, periods, and the rule for what overshoots (`best_fit`).
+Source: Lancet, section 4.2 and algorithm 1. Not in the paper: bytes, periods, and the rule for overshooting (`best_fit`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Assignment = tuple[int | None, ...]
-"""By weight gradient, its slot."""
+"""Slot of each weight gradient; None: it stays inside its backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class Gradient:
     """A weight gradient.
 
     Attributes:
-        seconds: of its computation, alone.
-        bytes: that it keeps alive.
-        first: the first slot behind the pass that saves them; in a cyclic problem the number of slots, where it is the next
-            period's first.
-        under: slots it may run in, ascending; in a problem that is not cyclic none before `first`.
+        seconds: of its computation, without interference.
+        bytes: size of the operands that it keeps alive.
+        first: the first slot after the pass that saves the operands; in a cyclic problem equal to the number of slots if that
+            is the first slot of the next period.
+        under: slots that may hold it, ascending; in a problem that is not cyclic none before `first`.
     """
 
     seconds: float
@@ -50,8 +50,8 @@ class AssignmentProblem:
 
     Attributes:
         gradients: in program order.
-        slots: seconds of each, in program order.
-        max_bytes: most bytes that may be held.
+        slots: seconds of each slot, in program order.
+        max_bytes: most bytes that may be held at once.
     """
 
     gradients: tuple[Gradient, ...]
@@ -60,15 +60,15 @@ class AssignmentProblem:
     cyclic: bool = False
 
     def held_at(self, gradient: int, slot: int) -> tuple[int, ...]:
-        """Slots at whose start a gradient that runs in `slot` holds its bytes; each once: it waits a period at most."""
+        """Slots at whose start a gradient assigned to `slot` holds its bytes; at most one period, so each slot once."""
         first = self.gradients[gradient].first
         if self.cyclic and slot < first:
             return (*range(first, len(self.slots)), *range(slot + 1))
-        # The slot stands behind the pass of the same period (or of the one pass, where nothing repeats).
+        # The slot comes after the pass of the same period (or after the only pass of a problem that is not cyclic).
         return tuple(range(first, slot + 1))
 
     def held_bytes(self, assignment: Assignment) -> list[int]:
-        """By slot, the bytes that are held at its start."""
+        """[slots] bytes held at the start of each."""
         held = [0] * len(self.slots)
         for index, slot in enumerate(assignment):
             for other in self.held_at(index, slot) if slot is not None else ():
@@ -76,12 +76,12 @@ class AssignmentProblem:
         return held
 
     def hidden_seconds(self, assignment: Assignment) -> float:
-        """The value of an assignment."""
+        """The objective: seconds of weight gradients that slots hide."""
         filled = self.filled_seconds(assignment)
-        return sum(min(seconds, there) for seconds, there in zip(self.slots, filled, strict=True))
+        return sum(min(seconds, used) for seconds, used in zip(self.slots, filled, strict=True))
 
     def filled_seconds(self, assignment: Assignment) -> list[float]:
-        """By slot, the seconds of what runs in it."""
+        """[slots] seconds of the weight gradients assigned to each."""
         filled = [0.0] * len(self.slots)
         for gradient, slot in zip(self.gradients, assignment, strict=True):
             if slot is not None:
@@ -89,114 +89,116 @@ class AssignmentProblem:
         return filled
 
     def is_feasible(self, assignment: Assignment) -> bool:
-        """Whether everything runs where it may, within the bytes."""
+        """Whether every weight gradient is in an allowed slot and the held bytes fit."""
         placed = zip(self.gradients, assignment, strict=True)
         legal = all(slot is None or slot in gradient.under for gradient, slot in placed)
         return legal and max(self.held_bytes(assignment), default=0) <= self.max_bytes
 
 
 def best_fit(problem: AssignmentProblem, start: Assignment | None = None) -> Assignment:
-    """Algorithm 1: slot after slot, what fits best into what is left of it.
+    """Algorithm 1: fill slot after slot, each time with the weight gradient that fits best into its unhidden seconds.
 
-    1. Of the weight gradients that are free, may run in the slot and fit into the bytes, the one whose seconds are nearest
-       to what is left of the slot is next; of several the first in program order.
-    2. It is passed over if it overshoots and could hide more in a later slot, alone (in a cyclic problem: in any other).
-       The paper takes it: a slot with 5 us left then swallows a gradient of 1000 us that another slot was waiting for.
-    3. A slot is done when nothing is left of it, or nothing can be taken.
+    1. Candidates are the unassigned weight gradients that are allowed in the slot and fit the bytes. The next one is the one
+       whose seconds are nearest to the slot's unhidden seconds; among equals the first in program order.
+    2. A candidate that overshoots is skipped if a later slot (in a cyclic problem: any other) could hide more of it. The paper
+       does not skip: a slot with 5 us unhidden would take a gradient of 1000 us that a long slot needs.
+    3. A slot is done when it has no unhidden seconds, or no candidate remains.
 
     Args:
-        start: slots that are decided already.
+        start: an assignment to extend; its slots are not changed.
     """
     chosen: list[int | None] = list(start or [None] * len(problem.gradients))
     held = problem.held_bytes(tuple(chosen))
     filled = problem.filled_seconds(tuple(chosen))
     for slot, seconds in enumerate(problem.slots):
-        # Line 15: t_u, the seconds of the all-to-all that nothing hides yet.
-        left = seconds - filled[slot]
+        # Line 15: t_u, the seconds of the all-to-all that are not hidden yet.
+        unhidden = seconds - filled[slot]
         free = [i for i, other in enumerate(chosen) if other is None and slot in problem.gradients[i].under]
-        while left > 0 and (pick := _next(problem, slot, left, free, held)) is not None:
-            # Lines 19 to 21, and the bytes that the paper does not count.
+        while unhidden > 0 and (pick := _next(problem, slot, unhidden, free, held)) is not None:
+            # Lines 19 to 21, and the held bytes, which the paper ignores.
             chosen[pick] = slot
             free.remove(pick)
-            left -= problem.gradients[pick].seconds
+            unhidden -= problem.gradients[pick].seconds
             for other in problem.held_at(pick, slot):
                 held[other] += problem.gradients[pick].bytes
-    # A later pick may overshoot and fill the slot alone: the earlier ones then hide nothing and only hold bytes.
+    # A later pick may fill the slot by itself: the earlier ones then hide nothing and only hold bytes.
     return without_idlers(problem, tuple(chosen))
 
 
-def _next(problem: AssignmentProblem, slot: int, left: float, free: Sequence[int], held: Sequence[int]) -> int | None:
+def _next(
+    problem: AssignmentProblem, slot: int, unhidden: float, free: Sequence[int], held: Sequence[int]
+) -> int | None:
     """Steps 1 and 2."""
 
     def misfit(index: int) -> tuple[float, int]:
-        return abs(left - problem.gradients[index].seconds), index
+        return abs(unhidden - problem.gradients[index].seconds), index
 
-    # Line 18's argmin. Sorted rather than a minimum, because bytes or step 2 may rule the nearest out.
+    # Line 18's argmin. All candidates are sorted, because bytes or step 2 may exclude the nearest.
     for index in sorted(free, key=misfit):
         gradient = problem.gradients[index]
         fits = _fits(problem, index, slot, held)
-        if fits and (gradient.seconds <= left or not _hides_more_later(problem, gradient, slot, left)):
+        if fits and (gradient.seconds <= unhidden or not _hides_more_later(problem, gradient, slot, unhidden)):
             return index
     return None
 
 
 def _fits(problem: AssignmentProblem, index: int, slot: int, held: Sequence[int]) -> bool:
-    """Whether the bytes allow a weight gradient in a slot beside what is held."""
+    """Whether a weight gradient can be assigned to a slot within the bytes, given the bytes held so far."""
     more = [0] * len(held)
     for other in problem.held_at(index, slot):
         more[other] += problem.gradients[index].bytes
-    return all(there + new <= problem.max_bytes for there, new in zip(held, more, strict=True) if new)
+    return all(held_here + new <= problem.max_bytes for held_here, new in zip(held, more, strict=True) if new)
 
 
-def _hides_more_later(problem: AssignmentProblem, gradient: Gradient, slot: int, left: float) -> bool:
+def _hides_more_later(problem: AssignmentProblem, gradient: Gradient, slot: int, unhidden: float) -> bool:
     return any(
-        min(problem.slots[other], gradient.seconds) > left
+        min(problem.slots[other], gradient.seconds) > unhidden
         for other in gradient.under
         if other > slot or (problem.cyclic and other != slot)
     )
 
 
 def without_idlers(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
-    """The assignment without weight gradients that hide nothing: a slot that is full without it; the largest holders go first."""
-    kept = list(assignment)
+    """Unassign weight gradients that hide nothing because their slot is full without them; largest bytes first."""
+    slot_of = list(assignment)
     filled = problem.filled_seconds(assignment)
-    # Each removal empties the slot a little, so that the next one there may be needed: hence the order.
-    for index in sorted(range(len(kept)), key=lambda index: -problem.gradients[index].bytes):
-        slot, seconds = kept[index], problem.gradients[index].seconds
+    # The order matters: after a removal the slot may need the next one.
+    for index in sorted(range(len(slot_of)), key=lambda index: -problem.gradients[index].bytes):
+        slot, seconds = slot_of[index], problem.gradients[index].seconds
         if slot is not None and (seconds == 0 or filled[slot] - seconds >= problem.slots[slot]):
-            kept[index] = None
+            slot_of[index] = None
             filled[slot] -= seconds
-    return tuple(kept)
+    return tuple(slot_of)
 
 
 def held_shortly(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
-    """The assignment with weight gradients of equal seconds exchanged, so that slots take those whose pass came last.
+    """Swap weight gradients of equal seconds so that each slot gets the one with the latest pass.
 
-    Which of them runs makes no difference to what is hidden; what waits longer holds its bytes for longer.
+    Hidden seconds stay equal; bytes are held for a shorter time.
 
     Args:
         problem: not cyclic.
     """
     assert not problem.cyclic
-    # Seconds are rounded when the problem is made (slots.py), so that those of equal layers are equal as floats.
+    # Seconds were rounded when the problem was built (slots.py), so those of equal layers are equal as floats.
     of_equal_seconds: dict[float, list[int]] = {}
     for index, gradient in enumerate(problem.gradients):
         of_equal_seconds.setdefault(gradient.seconds, []).append(index)
     changed = list(assignment)
     for members in of_equal_seconds.values():
-        wanted = sorted(slot for slot in (assignment[i] for i in members) if slot is not None)
+        used_slots = sorted(slot for slot in (assignment[i] for i in members) if slot is not None)
         free = sorted(members, key=lambda i: problem.gradients[i].first)
         for i in members:
             changed[i] = None
-        for slot in wanted:
-            there = [i for i in free if slot in problem.gradients[i].under]
-            if not there:
+        for slot in used_slots:
+            allowed = [i for i in free if slot in problem.gradients[i].under]
+            if not allowed:
                 return assignment
-            # The latest pass that may run here. Earlier passes wait for a later slot, or for none and hold nothing.
-            changed[there[-1]] = slot
-            free.remove(there[-1])
+            # The latest pass that is allowed here. Earlier passes wait for a later slot, or stay unassigned and hold nothing.
+            changed[allowed[-1]] = slot
+            free.remove(allowed[-1])
     swapped = tuple(changed)
-    # Equal seconds need not mean equal bytes, so the exchange is not a gain by itself.
+    # Equal seconds need not mean equal bytes, so a swap may also hold more.
     is_shorter = sum(problem.held_bytes(swapped)) < sum(problem.held_bytes(assignment))
     return swapped if is_shorter and problem.is_feasible(swapped) else assignment
 
@@ -205,13 +207,13 @@ def held_shortly(problem: AssignmentProblem, assignment: Assignment) -> Assignme
 
 
 LONGEST_PERIOD = 4
-"""Layers; models repeat every layer, every second, third or fourth."""
+"""Layers of the longest period that is looked for; models repeat every layer, or every second, third or fourth."""
 FEWEST_PERIODS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
-    """The weight gradients and slots of one layer in a problem: half-open ranges of their indices."""
+    """The weight gradients and slots of one layer in a problem, as half-open ranges of indices."""
 
     gradients: tuple[int, int]
     slots: tuple[int, int]
@@ -219,7 +221,7 @@ class LayerSpan:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`periods` times `length` layers from `first` on, all periods equal."""
+    """`periods` equal periods of `length` layers, starting at layer `first`."""
 
     first: int
     length: int
@@ -230,9 +232,9 @@ def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run 
     """The longest run of layers that repeat: same seconds, bytes and order of weight gradients and slots.
 
     Args:
-        layers: in program order; they share the problem's gradients and slots among them.
+        layers: in program order; together they hold all gradients and slots of the problem.
     Returns:
-        None where nothing repeats often enough, or without slots.
+        None if no run has `FEWEST_PERIODS` periods, or the repeating layers have no slots.
     """
     looks = [_look(problem, span) for span in layers]
     best: Run | None = None
@@ -247,7 +249,7 @@ def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run 
             covers = best.length * best.periods if best else 0
             if run.periods >= FEWEST_PERIODS and has_slots and run.length * run.periods > covers:
                 best = run
-            # The repetition breaks at `end` for every start up to end - length: their runs would only be shorter.
+            # For every start up to end - length the repetition breaks at `end`: those runs are shorter.
             first = max(first + 1, end - length + 1)
     return best
 
@@ -255,8 +257,8 @@ def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run 
 def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run) -> AssignmentProblem:
     """One period of a run as a cyclic problem."""
     gradients, slots = _of_period(layers, run, 0)
-    # A slot in front of a pass is meant in the next period, so that all are allowed. What labels forbid between two
-    # periods is checked on the whole problem, when the answer has been repeated (`_repeated`).
+    # A slot before the pass means the same slot in the next period, so all slots are allowed. Labels between two periods are
+    # checked on the complete problem, after the answer has been repeated (`_repeated` in solve_assignment.py).
     everywhere = tuple(range(len(slots)))
     return AssignmentProblem(
         gradients=tuple(
@@ -270,23 +272,23 @@ def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run
 
 
 def repeat(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, assignment: Assignment) -> Assignment:
-    """An assignment of one period, along the whole run.
+    """Copy the assignment of one period along the run.
 
     Args:
-        assignment: of `one_period`.
+        assignment: a solution of `one_period`.
     """
-    whole: list[int | None] = [None] * len(problem.gradients)
+    slot_of: list[int | None] = [None] * len(problem.gradients)
     for period in range(run.periods):
         gradients, slots = _of_period(layers, run, period)
         for index, slot in zip(gradients, assignment, strict=True):
             if slot is None:
                 continue
             start = slots.start if slots.start + slot >= problem.gradients[index].first else slots.stop
-            # The last period has no next one: what would run there stays free, for the greedy to place.
+            # The last period has no next one: gradients that would run there stay unassigned, for `best_fit` to place.
             last = period == run.periods - 1
             if start == slots.start or not last:
-                whole[index] = start + slot
-    return tuple(whole)
+                slot_of[index] = start + slot
+    return tuple(slot_of)
 
 
 def _of_period(layers: Sequence[LayerSpan], run: Run, period: int) -> tuple[range, range]:
@@ -297,9 +299,9 @@ def _of_period(layers: Sequence[LayerSpan], run: Run, period: int) -> tuple[rang
 
 
 def _look(problem: AssignmentProblem, span: LayerSpan) -> tuple[tuple[tuple[float, int, int], ...], tuple[float, ...]]:
-    """Equivalence key of a layer: its weight gradients with the slots in front of them, and its slots."""
-    # Places count from the layer on, so that layers anywhere compare equal. `under` is left out: layers near the end
-    # have fewer slots behind them, and equal ones would differ by that alone.
+    """Equivalence key of a layer: its weight gradients with their first slots, and its slots."""
+    # Slots count from the layer on, so that layers at any depth compare equal. `under` is left out: equal layers differ in it,
+    # because those near the end have fewer slots after them.
     gradients = problem.gradients[slice(*span.gradients)]
     return tuple(
         (gradient.seconds, gradient.bytes, gradient.first - span.slots[0]) for gradient in gradients

@@ -1,17 +1,16 @@
-"""Candidates of the overlap search: every mechanism as a plan of its own, whose step is predicted.
+"""Candidates of the overlap search: one plan per mechanism, with the prediction of its step.
 
-Terms. The baseline is the problem's plan, which overlaps nothing. A candidate is a plan made from it: same parallel layout, other
-overlap. A candidate is *alone* while it defers no weight gradients.
+Terms. The baseline is the problem's plan, which overlaps nothing. A candidate is a plan with the baseline's parallel layout and
+another overlap. It is *undeferred* while it defers no weight gradients.
 
-1. Each mechanism is tried alone, uniformly on all layers: Tutel's capacity chunks, ranges in partitions as `partition_ranges`
-   finds them, two micro-batches at a time, and equal partitions of the best range word.
-2. Candidates that end at the same prediction as an earlier one are dropped.
-3. From the fastest on, each candidate that fits is tried with weight gradients under its backward all-to-alls, unless a lower
-   bound shows that it cannot become the best.
+1. Each mechanism is tried by itself on all layers: Tutel's capacity chunks, the ranges in partitions of `partition_ranges`, two
+   micro-batches in flight, and equal partitions of the best range word.
+2. Candidates with the same prediction as an earlier one are dropped.
+3. The candidates that fit, fastest first, are tried with weight gradients deferred under their backward all-to-alls, unless a
+   lower bound shows that deferral cannot make them the best.
 
-A candidate that a rule refuses stays in the answer with its reason. A mechanism that the runtime does not execute is not among
-them: one that joins (fused kernels) is another line of `_mechanisms`, and mixes by class of layers (overlap.py) take it from
-there.
+A candidate that a rule refuses stays in the answer with its reason. Mechanisms that the runtime does not execute are not tried. A
+new mechanism is another line of `_mechanisms`; mixes by class of layers (overlap.py) then include it.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Sche
 PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"
 DEFERRED = "deferred weight gradients"
 NOT_REPLAYED = f"{GRAPHS_FLAG}: Transformer Engine's modules put weight gradients aside, which no replay repeats"
-"""Why no candidate defers weight gradients where lists are replayed: what the runtime refuses is not offered."""
+"""Why no candidate defers weight gradients if lists are replayed: the runtime refuses it."""
 PARTITIONED_SLOWDOWN = 1.25
-"""Most times as long as whole that weight gradients take which stay in operators that run in partitions."""
+"""Upper bound of seconds(weight gradients inside partitioned operators) / seconds(uncut weight gradients)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +59,8 @@ class Candidate:
         name: mechanism, and whether weight gradients are deferred.
         refused: why it cannot run; then there is no plan and no prediction.
         mechanism: the plan before weight gradients are deferred; None for the baseline.
-        ranges, mix, schedule: the answers of the searches that made it.
-        measured_seconds: of its step, where a trace is of its plan.
+        ranges, mix, schedule: answers of the searches that it came from.
+        measured_seconds: seconds of its step in a trace of its plan; None without such a trace.
     """
 
     name: str
@@ -88,7 +87,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it is not refused and every stage fits its devices' memory."""
+        """True if it is not refused and every stage fits the memory of its devices."""
         return self.prediction is not None and self.prediction.fits
 
 
@@ -97,9 +96,9 @@ class Candidates:
     """The candidates of one problem.
 
     Attributes:
-        limits: of the search for ranges in partitions.
-        solver_seconds: for each weight-gradient schedule.
-        predictions: those made so far, by plan: several mechanisms end at one plan.
+        limits: limits of the search for ranges in partitions.
+        solver_seconds: time limit of each weight-gradient schedule.
+        predictions: (plan, prediction) so far; several mechanisms may end at the same plan.
     """
 
     problem: Problem
@@ -108,16 +107,15 @@ class Candidates:
     predictions: list[tuple[Plan, Prediction]] = dataclasses.field(default_factory=list)
 
     def uniform(self) -> Iterator[Candidate]:
-        """One mechanism on all layers: each alone, then with weight gradients deferred where that may be the fastest."""
-        # Steps 1 and 2. Searches may end at one plan: to the last bit it takes as long and holds as much.
-        alone: list[Candidate] = []
+        """Every mechanism on all layers: first undeferred, then with weight gradients deferred where that may be the fastest."""
+        # Steps 1 and 2. Searches that end at one plan have predictions that are equal to the last bit.
+        undeferred: list[Candidate] = []
         for candidate in self._mechanisms():
-            if candidate.prediction is None or all(not _same_prediction(candidate, other) for other in alone):
-                alone.append(candidate)
-        yield from alone
-        # Step 3.
-        fitting = [candidate for candidate in alone if candidate.fits]
-        # From the fastest on, so that the bound is tight early and spares the solver most of the slow candidates.
+            if candidate.prediction is None or all(not _same_prediction(candidate, other) for other in undeferred):
+                undeferred.append(candidate)
+        yield from undeferred
+        # Step 3. Fastest first, so that the incumbent is good early and the bound prunes most of the slow candidates.
+        fitting = [candidate for candidate in undeferred if candidate.fits]
         best_seconds = min((candidate.seconds for candidate in fitting), default=0.0)
         for candidate in sorted(fitting, key=lambda candidate: candidate.seconds):
             least_seconds = self._least_seconds(candidate)
@@ -131,15 +129,15 @@ class Candidates:
                 yield deferring
 
     def _mechanisms(self) -> Iterator[Candidate]:
-        """Every mechanism alone, or why it cannot run."""
+        """Every mechanism undeferred, or why it cannot run."""
         yield self._candidate(WHOLE, self._whole)
         for degree in TUTEL_DEGREES[1:]:
             make = functools.partial(self._uniform_plan, capacity_chunks=degree)
             yield self._candidate(f"{degree} capacity chunks", make)
         yield (partitioned := self._try("partitions", self._partitioned))
         yield (pairs := self.simplest(Way.PAIRS))
-        # Ranges are priced for one micro-batch after the other (`_check` of partition_ranges.py); in pairs the same
-        # ranges are only simulated.
+        # The search for ranges prices one micro-batch after the other (`_check` of partition_ranges.py). For pairs it is not
+        # repeated: the same ranges are simulated in pairs.
         if partitioned.ranges is not None and not pairs.refused:
             both = _in_pairs(partitioned.ranges.plan), partitioned.ranges
             yield self._try(f"{Way.PAIRS} in partitions", lambda: both)
@@ -151,18 +149,18 @@ class Candidates:
                 yield self._candidate(f"{Way.PAIRS} in {count} equal partitions", make)
 
     def simplest(self, way: Way) -> Candidate:
-        """The plan of a way to overlap that takes no search: two micro-batches at a time, or the fewest equal partitions."""
+        """The plan of a way to overlap that needs no search: two micro-batches in flight, or the fewest equal partitions."""
         if way is Way.PAIRS:
             return self._candidate(str(way), functools.partial(self._uniform_plan, micro_batches=2))
         fewest = next(iter(self._partition_counts()), 2)
         return self._candidate(f"{fewest} equal partitions", functools.partial(self._best_range_word, fewest, 1))
 
     def of_plan(self, name: str, plan: Plan) -> Candidate:
-        """A plan that defers no weight gradients, predicted."""
+        """The candidate of a plan that defers no weight gradients."""
         return Candidate(name=name, plan=plan, prediction=self.predicted(plan), mechanism=plan)
 
     def deferred(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate with weight gradients deferred, where it fits and that is shorter; or why it cannot run."""
+        """The candidate with weight gradients deferred, if it fits and deferral shortens the step; or why it cannot run."""
         if candidate.prediction is None or not candidate.prediction.fits:
             return
         name = f"{candidate.name}, {DEFERRED}"
@@ -178,9 +176,9 @@ class Candidates:
             yield Candidate(name=name, refused=str(error))
 
     def _sends_at_best(self, plan: Plan) -> tuple[Plan, Prediction]:
-        """A plan as it is, or with forward passes of pairs that send at the other time, whichever is predicted to be faster.
+        """The faster of two plans: as given, or with the other value of `sends_late` for the forward passes of pairs.
 
-        Slots are filled for the time that the links suggest (`with_uniform_overlap`).
+        `with_uniform_overlap` chose the value by the links, and slots were filled for it.
         """
         prediction = self.predicted(plan)
         if not plan.has_pairs or len(plan.stages) == 1:
@@ -194,7 +192,7 @@ class Candidates:
 
     def predicted(self, plan: Plan) -> Prediction:
         """The prediction of a plan of this problem."""
-        # Plans hold dictionaries and have no hash; one decision predicts some twenty.
+        # Plans hold dictionaries and cannot be hashed; a linear scan suffices for about twenty predictions.
         prediction = next((prediction for other, prediction in self.predictions if other == plan), None)
         if prediction is None:
             prediction = predict_plan(plan, self.problem)
@@ -205,22 +203,20 @@ class Candidates:
         """Lower bound of a step with weight gradients deferred: they save at most min(their own time, idle time)."""
         assert candidate.prediction is not None
         breakdown, plan = candidate.prediction.breakdown, candidate.decided
-        # All that is not computation or update: no schedule can hide weight gradients in more than that.
+        # Everything but computation and update: no schedule can hide weight gradients in more time than that.
         idle = candidate.seconds - breakdown["compute_seconds"] - breakdown["optimizer_seconds"]
-        # With M micro-batches and P stages a step lasts about M + P - 1 passes; what a pass saves is saved in each of
-        # them.
+        # With M micro-batches and P stages a step lasts about M + P - 1 passes, each of which saves the deferred seconds.
         passes = plan.stages[0].gradient_accumulation_steps + len(plan.stages) - 1
-        # Weight gradients that leave an operator in partitions also save what cutting their products costs, which the
-        # bound must not forget.
-        own = PARTITIONED_SLOWDOWN * passes * weight_gradient_seconds(self.problem, plan)
-        return candidate.seconds - min(idle, own)
+        # Weight gradients that leave a partitioned operator also save the overhead of their cut products; the bound includes it.
+        deferrable = PARTITIONED_SLOWDOWN * passes * weight_gradient_seconds(self.problem, plan)
+        return candidate.seconds - min(idle, deferrable)
 
     def _candidate(self, name: str, make: Callable[[], Plan]) -> Candidate:
-        """A mechanism whose plan follows from the baseline without a search."""
+        """The candidate of a mechanism that needs no search for ranges."""
         return self._try(name, lambda: (make(), None))
 
     def _try(self, name: str, make: Callable[[], tuple[Plan, PartitionedPlan | None]]) -> Candidate:
-        """A mechanism alone; refused where making or predicting its plan raises."""
+        """The undeferred candidate of a mechanism; refused if building or predicting its plan raises ConfigError."""
         try:
             plan, ranges = make()
             return dataclasses.replace(self.of_plan(name, plan), ranges=ranges)
@@ -231,22 +227,22 @@ class Candidates:
         """The baseline with a uniform overlap.
 
         Args:
-            fields: of `OverlapWords`, beside gate and dispatcher.
+            fields: fields of `OverlapWords` other than gate and dispatcher.
         """
         problem = self.problem
-        words = OverlapWords(gate=problem.listed.gate, dispatcher="irregular", **fields)
-        return with_uniform_overlap(problem.plan, problem.model, words, problem.listed)
+        overlap = OverlapWords(gate=problem.listed.gate, dispatcher="irregular", **fields)
+        return with_uniform_overlap(problem.plan, problem.model, overlap, problem.listed)
 
     def _partition_counts(self) -> list[int]:
-        """Numbers of partitions that divide the samples of a micro-batch."""
+        """Numbers of partitions, from 2 to the limit, that divide the samples of a micro-batch."""
         samples = self.problem.plan.stages[0].micro_batch_size
         return [count for count in range(2, min(samples, self.limits.max_partitions) + 1) if samples % count == 0]
 
     def _best_range_word(self, partitions: int, micro_batches: int) -> Plan:
-        """The plan with the shortest step among those of all range words.
+        """The plan with the shortest step over all range words.
 
         Raises:
-            ConfigError: none of them may run.
+            ConfigError: rules refuse every range word.
         """
         plans, refusals = [], []
         for word in get_args(RangeWord):
@@ -260,26 +256,27 @@ class Candidates:
         return min(plans, key=lambda timed: timed[0])[1]
 
     def _whole(self) -> Plan:
-        """Gates and dispatchers of our own, nothing partitioned and nothing deferred.
+        """This fork's gates and dispatchers, without partitions and without deferral.
 
-        It is what flags ask for that defer weight gradients alone, with empty slots: their rules hold for it.
+        Built from the flags that only defer weight gradients, with their slots emptied, so that the rules for those flags are
+        checked.
         """
         deferring = self._uniform_plan(defer=True, max_deferred_bytes=1)
         return with_slots(deferring, [{} for _ in deferring.stages], 0)
 
     def _partitioned(self) -> tuple[Plan, PartitionedPlan]:
-        """Ranges in partitions, as the search finds them.
+        """The answer of the search for ranges in partitions.
 
         Raises:
-            ConfigError: nothing may be partitioned, or no range is shorter in partitions.
+            ConfigError: no range may be partitioned, or none is shorter in partitions.
         """
         samples = self.problem.plan.stages[0].micro_batch_size
         fewest = next((count for count in range(2, samples + 1) if samples % count == 0), 2)
-        # The plan is thrown away: making it holds the rules for partitions against the run before anything is searched.
+        # The plan is discarded: building it checks the rules for partitions before the search spends any time.
         self._uniform_plan(partitions=fewest, range_word="experts")
-        whole = self._whole()
-        free = free_bytes(self.predicted(whole))
-        answer = partition_ranges(whole, self.problem.model, self._prices(whole), self.limits, free)
+        uncut = self._whole()
+        free = free_bytes(self.predicted(uncut))
+        answer = partition_ranges(uncut, self.problem.model, self._prices(uncut), self.limits, free)
         if not any(stage.ranges for stage in answer.stages):
             reasons = {reason for stage in answer.stages for _, reason in stage.excluded}
             rule = "; ".join(sorted(reasons)) or "no range is shorter in parts"
@@ -287,8 +284,8 @@ class Candidates:
         return answer.plan, answer
 
     def _schedule(self, plan: Plan, prediction: Prediction) -> Schedule:
-        """Weight gradients may hold what the fullest device leaves free."""
-        # One bound serves all stages, so the fullest decides. At least a byte: 0 in a plan means no bound at all.
+        """The weight-gradient schedule whose byte limit is the free memory of the fullest device."""
+        # A plan has one limit for all stages, so the fullest decides. At least one byte, because 0 in a plan means no limit.
         held = max(1, int(min(free_bytes(prediction))))
         limits = DeferralLimits(max_deferred_bytes=held, solver_seconds=self.solver_seconds)
         return schedule_weight_gradients(
@@ -296,9 +293,9 @@ class Candidates:
         )
 
     def _prices(self, plan: Plan) -> dict[int, StagePrices]:
-        """First rank of every stage -> prices that have read a list of a few micro-batches."""
+        """First rank of every stage -> its prices, with a list of a few micro-batches read in."""
         prices = {}
-        # Prices are of operators, not of micro-batches: the list of a few shows all of them.
+        # Prices belong to operators, and every operator occurs in a list of a few micro-batches.
         few = shortened(plan, enough_micro_batches(len(plan.stages)))
         for stage, of_stage in zip(few.stages, price_stages(few, self.problem), strict=True):
             of_stage.read(lower_rank(few, self.problem.model, stage.devices.ranks[0]))
@@ -307,7 +304,7 @@ class Candidates:
 
 
 def _in_pairs(plan: Plan) -> Plan:
-    """Two micro-batches at a time; layers that are not partitioned run whole among them."""
+    """The plan with two micro-batches in flight; its partitioned layers stay partitioned."""
     crossing = {
         layer: dataclasses.replace(entry, mechanism="cross_micro_batch") if entry.mechanism == "none" else entry
         for layer, entry in entries_of(plan).items()
@@ -320,7 +317,7 @@ def _in_pairs(plan: Plan) -> Plan:
 
 
 def weight_gradient_seconds(problem: Problem, plan: Plan) -> float:
-    """Weight-gradient seconds per micro-batch on the slowest stage, without overlap or partitioning."""
+    """Weight-gradient seconds per micro-batch on the stage with the most, without overlap or partitioning."""
     longest, model, machine = 0.0, problem.model, problem.machine
     for family in prepare(plan, model, problem.graphs, problem.features, machine.load):
         priced = price_family(plan, model, family, machine, problem.features)
@@ -339,11 +336,13 @@ def weight_gradient_seconds(problem: Problem, plan: Plan) -> float:
 
 
 def _same_prediction(candidate: Candidate, other: Candidate) -> bool:
-    mine, theirs = candidate.prediction, other.prediction
-    return mine is not None and theirs is not None and mine.predicted == theirs.predicted
+    prediction, other_prediction = candidate.prediction, other.prediction
+    return (
+        prediction is not None and other_prediction is not None and prediction.predicted == other_prediction.predicted
+    )
 
 
 def free_bytes(prediction: Prediction) -> list[float]:
-    """By stage, the bytes by which what it needs may grow until it does not fit."""
+    """[stages] bytes that each stage may need in addition and still fit."""
     most = prediction.capacity_bytes / prediction.memory.high
     return [max(0.0, most - needed_bytes(stage)) for stage in prediction.predicted.stages]

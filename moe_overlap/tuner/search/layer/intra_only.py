@@ -1,13 +1,13 @@
-"""The best sharding of a whole model on one cluster, and the layout of megatron-core that comes nearest to it.
+"""The best sharding of a model on one cluster, and the cheapest layout that megatron-core executes.
 
-1. On every logical shape of the cluster megatron-core's layouts are enumerated, and the integer program is solved without that
+1. On every logical shape of the cluster, enumerate megatron-core's layouts; then solve the integer program without that
    restriction, unless its bound shows that it cannot beat the shapes before.
-2. The best free sharding over all shapes is the answer (`--search-space intra-only`: one stage, no pipeline); the cheapest layout
-   over all shapes is the nearest plan that megatron-core executes. What lies between them is lost.
-3. `sharding_losses.py` says where it is lost: the operators whose algorithm in the free answer no layout has, or none together
-   with the others, and what each would gain if it alone could run freely.
+2. The best free sharding over all shapes is the answer (`--search-space intra-only`: one stage, no pipeline). The cheapest layout
+   over all shapes is the nearest plan that megatron-core executes; the difference of the two is the loss.
+3. Explain the loss by operator (`sharding_losses.py`): operators whose best algorithm no layout has, or no layout combines with
+   the others, and the seconds that each would gain if it could choose freely.
 
-Of equally good shardings the one that differs least from the cheapest layout is taken.
+Among equally good shardings, the answer is the one that differs least from the cheapest layout.
 
 Source: Alpa, section 4 (the ILP over all logical shapes) and section 8.2 (intra-operator parallelism only).
 """
@@ -33,9 +33,9 @@ from moe_overlap.tuner.search.layer.sharding_stage import StageProblem, model_gr
 from moe_overlap.tuner.search.solution import Solution, Status
 
 TIE = 1e-9
-"""Share of the objective by which equals may differ, from rounding."""
+"""Relative difference of two objectives below which they count as equal, since it may be rounding."""
 GAIN_SECONDS = 30.0
-"""Time limit of what operators would gain alone."""
+"""Time limit for computing the gains of single operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,10 @@ class OperatorSharding:
 
     Attributes:
         part, operator, phase: `dense`, `mlp.linear_fc1`, `forward`.
-        loops, out: what mesh axis 0 and axis 1 split of the operator and of its result, in lower case; `replicated` is nothing.
+        loops, out: dimension of the operator and of its result that mesh axis 0 and axis 1 split, in lower case; `replicated`:
+            none.
         compute_seconds, communication_seconds: of one micro-batch in one part of the kind.
-        resharding_seconds: of the tensors that it reads, the same way.
+        resharding_seconds: for the tensors that it reads, of one micro-batch in one part of the kind.
     """
 
     part: str
@@ -64,10 +65,10 @@ class WeightSharding:
     """One weight of one kind of part in a sharding.
 
     Attributes:
-        split: what mesh axis 0 and axis 1 split of it in its products.
-        zero_level: along the axes that hold copies.
+        split: dimension that mesh axis 0 and axis 1 split while products use the weight.
+        zero_level: level of ZeRO along the axes that hold copies.
         step_seconds: gathers, reductions and the update, of one step in one part of the kind.
-        bytes: weight, gradient and states of one part on one rank.
+        bytes: weight, gradient and optimizer states of one part on one rank.
     """
 
     part: str
@@ -84,7 +85,7 @@ class Sharding:
 
     Attributes:
         seconds: of one optimizer step.
-        bytes: of one rank.
+        bytes: held by one rank.
     """
 
     shape: tuple[int, int]
@@ -113,9 +114,9 @@ class NearestLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShapeResult:
-    """The answers on one logical shape; `layout_seconds` is infinite where no layout fits.
+    """The answers on one logical shape; `layout_seconds` is infinite if no layout fits.
 
-    A solution is `cut off` where the shape cannot beat a shape before it.
+    The status of the solution is `cut off` if the shape cannot beat an earlier one.
     """
 
     shape: tuple[int, int]
@@ -128,10 +129,10 @@ class IntraOnly:
     """The answer of the intra-only search.
 
     Attributes:
-        best: None where no sharding fits the memory, or none was found in time.
-        nearest: None where no layout fits.
-        solution: of all shapes: the bound is the least of theirs.
-        losses: against the cheapest layout on the best shape; None where nothing or no layout fits there.
+        best: the best free sharding; None if none fits the memory, or the time ended before one was found.
+        nearest: the cheapest layout over all shapes; None if no layout fits.
+        solution: summary of all shapes; its bound is the smallest of theirs.
+        losses: the cheapest layout against the best sharding, both on the shape of the best; None if one of them is missing.
     """
 
     best: Sharding | None
@@ -145,7 +146,7 @@ def workload_of(problem: Problem, micro_batches: int) -> Workload:
     """The workload of a problem on one mesh without a pipeline.
 
     Args:
-        micro_batches: of a step; divides the global batch.
+        micro_batches: number per step; divides the global batch.
     """
     plan, machine = problem.plan, problem.machine
     assert plan.global_batch_size % micro_batches == 0, (plan.global_batch_size, micro_batches)
@@ -174,12 +175,13 @@ def intra_only(
 
     Args:
         captured: the model on one rank (TP = CP = EP = 1), nothing recomputed.
-        seconds: time limit; one shape is set up whatever it is, and one that is not looked at in time has no bound.
-        zero_levels: that the layouts may have.
+        seconds: time limit; at least one shape is set up, and a shape that is not solved in time has no bound.
+        zero_levels: levels of ZeRO that the layouts may use.
     Raises:
-        NotShardableError: the graphs hold what the search has no algorithms for.
+        NotShardableError: the graphs hold an operator that the search has no algorithms for.
     """
     started = time.monotonic()
+    # 1. Set up all shapes first: layouts are cheap, and their seconds order the expensive programs.
     model = model_graphs(captured, workload)
     meshes = logical_meshes(cluster.gpus, cluster.gpus, cluster.group_of(0), workload.constants.link_rates)
     shapes: list[_Shape] = []
@@ -191,16 +193,17 @@ def intra_only(
         stage = stage_problem(model, mesh, workload)
         layouts = tuple(stage.layouts(zero_levels))
         shapes.append(_Shape(stage, layouts, cheapest_layout(stage, layouts)))
-    # The shape with the best layout comes first: its sharding cuts most others off.
+    # 2. Solve the free problems. The shape with the best layout comes first: its sharding, as incumbent, cuts most others off.
     shapes.sort(key=lambda shape: shape.layout_seconds)
     best: tuple[_Shape, Solution[Chosen]] | None = None
     for place, shape in enumerate(shapes):
-        left = (started + seconds - time.monotonic()) / (len(shapes) - place)
-        known = best[1].objective if best is not None else math.inf
-        solution = free_sharding(shape.stage, shape.cheapest, left, known)
+        remaining = (started + seconds - time.monotonic()) / (len(shapes) - place)
+        incumbent_seconds = best[1].objective if best is not None else math.inf
+        solution = free_sharding(shape.stage, shape.cheapest, remaining, incumbent_seconds)
         results.append(ShapeResult(shape.stage.mesh.shape, solution, shape.layout_seconds))
-        if solution.value is not None and solution.objective < known:
+        if solution.value is not None and solution.objective < incumbent_seconds:
             best = shape, solution
+    # 3. Where the layouts lose; this has a time limit of its own.
     spent = time.monotonic() - started
     return IntraOnly(
         best=None if best is None or best[1].value is None else sharding_of(best[0].stage, best[1].value),
@@ -213,7 +216,7 @@ def intra_only(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A logical shape with its layouts; the cheapest one is None where none fits."""
+    """A logical shape with its layouts, and the cheapest that fits; None if none does."""
 
     stage: StageProblem
     layouts: Layouts
@@ -231,7 +234,7 @@ def _losses(shape: _Shape, solution: Solution[Chosen], seconds: float) -> Losses
 
 
 def _out_of_time(shape: tuple[int, int]) -> ShapeResult:
-    """The result of a mesh shape that was not searched in time: nothing is known of it."""
+    """The result of a mesh shape that was not reached in time: no sharding, and a bound of 0."""
     nothing: Solution[Chosen] = Solution(
         value=None, objective=math.inf, bound=0.0, status=Status.TIME_LIMIT, seconds=0.0
     )
@@ -251,17 +254,17 @@ def cheapest_layout(stage: StageProblem, layouts: Layouts) -> tuple[MeshLayout, 
 def free_sharding(
     stage: StageProblem, cheapest: tuple[MeshLayout, Chosen] | None, seconds: float, cutoff: float = math.inf
 ) -> Solution[Chosen]:
-    """The best sharding of all; where the cheapest layout is as good, the layout.
+    """The best sharding; the cheapest layout, if it is as good.
 
-    Of equally good shardings, the solver's may differ from the layout for no gain: whatever differs and hangs together returns
-    to the layout's choices unless that costs something.
+    The solver's sharding may differ from the layout without a gain. So each connected group of differing nodes is reset to the
+    layout's choices if that costs nothing.
     """
     solution, problem = solve_choices(stage.problem, seconds, cutoff), stage.problem
     if cheapest is None or solution.status == Status.CUT_OFF:
         return solution
     layout, cost = cheapest[1], problem.cost(cheapest[1])
     if solution.value is None or cost <= solution.objective * (1 + TIE):
-        # Out of time, or no better: the layout is feasible.
+        # Out of time, or not better than the layout, which is feasible.
         bound = max(0.0, min(cost, solution.bound))
         return Solution(value=layout, objective=cost, bound=bound, status=_proved(solution), seconds=solution.seconds)
     chosen = solution.value
@@ -275,33 +278,33 @@ def free_sharding(
 
 
 def _proved(solution: Solution[Chosen]) -> Status:
-    """An infeasible answer beside a feasible layout would be a mistake of the program."""
+    """The status of a solution; infeasible cannot occur, since a feasible layout exists."""
     assert solution.status != Status.INFEASIBLE, solution
     return solution.status
 
 
 def _differing(problem: ChoiceProblem, chosen: Chosen, layout: Chosen) -> list[frozenset[int]]:
-    """Nodes where two choices differ: those that edges join, then one by one."""
-    left = {node for node, choice in enumerate(chosen) if choice != layout[node]}
-    single = [frozenset({node}) for node in sorted(left)]
+    """Nodes where two choices differ: first groups that edges connect, then single nodes."""
+    remaining = {node for node, choice in enumerate(chosen) if choice != layout[node]}
+    single = [frozenset({node}) for node in sorted(remaining)]
     groups: list[frozenset[int]] = []
-    while left:
-        group, edge = set(), {min(left)}
+    while remaining:
+        group, edge = set(), {min(remaining)}
         while edge:
             group |= edge
             reached = {b if a in edge else a for a, b, _ in problem.edges if (a in edge) != (b in edge)}
-            edge = (reached & left) - group
+            edge = (reached & remaining) - group
         groups.append(frozenset(group))
-        left -= group
+        remaining -= group
     return groups + single
 
 
 def sharding_of(stage: StageProblem, chosen: Chosen) -> Sharding:
-    """The choices of a stage's problem as data."""
+    """The choices of a stage's problem, by operator and weight."""
     counts, number = stage.model.counts, stage.workload.micro_batches
     into = np.zeros(len(chosen))
     for a, b, matrix in stage.problem.edges:
-        # Edges are kept in the order of their nodes; what leaves a weight or enters it is the weight's.
+        # Edges go from the smaller to the larger index, and weights come after all nodes: so edges of weights count for them.
         into[b] += float(matrix[chosen[a], chosen[b]])
     operators: list[OperatorSharding] = []
     weights: list[WeightSharding] = []
@@ -352,7 +355,7 @@ def _nearest(stage: StageProblem, layout: MeshLayout, chosen: Chosen) -> Nearest
 
 
 def _of_all(results: Sequence[ShapeResult], best: Solution[Chosen] | None, seconds: float) -> Solution[Chosen]:
-    """One solution of all shapes: the best objective, the least bound."""
+    """One solution for all shapes: the best objective, the smallest bound."""
     bound = min(result.solution.bound for result in results)
     stopped = any(result.solution.status == Status.TIME_LIMIT for result in results)
     status = Status.TIME_LIMIT if stopped else Status.OPTIMAL if best is not None else Status.INFEASIBLE

@@ -1,9 +1,10 @@
 """Decide the overlap of a problem whose parallel layout is given.
 
-1. Every mechanism becomes a candidate, uniformly on all layers, alone and with deferred weight gradients (candidates.py).
+1. Every mechanism becomes a candidate, uniformly on all layers, without and with deferred weight gradients (candidates.py).
 2. Starting from the best uniform plan, coordinate descent picks a mechanism for every class of layers (mechanisms.py).
-3. The candidate with the shortest step that fits is chosen, and the baseline where none is shorter by `WORTH`. Where steps of the
-   problem were measured, the fastest measured plan stays, unless another is shorter by `WORTH`.
+3. Among the candidates that fit, the one with the shortest step is chosen; it replaces the baseline only if it is shorter by
+   `WORTH`. If steps of the problem were measured, the fastest measured plan is chosen, unless a candidate is predicted to be
+   shorter by `WORTH`.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from moe_overlap.tuner.search.layer.mechanisms import Mix, layer_classes, mix_me
 from moe_overlap.tuner.search.layer.slots import enough_micro_batches, shortened
 
 WORTH = 0.01
-"""Share of the baseline's step by which another must be shorter: predictions are no better."""
+"""Share of the baseline's step that a candidate must save: smaller differences are within the error of predictions."""
 MIXED = "mixed by class of layers"
 MOST_PREDICTIONS = 24
-"""Most predictions spent on mixes: seconds for a model of 61 layers on 16 stages."""
+"""Most predictions spent on mixes; for a model of 61 layers on 16 stages they take a few seconds."""
 
 
 REPLAYED = 3
-"""So many of the fastest candidates are predicted with their lists replayed as CUDA graphs."""
+"""Number of candidates, the fastest ones, that are also predicted with their lists replayed as CUDA graphs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GraphsChoice:
-    """An answer, and what it would be with its lists replayed as CUDA graphs, or without. The flags decide which it is.
+    """The prediction with CUDA graphs switched the other way: without them if the flags ask for them, with them if not.
 
     Attributes:
-        is_on: whether the chosen plan is priced, and run, with them.
-        name: the overlap that is predicted the other way.
-        other: that prediction; None where rules refuse it.
-        refused: why they do.
+        is_on: whether the flags ask for CUDA graphs, so that the chosen plan is priced and executed with them.
+        name: the candidate that is predicted with the switch the other way.
+        other: its prediction; None where a rule refuses the switch.
+        refused: the rule that refuses it.
     """
 
     is_on: bool
@@ -67,10 +68,10 @@ class Decision:
     """The answer of the search.
 
     Attributes:
-        others: the candidates that were not chosen: the predicted ones from the fastest on, then the refused ones.
+        others: the candidates that were not chosen: the predicted ones, fastest first, then the refused ones.
         mix: the mechanism of every class of layers, without deferred weight gradients; None where no plan with overlap fits.
-        step: of the chosen plan, simulated with a micro-batch or more for every stage.
-        graphs: whether lists are replayed as CUDA graphs, and what the other way is predicted to take; None where there is none.
+        step: the chosen plan, simulated with at least one micro-batch per stage.
+        graphs: CUDA graphs on or off, and the prediction for the other setting; None where no plan has lists to replay.
     """
 
     chosen: Candidate
@@ -87,23 +88,25 @@ def decide_overlap(
     """Choose the overlap of a problem.
 
     Args:
-        problem: its plan overlaps nothing, and its layout has several expert ranks.
-        solver_seconds: for each weight-gradient schedule.
-        measured: steps of plans of this problem, at whose refined prices it stands; None where there are no traces.
+        problem: its plan, the baseline, overlaps nothing, and its layout has several expert ranks.
+        solver_seconds: time limit of each weight-gradient schedule.
+        measured: measured steps of plans of this problem; the problem's prices are already refined by their traces. None
+            without traces.
     """
     baseline = Candidate(name=PLAIN, plan=problem.plan)
     search = Candidates(problem, limits, solver_seconds)
     baseline = dataclasses.replace(baseline, prediction=search.predicted(problem.plan))
-    # Steps 1 and 2. Whole micro-batches hide nothing alone, but they may be replayed: else they are what others begin with.
+    # Steps 1 and 2. Uncut micro-batches without deferral hide nothing: as an answer they are only of use where their lists can
+    # be replayed. They stay in `uniform` in any case, because descent may start from them.
     uniform = list(search.uniform())
     mix, mixes = mixed(search, uniform)
-    whole = [candidate for candidate in uniform if candidate.name == WHOLE and not candidate.refused]
-    left_out = [] if problem.features.listed_graphs else whole
+    uncut = [candidate for candidate in uniform if candidate.name == WHOLE and not candidate.refused]
+    left_out = [] if problem.features.listed_graphs else uncut
     worthwhile = (candidate for candidate in uniform if candidate not in left_out)
     candidates = [baseline, *worthwhile, *mixes]
     if measured is not None:
         candidates = with_measured(search, candidates, measured)
-    # Step 3.
+    # Step 3. `keep_measured` expects the fastest first.
     predicted = [candidate for candidate in candidates if candidate.prediction is not None]
     predicted.sort(key=lambda candidate: candidate.seconds)
     chosen = keep_measured(candidates[0], predicted)
@@ -115,30 +118,31 @@ def decide_overlap(
         mix=mix,
         step=simulate_step(shortened(chosen.decided, enough_micro_batches(len(chosen.decided.stages))), problem),
         baseline_seconds=baseline.seconds,
-        graphs=graphs_choice(chosen, sorted([*predicted, *left_out], key=lambda each: each.seconds), problem),
+        graphs=graphs_choice(chosen, sorted([*predicted, *left_out], key=lambda candidate: candidate.seconds), problem),
     )
 
 
 def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Problem) -> GraphsChoice | None:
-    """Predict the other way: the chosen plan without its graphs, or the fastest of a few candidates with them.
+    """Predict the other setting of CUDA graphs: the chosen plan without them, or the fastest of a few candidates with them.
 
     Args:
-        predicted: the candidates from the fastest on.
+        predicted: the candidates, fastest first.
     Returns:
-        None where there is no other way: no candidate has lists that may be replayed.
+        None where no candidate has lists that may be replayed.
     """
     if problem.features.listed_graphs:
         if not chosen.decided.is_listed:
             return None
         return GraphsChoice(is_on=True, name=chosen.name, other=predict_plan(chosen.decided, problem.replaying(False)))
-    # What a library puts aside itself is not replayed, so neither is a plan that needs it.
+    # A weight gradient that a library defers by itself is not replayed, so plans that defer any are left out.
     undeferred = problem.listed.library_defers
-    others = [each for each in predicted if each.decided.is_listed and not (undeferred and each.schedule is not None)]
+    listed = [candidate for candidate in predicted if candidate.decided.is_listed]
+    others = [candidate for candidate in listed if not undeferred or candidate.schedule is None]
     if not others:
         return None
     if problem.listed.graphs_refusal is not None:
         return GraphsChoice(is_on=False, refused=str(problem.listed.graphs_refusal))
-    # The fastest that fits. Seconds alone order the candidates: a whole prediction, with its bytes, costs more.
+    # Order by seconds first, because a complete prediction, with its bytes, costs more; the first one that fits is the answer.
     replaying = problem.replaying(True)
     by_seconds = sorted(others[:REPLAYED], key=lambda candidate: listed_seconds(candidate.decided, replaying))
     fastest: GraphsChoice | None = None
@@ -152,10 +156,10 @@ def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Pr
 
 
 def choose(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:
-    """The fastest that fits; the baseline where it fits and is not slower by WORTH, or where nothing fits.
+    """The fastest candidate that fits. The baseline, if no candidate saves WORTH of its step, or if no candidate fits.
 
     Args:
-        predicted: from the fastest on, the baseline among them.
+        predicted: the candidates, fastest first, the baseline among them.
     """
     fitting = [candidate for candidate in predicted if candidate.fits]
     if not fitting or (baseline in fitting and fitting[0].seconds > baseline.seconds * (1.0 - WORTH)):
@@ -164,10 +168,10 @@ def choose(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:
 
 
 def keep_measured(baseline: Candidate, predicted: Sequence[Candidate]) -> Candidate:
-    """The fastest measured plan, unless others that fit are predicted to be faster by WORTH: then `choose` among those.
+    """The fastest measured plan, unless other candidates that fit are predicted to be faster by WORTH: then `choose` among those.
 
-    A candidate must beat both the measured and the predicted time of the measured plan: a prediction error that both share
-    cancels.
+    A candidate must beat the measured and the predicted seconds of the measured plan. Comparing prediction with prediction
+    cancels an error that both share.
     """
     measured = [candidate for candidate in predicted if candidate.measured_seconds is not None]
     if not measured:
@@ -182,7 +186,7 @@ def keep_measured(baseline: Candidate, predicted: Sequence[Candidate]) -> Candid
 def with_measured(
     search: Candidates, candidates: Sequence[Candidate], measured: Sequence[MeasuredStep]
 ) -> list[Candidate]:
-    """The candidates with the measured steps of those that were executed; measured plans that are none of them join them."""
+    """The candidates, with measured seconds where a trace has the same plan. A measured plan that matches none is added."""
     result = list(candidates)
     for step in measured:
         places = (n for n, candidate in enumerate(result) if candidate.plan and same_overlap(candidate.plan, step.plan))
@@ -196,32 +200,35 @@ def with_measured(
 
 
 def same_overlap(plan: Plan, other: Plan) -> bool:
-    """Whether two plans of one layout execute the same: limits of a search only describe."""
-    # The layouts agree by `refine`, which accepts traces of this problem only.
-    mine, theirs = ([dataclasses.replace(s.overlap, search_limits=None) for s in p.stages] for p in (plan, other))
-    return mine == theirs
+    """Whether two plans of one layout execute the same instructions: the limits of the search in a plan are ignored."""
+    # Both have the problem's layout: `refine` accepts no trace of another one.
+    overlaps, other_overlaps = (
+        [dataclasses.replace(s.overlap, search_limits=None) for s in p.stages] for p in (plan, other)
+    )
+    return overlaps == other_overlaps
 
 
 def mixed(search: Candidates, uniform: Sequence[Candidate]) -> tuple[Mix | None, list[Candidate]]:
     """Starting from the best uniform plan, pick a mechanism for every class of layers.
 
     Args:
-        uniform: the candidates with and without deferred weight gradients; classes are given what those without decide.
+        uniform: the candidates with and without deferred weight gradients. A class of layers gets its mechanism from those
+            without.
     Returns:
-        None and nothing where no uniform plan fits. Else the decision by class, and, where that is another plan than the best
-        uniform one, the candidate alone and with weight gradients deferred.
+        The decision by class, and the new candidates: the mixed plan without and with deferred weight gradients, or none if
+        the mix is the best uniform plan. None and no candidates if no uniform plan fits.
     """
-    alone = [candidate for candidate in uniform if candidate.prediction is not None and candidate.schedule is None]
+    undeferred = [candidate for candidate in uniform if candidate.prediction is not None and candidate.schedule is None]
     fitting = [candidate for candidate in uniform if candidate.fits]
     if not fitting:
         return None, []
-    # The best may defer weight gradients, but descent starts from its mechanism alone: the slots of one plan do not fit
-    # the entries of another. They are assigned anew for the mix (`_mixes`).
+    # The best candidate may defer weight gradients. Descent starts from the same mechanism without deferral, because the slots
+    # of one plan do not fit the entries of another; `_mixes` fills the slots of the mix.
     best = min(fitting, key=lambda candidate: candidate.seconds)
-    start = next(candidate for candidate in alone if candidate.mechanism is best.mechanism)
-    others = [candidate.decided for candidate in alone if candidate is not start]
+    start = next(candidate for candidate in undeferred if candidate.mechanism is best.mechanism)
+    others = [candidate.decided for candidate in undeferred if candidate is not start]
     mix = _mix(search, start, others)
-    return mix, list(_mixes(search, mix, alone)) if mix.changed else []
+    return mix, list(_mixes(search, mix, undeferred)) if mix.changed else []
 
 
 def _mix(search: Candidates, start: Candidate, others: Sequence[Plan]) -> Mix:
@@ -242,9 +249,9 @@ def _mix(search: Candidates, start: Candidate, others: Sequence[Plan]) -> Mix:
     return mix_mechanisms(plan, start.seconds, others, classes, refuse, judge, MOST_PREDICTIONS)
 
 
-def _mixes(search: Candidates, mix: Mix, alone: Sequence[Candidate]) -> Iterator[Candidate]:
-    """A mix alone and with weight gradients deferred; stages that partition say under which limits ranges were searched."""
-    partitioned = next((candidate.decided for candidate in alone if candidate.ranges is not None), None)
+def _mixes(search: Candidates, mix: Mix, undeferred: Sequence[Candidate]) -> Iterator[Candidate]:
+    """A mix without and with deferred weight gradients; stages that partition record the limits of the search for ranges."""
+    partitioned = next((candidate.decided for candidate in undeferred if candidate.ranges is not None), None)
     stages = []
     for index, stage in enumerate(mix.plan.stages):
         limits = None

@@ -1,25 +1,27 @@
-"""Whether a range of operators can run in partitions, and along which axis every tensor is then cut.
+"""Whether a range of operators can run in partitions, and the axis along which each tensor is cut.
 
-Problem. Choose the axis of every tensor of a range so that every operation, run on the parts, gives the parts of its outputs.
+Problem. Choose the axis of every tensor of a range so that each operation, applied to partitions of its inputs, computes
+partitions of its outputs.
 Terms.
 - An *operation* is one line of an operator: `kind | reads -> writes` (`LINES`).
-- An *axis* is how a tensor is cut (`Axis`); `WHOLE` is not at all. *Irregular* are the rows that the gate sent out for the
-  samples of a partition.
-- A *table* lists, for a kind of operation, the axes along which its tensors are cut together (`TABLES`).
+- An *axis* says how a tensor is cut (`Axis`); `WHOLE` means uncut. `IRREGULAR` cuts the rows sent by the gate: a partition has
+  the rows of its samples.
+- A *table* lists, for a kind of operation, the axes along which its tensors can be cut together (`TABLES`).
 Steps.
-1. Write the operators of the range as operations (`operations_of`). A tensor that exists before the range is sliced by each
-   operation that reads it on its own, so it has one variable per reader, without the axes that no slicing makes.
+1. Write the operators of the range as operations (`operations_of`). A tensor that exists before the range is sliced separately by
+   each operation that reads it. So it has one variable per reader, limited to the axes that slicing can produce.
 2. Solve a constraint program (`solve`). Variables: the axis of each tensor. Constraints: the axes of an operation are a row of
-   its table; each operation leaves something cut, the operations of a gate at least together. Objective: the smallest sum of
-   axes in the order of `Axis`: the batch where possible, whole tensors last.
-3. A range that cannot be cut names a smallest set of operators that already cannot: without any one of them the others can.
+   its table; each operation writes at least one cut tensor (a gate's operations together at least one). Objective: the smallest
+   sum of axes in the order of `Axis`, which prefers the batch and uses uncut tensors last.
+3. For a range that cannot be cut, name an irreducible set of operators that cannot be cut together: without any one of them the
+   others can.
 
-Why the tables are as they are. The contracted axis of a product is never cut: parts would be sums. Attention needs all keys. With
-tensor parallelism the tokens are gathered along the sequence, which then cannot be cut. Tokens are ordered by sample, then by
-place: a gate that passes its used capacity on can take samples one after the other, but no partitions of sequences; one that
-looks at all tokens stays whole, and its rows travel in partitions. All-to-alls keep the axis of experts, which is that of the
-ranks. Partitions of capacity mix the samples, so that no merge can follow them. A mean over tokens needs them all. Dropout must
-draw by token, or is left out.
+Why the tables are as they are. The contracted axis of a product is never cut, because partial products must be summed. Attention
+needs all keys. With tensor parallelism the tokens are gathered along the sequence, which then cannot be cut. Tokens are ordered
+by sample, then by position: a gate that passes its used capacity on can process samples one after the other, but not partitions
+of sequences; a gate that needs all tokens stays uncut, and its rows travel in partitions. All-to-alls keep the axis of experts,
+which is that of the ranks. Partitions of capacity mix the samples, so no merge can follow them. A mean over tokens needs all of
+them. Dropout must draw random numbers per token, or be off.
 
 Source: Lancet, section 5.2; the irregular axis is that of figure 5c.
 """
@@ -30,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
+from itertools import chain
 
 from ortools.sat.python import cp_model
 
@@ -42,7 +45,7 @@ from moe_overlap.plan.plan import StagePlan
 
 
 class Axis(IntEnum):
-    """How a tensor is cut, what is preferred first."""
+    """How a tensor is cut; smaller values are preferred."""
 
     BATCH = 0
     SEQUENCE = 1
@@ -56,9 +59,9 @@ class Axis(IntEnum):
 
 LETTERS = dict(zip("bshECix-", Axis, strict=True))
 """Letters of the tables: b batch, s sequence, h hidden or a column of a weight, E expert, C capacity, i irregular rows, x places
-of such rows, - whole."""
+of such rows, - uncut."""
 REAL = (Axis.BATCH, Axis.SEQUENCE, Axis.HIDDEN, Axis.EXPERT, Axis.CAPACITY)
-"""Axes that a tensor has by itself: what exists whole can be sliced along them, and along no other."""
+"""The axes along which an existing uncut tensor can be sliced."""
 
 PREFIX_GATE, WHOLE_GATE = "gate by samples", "gate of all tokens"
 TABLES = {
@@ -73,9 +76,9 @@ TABLES = {
     "join": "bb:b ss:s",
     "gather": "b:b",
     # tokens, scores, used capacity : weights, places, counts, rows, used capacity
-    # Used capacity is whole on both sides: it is handed from partition to partition (capacity passing), not cut.
+    # Used capacity is uncut on both sides: each partition passes it to the next (capacity passing).
     PREFIX_GATE: "bb-:bxii-",
-    # Only its outputs are cut: it may be the first operation of a range, never stand inside one (Lancet, section 5.1).
+    # Only its outputs are cut: it may begin a range, but not stand inside one (Lancet, section 5.1).
     WHOLE_GATE: "---:bxii-",
     "exchange of counts": "i:i",
     "exchange with counts": "ii:i C-:C",
@@ -87,26 +90,26 @@ TABLES = {
     "loss per token": "b:b s:s",
     "mean": "",
 }
-"""Kind of operation -> the rows of its table. Inputs stand before the colon, in the order in which a line names them; the row
-that leaves everything whole is in every table (the operation then runs once) and is not written. `gather` is every collective
+"""Kind of operation -> the rows of its table. Inputs stand before the colon, in the order of the operation's line. Every table
+also has the row in which all tensors are uncut (the operation runs once); it is not written. `gather` stands for every collective
 over tensor-parallel ranks: gathering, scattering, reducing."""
 
 
 @cache
 def rows_of(operation: str) -> tuple[tuple[Axis, ...], ...]:
-    """The table of an operation, the row that leaves everything whole included."""
+    """The table of an operation, with the row in which all tensors are uncut."""
     rows = [tuple(LETTERS[letter] for letter in row.replace(":", "")) for row in TABLES[operation].split()]
-    # Only `mean` has no row of its own: one tensor in, one out.
+    # Only `mean` has no other row; it reads one tensor and writes one.
     size = len(rows[0]) if rows else 2
-    whole = (Axis.WHOLE,) * size
-    return tuple(dict.fromkeys([*rows, whole]))
+    uncut = (Axis.WHOLE,) * size
+    return tuple(dict.fromkeys([*rows, uncut]))
 
 
-# inside.
+# Operators as operations.
 
 Lines = tuple[str, ...]
-"""An operator, a line per operation: `kind | reads -> writes`. Tensors that operators hand to each other have a place in braces
-and the names of plan/lowering/layers.py, beside them the gate's `weights` and `places` of rows; all others stay inside."""
+"""An operator, one line per operation: `kind | reads -> writes`. Names with braces are tensors that operators pass to each other:
+those of plan/lowering/layers.py, and the gate's `weights` and `places` of rows. Other names are local to the operator."""
 TRAVELLING = (BufferRole.RECEIVED, BufferRole.RETURNED)
 
 
@@ -117,7 +120,7 @@ class Operation:
     Attributes:
         operator: its name in a plan.
         kind: key of TABLES.
-        reads, writes: tensors, in the order of the table's letters.
+        reads, writes: tensors, in the order of the letters of the table.
     """
 
     operator: str
@@ -128,14 +131,14 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The facts of a model and a layout on which axes depend.
+    """The properties of a model and a layout on which axes depend.
 
     Attributes:
         latent, compressed: latent attention, with a compressed query.
         shared, shared_gate: shared experts, with a gate.
         exchanges: tokens leave the rank.
         gathers: tensor-parallel ranks gather the tokens.
-        gates: layer -> gate; the gate of a layer that is not there takes samples one after the other.
+        gates: layer -> gate; layers that are absent have a gate that processes samples one after the other.
     """
 
     latent: bool = False
@@ -148,7 +151,7 @@ class Form:
 
     @classmethod
     def of(cls, model: ModelDescription, stage: StagePlan) -> Form:
-        """The facts of a stage of a plan."""
+        """The properties of a stage of a plan."""
         latent = model.latent_attention
         return cls(
             latent=latent is not None,
@@ -157,17 +160,17 @@ class Form:
             shared_gate=model.shared_expert_gate,
             exchanges=stage.expert * stage.expert_tensor > 1,
             gathers=stage.tensor > 1,
-            gates={one.layer: one.gate for one in stage.overlap.layers if one.gate is not None},
+            gates={entry.layer: entry.gate for entry in stage.overlap.layers if entry.gate is not None},
         )
 
     def takes_samples(self, layer: int | None) -> bool:
-        """Whether the gate of a layer decides on samples one after the other."""
+        """Whether the gate of a layer processes samples one after the other."""
         gate = None if layer is None else self.gates.get(layer)
         return gate is None or GATE_FACTS[gate].partitionable_before
 
 
 def operations_of(operator: OperatorId, form: Form) -> tuple[Operation, ...]:
-    """The lines of a forward operator of the model."""
+    """The operations of a forward operator of the model."""
     assert not operator.phase, operator
     place = operator.group
     after = f"L{operator.layer + 1}" if operator.layer is not None else f"mtp{operator.mtp}.loss"
@@ -175,34 +178,34 @@ def operations_of(operator: OperatorId, form: Form) -> tuple[Operation, ...]:
         lines = _gate(form.takes_samples(operator.layer))
     else:
         lines = LINES[operator.kind](form)
-    found = []
+    operations = []
     for line in lines:
         kind, _, tensors = line.partition(" | ")
         reads, writes = (
             tuple(word.format(n=place, next=after) if "{" in word else f"{operator}:{word}" for word in side.split())
             for side in tensors.split("->")
         )
-        found.append(Operation(str(operator), kind, reads, writes))
-    return tuple(found)
+        operations.append(Operation(str(operator), kind, reads, writes))
+    return tuple(operations)
 
 
 def _gathered(source: str, form: Form, into: str = "gathered") -> tuple[str, Lines]:
-    """A tensor that products read, and what brings it there."""
+    """The tensor that products read instead of `source`, and the collective that gathers it."""
     return (into, (f"gather | {source} -> {into}",)) if form.gathers else (source, ())
 
 
-def _given(target: str, form: Form) -> tuple[str, Lines]:
-    """The tensor that a product writes, and the lines that bring the result from there to the target."""
+def _summed(target: str, form: Form) -> tuple[str, Lines]:
+    """The tensor that a product writes, and the collective that sums it into `target`."""
     return ("partial", (f"gather | partial -> {target}",)) if form.gathers else (target, ())
 
 
 def _attention(form: Form) -> Lines:
-    written, given = _given("projected", form)
+    written, summed = _summed("projected", form)
     return (
         "norm | h.{n} norm_weight -> normed",
         *(_latent(form) if form.latent else _heads(form)),
         f"product | context proj_weight -> {written}",
-        *given,
+        *summed,
         "sum | projected h.{n} -> a.{n}",
     )
 
@@ -240,13 +243,13 @@ def _mlp(form: Form) -> Lines:
 
 def _feed_forward(source: str, target: str, form: Form) -> Lines:
     read, gathered = _gathered(source, form)
-    written, given = _given(target, form)
+    written, summed = _summed(target, form)
     return (
         *gathered,
         f"product | {read} fc1_weight -> wide",
         "activation | wide -> active",
         f"product | active fc2_weight -> {written}",
-        *given,
+        *summed,
     )
 
 
@@ -318,13 +321,13 @@ LINES: Mapping[str, Callable[[Form], Lines]] = {
     operators.HEAD_NORM: lambda form: ("norm | entering norm_weight -> left",),
     operators.HEAD_LOSS: lambda form: _head("entering", form),
 }
-"""Part of a layer -> its lines; the gate's depend on its kind."""
+"""Part of a layer -> its operations; the gate is not here, because its operations depend on its kind (`_gate`)."""
 
 
 SECONDS = 5.0
-"""Most time of one solution; a range takes milliseconds."""
+"""Time limit of one solution; a range takes milliseconds."""
 Variable = tuple[str, str]
-"""A tensor, and the operation that reads it where it exists before the range, else the empty string."""
+"""A tensor, and its reader if the tensor exists before the range (empty otherwise)."""
 
 
 class UndecidedError(Exception):
@@ -336,8 +339,8 @@ class CutAxes:
     """How a range can be cut.
 
     Attributes:
-        axes: of every variable.
-        bound: least sum of axes that the solver proved.
+        axes: variable -> its axis.
+        bound: lower bound that the solver proved for the sum of axes.
     """
 
     axes: dict[Variable, Axis]
@@ -345,9 +348,9 @@ class CutAxes:
 
     @property
     def axis(self) -> overlap.Axis:
-        """The axis that partitions cut: that of the tensors that travel if any do, else that of the computation."""
+        """The axis of the partitions in a plan: that of the tensors between ranks if there are any, else of the computation."""
         travels = {axis for (tensor, _), axis in self.axes.items() if buffer_role(tensor) in TRAVELLING}
-        # The rows of a capacity partition belong to many samples, whatever else of the range is cut by sample.
+        # Partitions of capacity mix samples, so they name the range even if its other tensors are cut by sample.
         if Axis.CAPACITY in travels:
             return "capacity"
         return "batch" if travels or Axis.BATCH in self.axes.values() else "sequence"
@@ -358,8 +361,8 @@ class Conflict:
     """Why a range cannot be cut.
 
     Attributes:
-        operators: a smallest set that disagrees, in the order of the range.
-        reason: what each of them cuts how, in words.
+        operators: an irreducible set that cannot be cut together, in the order of the range.
+        reason: the axes that each of them allows, as a sentence.
     """
 
     operators: tuple[str, ...]
@@ -371,8 +374,8 @@ class AxisProblem:
     """The operations of a range with their variables.
 
     Attributes:
-        operations: each with the variables of what it reads and writes.
-        outside: variables of what exists before the range.
+        operations: each with the variables of the tensors that it reads and writes.
+        outside: variables of tensors that exist before the range.
     """
 
     operations: tuple[tuple[Operation, tuple[Variable, ...]], ...]
@@ -384,11 +387,11 @@ class AxisProblem:
         written: set[str] = set()
         outside: set[Variable] = set()
         operations = []
-        for operation in (one for operator in operators for one in operations_of(operator, form)):
+        for operation in chain.from_iterable(operations_of(operator, form) for operator in operators):
             reader = f"{operation.operator} {operation.kind}"
             read = tuple((tensor, "" if tensor in written else reader) for tensor in operation.reads)
             outside |= {variable for variable in read if variable[1]}
-            # Behind the reads: an operation that reads and writes one name reads what is there before.
+            # After the reads, because an operation that reads and writes one name reads the earlier value.
             written |= set(operation.writes)
             operations.append((operation, (*read, *((tensor, "") for tensor in operation.writes))))
         return cls(tuple(operations), frozenset(outside))
@@ -399,20 +402,20 @@ class AxisProblem:
         return tuple(dict.fromkeys(operation.operator for operation, _ in self.operations))
 
     def without(self, operator: str) -> AxisProblem:
-        """The same without what one operator asks for."""
+        """The problem without the operations of one operator."""
         return AxisProblem(tuple(line for line in self.operations if line[0].operator != operator), self.outside)
 
-    def left(self) -> list[tuple[Variable, ...]]:
+    def written(self) -> list[tuple[Variable, ...]]:
         """The variables that each operation writes, the operations of a gate together."""
         gates: dict[str, tuple[Variable, ...]] = {}
-        left = []
+        written_together = []
         for operation, variables in self.operations:
             written = variables[len(operation.reads) :]
             if parse_operator(operation.operator).kind is GATE:
                 gates[operation.operator] = (*gates.get(operation.operator, ()), *written)
             else:
-                left.append(written)
-        return [*left, *gates.values()]
+                written_together.append(written)
+        return [*written_together, *gates.values()]
 
 
 def cut_axes(operators: Sequence[OperatorId], form: Form) -> CutAxes | Conflict:
@@ -427,24 +430,24 @@ def cut_axes(operators: Sequence[OperatorId], form: Form) -> CutAxes | Conflict:
     cut = solve(problem)
     if cut is not None:
         return cut
-    # A deletion filter, a solution per operator: the set is irreducible, though another one may be smaller.
-    # Step 3: leave out one operator after the other; those without which the others can be cut stay.
+    # Step 3, a deletion filter with one solution per operator: leave out one operator after the other, and put it back if the
+    # others can be cut without it. The result is irreducible, though another set may be smaller.
     for operator in reversed(problem.operators):
         fewer = problem.without(operator)
         if solve(fewer) is None:
             problem = fewer
-    return Conflict(problem.operators, _words(problem))
+    return Conflict(problem.operators, _explanation(problem))
 
 
 def solve(problem: AxisProblem, fixed: tuple[Variable, Axis] | None = None) -> CutAxes | None:
-    """The axes of a problem; None where there are none.
+    """Step 2: the axes of a problem; None if it is infeasible.
 
     Args:
-        fixed: the axis of one variable.
+        fixed: a variable and the axis that it must have.
     """
     model = cp_model.CpModel()
     real = cp_model.Domain.from_values([*REAL, Axis.WHOLE])
-    # Variables: the axis of each tensor; what exists before the range is sliced along real axes alone.
+    # Variables: the axis of each tensor; tensors that exist before the range can only be sliced along `REAL` axes.
     axes: dict[Variable, cp_model.IntVar] = {}
     for _, variables in problem.operations:
         for variable in variables:
@@ -454,16 +457,16 @@ def solve(problem: AxisProblem, fixed: tuple[Variable, Axis] | None = None) -> C
     # Constraint 1: each operation follows its table.
     for operation, variables in problem.operations:
         model.add_allowed_assignments([axes[variable] for variable in variables], rows_of(operation.kind))
-    # Constraint 2: each operation leaves something cut.
-    # WHOLE is the largest axis, so the sum stays below only if at least one of the tensors is cut.
-    for written in problem.left():
+    # Constraint 2: each operation writes at least one cut tensor. WHOLE is the largest axis, so the sum is smaller than that of
+    # uncut tensors only if one of them is cut.
+    for written in problem.written():
         model.add(sum(axes[variable] for variable in written) < Axis.WHOLE * len(written))
     if fixed is not None:
         model.add(axes[fixed[0]] == fixed[1])
-    # Objective: the batch first, whole tensors last.
+    # Objective: prefer the batch, and leave as few tensors uncut as possible.
     model.minimize(sum(axes.values()))
     solver = cp_model.CpSolver()
-    # One worker searches in the same order every time: of several optimal answers all runs find the same.
+    # One worker searches in a fixed order, so that among several optimal answers every run returns the same.
     solver.parameters.num_workers = 1
     solver.parameters.max_time_in_seconds = SECONDS
     status = solver.solve(model)
@@ -471,19 +474,21 @@ def solve(problem: AxisProblem, fixed: tuple[Variable, Axis] | None = None) -> C
         return None
     if status != cp_model.OPTIMAL:
         raise UndecidedError(f"{problem.operators[0]} … {problem.operators[-1]}: {solver.status_name(status)}")
-    return CutAxes({one: Axis(solver.value(axis)) for one, axis in axes.items()}, round(solver.best_objective_bound))
+    return CutAxes(
+        {variable: Axis(solver.value(axis)) for variable, axis in axes.items()}, round(solver.best_objective_bound)
+    )
 
 
-def _words(conflict: AxisProblem) -> str:
-    """`L0.attention cuts a.L0 along batch; L0.moe.gate cuts a.L0 along nothing`: over which tensors operators disagree."""
+def _explanation(conflict: AxisProblem) -> str:
+    """The tensors over which operators disagree: `L0.attention cuts a.L0 along batch; L0.moe.gate cuts a.L0 along nothing`."""
     allowed: dict[Variable, dict[str, set[Axis]]] = {}
     for operator in conflict.operators:
-        # Each operator by itself: the axes it allows for the tensors that it shares with the others.
-        alone = AxisProblem(tuple(one for one in conflict.operations if one[0].operator == operator), frozenset())
-        for variable in dict.fromkeys(variable for _, variables in alone.operations for variable in variables):
+        # Solved with this operator only: the axes it allows for each tensor that it shares with the others.
+        single = AxisProblem(tuple(line for line in conflict.operations if line[0].operator == operator), frozenset())
+        for variable in dict.fromkeys(variable for _, variables in single.operations for variable in variables):
             if ":" not in variable[0]:
                 allowed.setdefault(variable, {})[operator] = {
-                    axis for axis in Axis if solve(alone, (variable, axis)) is not None
+                    axis for axis in Axis if solve(single, (variable, axis)) is not None
                 }
     sliceable = {*REAL, Axis.WHOLE}
     disputed = {
@@ -491,10 +496,10 @@ def _words(conflict: AxisProblem) -> str:
         for variable, users in allowed.items()
         if not set.intersection(*users.values(), sliceable if variable in conflict.outside else {*Axis})
     }
-    said = []
+    clauses = []
     for variable, users in (disputed or allowed).items():
         before = ", which is made before the range" if variable in conflict.outside else ""
         for operator, axes in users.items():
             along = " or ".join(axis.name.lower() for axis in sorted(axes - {Axis.WHOLE})) or "nothing"
-            said.append(f"{operator} cuts {variable[0]} along {along}{before}")
-    return "; ".join(dict.fromkeys(said)) or f"{conflict.operators[0]} leaves nothing that is cut"
+            clauses.append(f"{operator} cuts {variable[0]} along {along}{before}")
+    return "; ".join(dict.fromkeys(clauses)) or f"{conflict.operators[0]} leaves nothing that is cut"

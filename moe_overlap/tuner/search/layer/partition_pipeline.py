@@ -1,24 +1,25 @@
-"""P(i, n, k): the seconds of a range of operators in k partitions, alone, forward and backward.
+"""P(i, n, k): the seconds of a range of operators in k partitions, by itself, forward and backward.
 
-Problem. The search of ranges asks for thousands of P; each has to be what a simulated instruction list would take.
+Problem. The search for ranges needs thousands of P; each must equal the seconds of a simulated instruction list.
 Terms.
-- A *step* is one operator of a pipeline: it computes or communicates, in k partitions or, where it is not cut, whole.
-- A *pipeline* is an unbroken run of the range's operators in one pass of a micro-batch. A range runs forward once and, in
-  reverse, backward, with what is recomputed and with weight gradients under its all-to-alls.
+- A *step* is one operator of a pipeline: it computes or communicates, in k partitions or uncut.
+- A *pipeline* is an unbroken run of the range's operators in one pass of a micro-batch. A range has one forward pass, and one
+  backward pass in reverse order with recomputation and with weight gradients under its all-to-alls.
 - There are two *streams*, one for computation and one for all-to-alls.
 Steps.
 1. Cut the passes of a chunk into pipelines (`ChunkPasses`). Operators, order and buffers are those of the plan's lists
    (plan/lowering/layers.py), so that a simulated list of one range takes as long.
-2. Price every operator at the size of one partition, not at its share of the whole (`RangePrices`). Cutting the hidden states
-   that enter a pipeline, and joining those that leave it, reads and writes them once and takes a kernel for every partition.
+2. Price every operator at the size of one partition; dividing the uncut price by k would miss that small kernels are less
+   efficient (`RangePrices`). Cutting the hidden states that enter a pipeline reads and writes them once, with one kernel per
+   partition; joining the hidden states that leave it costs the same.
 3. Simulate the two streams (`run`); equal pipelines, those of repeated layers, once:
-   a. What is issued in which order is the plan's: stage after stage, in a stage partition after partition
+   a. Steps are issued in the order of the lowered plan: stage after stage, in a stage partition after partition
       (plan/lowering/interleave.py), uncut steps between stages. Each stream starts its steps in that order.
-   b. A partition starts when its stream is free and what it reads is there: the same partition of an earlier step, or all
-      partitions where one of the two steps is not cut.
-   c. While both streams work, each goes at a rate of 1 / (1 + slowdown).
-Then, without slowdown, P >= the sum of each stream, P >= the longest path, and P grows with every step's seconds. The order is
-not always the best one: `gap_to_best` compares it with all orders where there are few.
+   b. A partition starts when its stream is free and its inputs are written: by the same partition of an earlier step, or by all
+      its partitions if one of the two steps is uncut.
+   c. While both streams are busy, each progresses at a rate of 1 / (1 + slowdown).
+Without slowdown, P is at least the sum of each stream and at least the longest path, and it grows with the seconds of every step.
+The order need not be optimal: `gap_to_best` compares it with all orders if there are few.
 
 Source: Lancet, section 5.3.
 """
@@ -44,7 +45,7 @@ from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.simulate.engine import BETWEEN_DEVICES, COMPUTING
 
 MOST_PIECES = 20
-"""Partitions of steps up to which all orders are compared: a tenth of a second."""
+"""Largest number of partitions, summed over the steps, for which all orders are compared; that takes a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,13 @@ class Step:
 
     Attributes:
         exchange: whether it runs on the stream of all-to-alls.
-        after: places of the earlier steps whose results it reads.
-        whole: not cut, whatever the number of partitions.
+        after: indices of the earlier steps whose results it reads.
+        uncut: not cut, whatever the number of partitions.
     """
 
     exchange: bool
     after: tuple[int, ...] = ()
-    whole: bool = False
+    uncut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +84,23 @@ def pipeline_seconds(
     """P: seconds from the start of a pipeline to its end.
 
     Args:
-        seconds: of one part of every step; of the whole step where it is not cut.
-        slowdown: by how much two busy streams slow each other down.
-        prelude, epilogue: seconds that cut what enters, before everything, and join what leaves, behind everything.
+        seconds: of one partition of every step; of the complete step where it is uncut.
+        slowdown: relative increase of the seconds of a stream while both are busy.
+        prelude, epilogue: seconds of cutting the inputs before the first step, and of joining the outputs after the last.
     """
     return prelude + max((timed.end for timed in run(steps, seconds, parts, slowdown)), default=0.0) + epilogue
 
 
 def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: float = 0.0) -> list[Timed]:
-    """Every partition of every step, in order of the ends. Arguments as above."""
-    # 3a. The order per stream is fixed beforehand. It respects all dependencies, so that one of the two heads can
-    # always start.
+    """Every partition of every step, sorted by end. Arguments as for `pipeline_seconds`."""
+    # 3a. The order per stream is fixed in advance. It respects all dependencies, so one of the two queue heads can always
+    # start.
     queues: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-    counts = [1 if step.whole else parts for step in steps]
+    counts = [1 if step.uncut else parts for step in steps]
     places = range(len(steps))
     for place, piece in stage_major(places, counts.__getitem__, lambda place: steps[place].exchange, last_first=False):
         queues[steps[place].exchange].append((place, piece.index))
-    left, done = [*counts], set[tuple[int, int]]()
+    remaining, done = [*counts], set[tuple[int, int]]()
     heads, running = [0, 0], dict[int, tuple[float, float]]()
     now, timed = 0.0, list[Timed]()
     while len(timed) < len(queues[0]) + len(queues[1]):
@@ -107,10 +108,11 @@ def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: f
             if stream in running or heads[stream] == len(queues[stream]):
                 continue
             place, part = queues[stream][heads[stream]]
-            # 3b.
-            if _is_ready(steps, place, part, left, done):
+            # 3b. A head that is not ready blocks its stream: later steps of the queue may not overtake it.
+            if _is_ready(steps, place, part, remaining, done):
                 running[stream] = now, seconds[place]
-        # 3c. Both are slowed by the same factor, so the one with less work left ends first. `spent` is work, not time.
+        # 3c. Both streams are slowed by the same factor, so the one with less remaining work ends first. `spent` counts work
+        # at full rate; `pace` turns it into time.
         pace = 1.0 + slowdown if len(running) > 1 else 1.0
         first = min(running, key=lambda stream: running[stream][1])
         spent = running[first][1]
@@ -119,27 +121,29 @@ def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: f
         running = {stream: (since, work - spent) for stream, (since, work) in running.items()}
         place, part = queues[first][heads[first]]
         heads[first] += 1
-        left[place] -= 1
+        remaining[place] -= 1
         done.add((place, part))
         timed.append(Timed(place, part, started, now))
     return timed
 
 
-def _is_ready(steps: Sequence[Step], place: int, part: int, left: Sequence[int], done: set[tuple[int, int]]) -> bool:
+def _is_ready(
+    steps: Sequence[Step], place: int, part: int, remaining: Sequence[int], done: set[tuple[int, int]]
+) -> bool:
     """Rule 3b."""
     return all(
-        left[other] == 0 if steps[place].whole or steps[other].whole else (other, part) in done
+        remaining[other] == 0 if steps[place].uncut or steps[other].uncut else (other, part) in done
         for other in steps[place].after
     )
 
 
 def gap_to_best(steps: Sequence[Step], seconds: Sequence[float], parts: int) -> float | None:
-    """How much longer the plan's order takes than the best one, as a share of the best; None where there are too many.
+    """Seconds of the plan's order over those of the best order, minus 1; None where there are too many orders to compare.
 
-    Runs of steps on one stream stay together, as they do in a stage. No slowdown.
+    Consecutive steps on one stream stay together, as they do in a stage of the plan's order. No slowdown.
     """
     merged, sums = _joined(steps, seconds)
-    if sum(1 if step.whole else parts for step in merged) > MOST_PIECES:
+    if sum(1 if step.uncut else parts for step in merged) > MOST_PIECES:
         return None
     ours = pipeline_seconds(merged, sums, parts)
     best = best_order_seconds(merged, sums, parts)
@@ -147,19 +151,19 @@ def gap_to_best(steps: Sequence[Step], seconds: Sequence[float], parts: int) -> 
 
 
 def best_order_seconds(steps: Sequence[Step], seconds: Sequence[float], parts: int) -> float:
-    """The shortest time over all orders of both streams: every sequence of starts, cut off where it cannot win.
+    """The shortest time over all orders of both streams, by branch and bound over the sequences of starts.
 
-    Partitions of a step are equivalent, so that it is enough to start them in ascending order.
+    Partitions of a step are equivalent, so it is enough to start them in ascending order.
     """
-    counts = [1 if step.whole else parts for step in steps]
+    counts = [1 if step.uncut else parts for step in steps]
     best = pipeline_seconds(steps, seconds, parts)
     seen: set[tuple[object, ...]] = set()
 
     def ready(place: int, part: int, ends: tuple[tuple[float, ...], ...]) -> float | None:
-        """When what it reads is there; None while that is not known."""
+        """When the inputs of a partition are written; None if one of their writers has not been placed."""
         latest = 0.0
         for other in steps[place].after:
-            needed = counts[other] if steps[place].whole or steps[other].whole else part + 1
+            needed = counts[other] if steps[place].uncut or steps[other].uncut else part + 1
             if len(ends[other]) < needed:
                 return None
             latest = max(latest, ends[other][needed - 1])
@@ -167,11 +171,11 @@ def best_order_seconds(steps: Sequence[Step], seconds: Sequence[float], parts: i
 
     def visit(ends: tuple[tuple[float, ...], ...], free: tuple[float, float], work: tuple[float, float]) -> None:
         nonlocal best
-        # Branch and bound: a stream needs at least the seconds it has left; equal ends leave equal choices.
+        # Prune: a stream needs at least its remaining seconds, and a state with equal ends has been visited with equal choices.
         if (ends, free) in seen or max(free[0] + work[0], free[1] + work[1]) >= best:
             return
         seen.add((ends, free))
-        if all(len(one) == count for one, count in zip(ends, counts, strict=True)):
+        if all(len(part_ends) == count for part_ends, count in zip(ends, counts, strict=True)):
             best = max(free)
             return
         for place, step in enumerate(steps):
@@ -188,7 +192,7 @@ def best_order_seconds(steps: Sequence[Step], seconds: Sequence[float], parts: i
                 visit(after, (end, free[1]), (rest, work[1]))
 
     sums = [
-        sum(count * each for step, count, each in zip(steps, counts, seconds, strict=True) if step.exchange == exchange)
+        sum(seconds[place] * counts[place] for place, step in enumerate(steps) if step.exchange == exchange)
         for exchange in (False, True)
     ]
     visit(((),) * len(steps), (0.0, 0.0), (sums[0], sums[1]))
@@ -196,20 +200,20 @@ def best_order_seconds(steps: Sequence[Step], seconds: Sequence[float], parts: i
 
 
 def _joined(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[Step], list[float]]:
-    """Runs of steps of one kind as one step each."""
+    """Consecutive steps on one stream, cut or uncut alike, merged into one step."""
     merged: list[Step] = []
     sums: list[float] = []
     place_of: list[int] = []
-    for step, each in zip(steps, seconds, strict=True):
+    for step, step_seconds in zip(steps, seconds, strict=True):
         read = {place_of[other] for other in step.after}
-        if merged and (merged[-1].exchange, merged[-1].whole) == (step.exchange, step.whole):
+        if merged and (merged[-1].exchange, merged[-1].uncut) == (step.exchange, step.uncut):
             read = {*merged[-1].after, *read} - {len(merged) - 1}
-            # A stage of the plan's order runs such steps right after each other, so that they count as one.
-            merged[-1] = Step(step.exchange, tuple(sorted(read)), step.whole)
-            sums[-1] += each
+            # The plan's order runs such steps directly one after the other, so they count as one.
+            merged[-1] = Step(step.exchange, tuple(sorted(read)), step.uncut)
+            sums[-1] += step_seconds
         else:
-            merged.append(Step(step.exchange, tuple(sorted(read)), step.whole))
-            sums.append(each)
+            merged.append(Step(step.exchange, tuple(sorted(read)), step.uncut))
+            sums.append(step_seconds)
         place_of.append(len(merged) - 1)
     return merged, sums
 
@@ -222,22 +226,22 @@ class PassStep:
     """One operator of a pass.
 
     Attributes:
-        place: layer and part whose range it runs with.
-        draft: the instruction of the whole operator.
-        whole: not cut in a range that is.
+        place: layer and part; the operator belongs to a range if its place does.
+        draft: the instruction of the uncut operator.
+        uncut: stays uncut even in a range that runs in partitions.
     """
 
     place: Place
     draft: Draft
-    whole: bool
+    uncut: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A run of neighbours in a pass.
+    """Consecutive operators of a pass.
 
     Attributes:
-        names: of its operators, as they stand in a list.
+        names: of its operators, as in an instruction list.
     """
 
     names: tuple[str, ...]
@@ -248,8 +252,8 @@ class ChunkPasses:
     """One micro-batch through the layers of a chunk.
 
     Args:
-        plan: its overlap gives weight gradients and their slots; its ranges do not count.
-        whole_gate: whether the gate of a layer decides on the whole micro-batch.
+        plan: its overlap gives the slots of weight gradients; its ranges are ignored.
+        whole_gate: whether the gate of a layer needs all tokens of the micro-batch, so that it stays uncut.
     """
 
     def __init__(
@@ -263,35 +267,37 @@ class ChunkPasses:
         uncut = dataclasses.replace(stage, overlap=without_ranges(stage).overlap)
         lowering = LayerLowering(plan, uncut, model)
         self.operators: tuple[LayerOperator, ...] = tuple(LayerSequence(uncut, model, lambda _: False).forward(layers))
-        drafts = {one.name: one for write in (lowering.forward, lowering.backward) for one in write(layers, 0, 0)}
-        slots = {name: under for one in uncut.overlap.layers for name, under in one.weight_gradient_slots.items()}
+        drafts = {draft.name: draft for write in (lowering.forward, lowering.backward) for draft in write(layers, 0, 0)}
+        slots = {name: under for entry in uncut.overlap.layers for name, under in entry.weight_gradient_slots.items()}
         self._passes: dict[bool, tuple[list[PassStep], ...]] = {}
         self._places: dict[bool, dict[Place, list[tuple[int, int]]]] = {}
         for cut in (False, True):
             sequence = LayerSequence(uncut, model, lambda _, cut=cut: cut)  # type: ignore[misc]
             passes = (sequence.forward(layers), sequence.backward(layers))
             self._passes[cut] = tuple(
-                [step for one in members for step in _steps_of(one, drafts, slots, whole_gate)] for members in passes
+                [step for operator in members for step in _steps_of(operator, drafts, slots, whole_gate)]
+                for members in passes
             )
-            found: dict[Place, list[tuple[int, int]]] = {}
+            places: dict[Place, list[tuple[int, int]]] = {}
             for number, members in enumerate(self._passes[cut]):
                 for at, step in enumerate(members):
-                    found.setdefault(step.place, []).append((number, at))
-            self._places[cut] = found
-        self._found: dict[tuple[int, int, bool], tuple[Pipeline, ...]] = {}
+                    places.setdefault(step.place, []).append((number, at))
+            self._places[cut] = places
+        self._pipelines: dict[tuple[int, int, bool], tuple[Pipeline, ...]] = {}
 
     def pipelines(self, first: int, last: int, cut: bool) -> tuple[Pipeline, ...]:
         """The pipelines of the operators first, …, last - 1 of the chunk, forward first.
 
         Args:
-            cut: whether in partitions.
+            cut: whether the range runs in partitions.
         """
         key = first, last, cut
-        if key not in self._found:
-            self._found[key] = tuple(_pipeline_of(run, cut) for run in self._runs(*key))
-        return self._found[key]
+        if key not in self._pipelines:
+            self._pipelines[key] = tuple(_pipeline_of(run, cut) for run in self._runs(*key))
+        return self._pipelines[key]
 
     def _runs(self, first: int, last: int, cut: bool) -> Iterator[Sequence[PassStep]]:
+        """The longest runs of consecutive steps of the range in either pass."""
         places = (self._places[cut][operator.layer, operator.part] for operator in self.operators[first:last])
         begin = end = (0, 0)
         for at in sorted(at for several in places for at in several):
@@ -305,7 +311,7 @@ class ChunkPasses:
 
 
 def without_ranges(stage: StagePlan) -> StagePlan:
-    """A stage in which nothing is cut; gates, dispatchers and slots of weight gradients stay."""
+    """A stage without ranges; gates, dispatchers and slots of weight gradients stay."""
     layers = tuple(
         LayerOverlap(
             layer=entry.layer,
@@ -334,9 +340,9 @@ def _pipeline_of(run: Sequence[PassStep], cut: bool) -> Pipeline:
     writer: dict[str, int] = {}
     steps = []
     for place, step in enumerate(run):
-        # What is written before the pipeline is there when it starts, and holds nothing up.
+        # Buffers written before the pipeline exist when it starts, so they add no dependency.
         after = {writer[buffer] for buffer in step.draft.reads if buffer in writer}
-        steps.append(Step(step.draft.kind == "collective", tuple(sorted(after)), cut and step.whole))
+        steps.append(Step(step.draft.kind == "collective", tuple(sorted(after)), cut and step.uncut))
         writer |= dict.fromkeys(step.draft.writes, place)
     return Pipeline(tuple(step.draft.name for step in run), tuple(steps))
 
@@ -344,11 +350,11 @@ def _pipeline_of(run: Sequence[PassStep], cut: bool) -> Pipeline:
 # Step 2: prices of pipelines.
 
 Priced = tuple[tuple[Step, ...], tuple[float, ...], int]
-"""Steps of a pipeline, seconds of a part of each, parts: all that its time depends on."""
+"""Steps of a pipeline, seconds of one partition of each, number of partitions: all that its seconds depend on."""
 
 
 class Prices(Protocol):
-    """Prices of the operators of one stage: instruction_seconds.StagePrices, once it has read the stage's list."""
+    """Prices of the operators of one stage: an instruction_seconds.StagePrices that has read the stage's list."""
 
     @property
     def machine(self) -> Machine: ...
@@ -361,14 +367,14 @@ class RangePrices:
     """Prices of the ranges of one stage.
 
     Attributes:
-        hidden_bytes: of the hidden states between operators.
+        hidden_bytes: bytes of the hidden states between operators.
     """
 
     def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription, prices: Prices) -> None:
         self.hidden_bytes = payload.boundary_bytes(plan, stage, model)
         self._prices = prices
         together = (COMPUTING, BETWEEN_DEVICES)
-        # Rule 3c knows one rate for both streams: the mean of their two factors.
+        # Rule 3c has one rate for both streams: the mean of their two factors.
         self._slowdown = sum(prices.slowed.factor(stream, together) for stream in together) / 2.0 - 1.0
         self._pieces: dict[tuple[str, int], float] = {}
         self._simulated: dict[Priced, float] = {}
@@ -380,7 +386,7 @@ class RangePrices:
         return len(self._simulated)
 
     def operator_seconds(self, name: str, pieces: int = 1) -> float:
-        """Seconds of one of so many partitions of an operator."""
+        """Seconds of one partition of an operator that is cut into `pieces`."""
         key = name, pieces
         if key not in self._pieces:
             self._pieces[key] = self._prices.piece_seconds(name, pieces)
@@ -388,10 +394,10 @@ class RangePrices:
 
     def seconds(self, pipelines: Iterable[Pipeline], parts: int) -> float:
         """P of a range: the sum of its pipelines."""
-        return sum(self._simulate(self._price(one, parts)) for one in pipelines)
+        return sum(self._simulate(self._price(pipeline, parts)) for pipeline in pipelines)
 
     def order_gap(self, pipeline: Pipeline, parts: int) -> float | None:
-        """How much longer it takes than in the best order, as a share; None where there are too many orders."""
+        """`gap_to_best` of a pipeline."""
         priced = self._price(pipeline, parts)
         if priced not in self._gaps:
             self._gaps[priced] = gap_to_best(*priced)
@@ -399,17 +405,18 @@ class RangePrices:
 
     def _price(self, pipeline: Pipeline, parts: int) -> Priced:
         named = tuple(zip(pipeline.names, pipeline.steps, strict=True))
-        cut = {name for name, step in named if not step.whole}
+        cut = {name for name, step in named if not step.uncut}
 
-        def seconds(name: str, whole: bool) -> float:
-            if whole and backward_of(name) in cut:  # a weight gradient runs whole, but as a product for each part
+        def seconds(name: str, uncut: bool) -> float:
+            # The weight gradient of a partitioned operator is one step, but computes one product per partition.
+            if uncut and backward_of(name) in cut:
                 return parts * self.operator_seconds(name, parts)
-            return self.operator_seconds(name, 1 if whole else parts)
+            return self.operator_seconds(name, 1 if uncut else parts)
 
-        return pipeline.steps, tuple(seconds(name, step.whole) for name, step in named), parts
+        return pipeline.steps, tuple(seconds(name, step.uncut) for name, step in named), parts
 
     def _simulate(self, priced: Priced) -> float:
-        # Repeated layers have equal steps at equal prices: the search asks for thousands of P and simulates a few.
+        # Repeated layers have equal steps at equal prices: of thousands of P only a few are simulated.
         if priced not in self._simulated:
             edge = self._edge_seconds(priced[2])
             self._simulated[priced] = pipeline_seconds(*priced, self._slowdown, edge, edge)
@@ -421,6 +428,5 @@ class RangePrices:
             return 0.0
         machine = self._prices.machine
         rate = machine.cluster.group_of(0).gpu.memory_gb_per_s * 1e9 * machine.constants.memory
-        # A cut copies: the hidden states are read once and written once, by one kernel per partition. Bytes over
-        # bytes/s.
+        # A cut copies: the hidden states are read once and written once, by one kernel per partition.
         return 2.0 * self.hidden_bytes / rate + parts * machine.constants.kernel_seconds

@@ -1,22 +1,23 @@
 """Which ranges of operators of a plan run in partitions, and in how many.
 
-Problem. Cut the micro-batches of every stage between operators so that all-to-alls of one partition run beside computation of
-another, and a micro-batch takes the least time.
+Problem. Divide the operators of every stage into ranges and each range into partitions, so that all-to-alls of one partition
+overlap with computation of another and a micro-batch takes the least time.
 Terms.
-- A *group* is a run of neighbouring operators that no range takes apart. A *range* (i, n] holds the groups i, …, n - 1.
-- k is the number of partitions of a range; k = 1 is whole. The *candidates* are the k that divide the samples of a micro-batch.
-- P(i, n, k) are the seconds of a range, alone: forward and backward pass of a micro-batch, what is recomputed and weight
-  gradients under all-to-alls included (partition_pipeline.py).
+- A *group* is a run of neighbouring operators that no range may split. A *range* (i, n] holds the groups i, …, n - 1.
+- k is the number of partitions of a range; k = 1 leaves it uncut. The *candidates* are the k that divide the samples of a
+  micro-batch.
+- P(i, n, k) are the seconds of a range by itself: forward and backward pass of a micro-batch, with recomputation and with weight
+  gradients under all-to-alls (partition_pipeline.py).
 - ρ, γ and ι are the limits of the search: most partitions, seconds of a group, groups of a range (`SearchLimits`).
 Steps, for every chunk of every stage.
-1. Group the operators (`group`): a mixture of experts, from its gate to its merge, is a group; between them groups end where they
-   reach γ seconds.
+1. Group the operators (`group`). The operators of an MoE block, from its gate to its merge, are one group; other groups end as
+   soon as they reach γ seconds.
 2. A range may be cut if it holds an all-to-all, if the plan's rules and the runtime accept it, and if its tensors have axes
-   (partition_axes.py); all others have k = 1. The k whose bytes do not fit are left out, range by range.
+   (partition_axes.py); all others have k = 1. Values of k whose bytes do not fit are left out, range by range.
 3. Dynamic programming (`solve`): T(0) = 0, T(n) = min over i in [n - ι, n), k in {1, candidates} of T(i) + P(i, n, k). Among
-   equals the shorter last range and the smaller k win. T is exact for ranges one after the other; neighbours of equal k that the
-   runtime joins to one pipeline take less.
-4. The ranges with k > 1 become the plan's (`with_ranges`).
+   equals the shorter last range and the smaller k win. T is exact for ranges executed one after the other; if neighbours have
+   equal k, the runtime joins them to one pipeline, which takes less.
+4. Write the ranges with k > 1 into the plan (`with_ranges`).
 Time: groups × ι × candidates calls of P.
 
 Source: Lancet, section 5.1, whose recurrence begins at 1 and counts the instruction between two ranges twice.
@@ -43,9 +44,9 @@ from moe_overlap.tuner.search.layer.partition_axes import Conflict, CutAxes, For
 from moe_overlap.tuner.search.layer.partition_pipeline import ChunkPasses, Prices, RangePrices, without_ranges
 
 SAME = 1e-12
-"""Shorter by less than this share is not shorter."""
+"""Relative difference below which two times count as equal."""
 Span = tuple[int, int]
-"""Half open: from a group or an operator to before another."""
+"""Half-open range of groups or operators."""
 
 
 def group(operators: Sequence[LayerOperator], seconds: Callable[[LayerOperator], float], least: float) -> list[Span]:
@@ -53,15 +54,15 @@ def group(operators: Sequence[LayerOperator], seconds: Callable[[LayerOperator],
 
     Args:
         operators: forward operators in order.
-        seconds: of an operator, whole.
-        least: γ; 0 leaves every operator outside a mixture of experts alone.
+        seconds: seconds of an uncut operator.
+        least: γ; at 0 every operator outside an MoE block is a group by itself.
     Returns:
         The groups, as spans of operators.
     """
     groups: list[Span] = []
     begin, inside, total = 0, False, 0.0
     for place, operator in enumerate(operators):
-        # Never taken apart: the irregular rows between its all-to-alls come from a gate in the same range alone
+        # An MoE block is never split: irregular rows between its all-to-alls need the gate in the same range
         # (partition_axes.py).
         if operator.part == GATE:
             if begin < place:
@@ -83,11 +84,11 @@ class RangeProblem:
     Attributes:
         groups: number of groups.
         range_limit: ι, most groups in a range.
-        candidates: numbers of partitions beside 1, ascending.
+        candidates: numbers of partitions other than 1, ascending.
         may_be_cut: whether a range holds an all-to-all and can be cut.
-        seconds: P, for k = 1 of every range, for the candidates of those that may be cut.
-        bytes: of a range in partitions beyond those of the whole range.
-        free_bytes: the memory left for them.
+        seconds: P; defined for k = 1, and for the candidates of ranges that may be cut.
+        bytes: bytes that a range in partitions needs in addition to the uncut range.
+        free_bytes: memory available for them.
     """
 
     groups: int
@@ -99,7 +100,7 @@ class RangeProblem:
     free_bytes: float
 
     def fitting(self, span: Span) -> list[int]:
-        """Candidates of a range that may be cut."""
+        """The candidates of a range whose bytes fit."""
         return [parts for parts in self.candidates if self.bytes(span, parts) <= self.free_bytes]
 
 
@@ -117,8 +118,8 @@ class Lowered:
     """A range of the answer for which memory allows fewer partitions than the limit.
 
     Attributes:
-        most: partitions that fit; 1: none.
-        needed_bytes: of the smallest number beyond.
+        most: largest number of partitions that fits; 1: the range stays uncut.
+        needed_bytes: additional bytes of the next larger candidate.
     """
 
     span: Span
@@ -128,7 +129,7 @@ class Lowered:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """The answer: ranges from the first group to the last, and the seconds of all of them."""
+    """The answer: ranges from the first group to the last, and the sum of their seconds."""
 
     cuts: tuple[Cut, ...]
     seconds: float
@@ -139,18 +140,18 @@ class Ranges:
 
 def solve(problem: RangeProblem) -> Ranges:
     """Step 3: the dynamic program."""
-    # best[n] is T(n) in seconds, half open: T(0) = 0 is the base case that the paper's recurrence lacks. last[n] is the
-    # range that ends at n in the best answer.
+    # best[n] is T(n) in seconds; T(0) = 0 is the base case that the paper's recurrence lacks. last[n] is the range that ends at
+    # n in the best answer.
     best = [0.0] + [math.inf] * problem.groups
     last: list[Cut | None] = [None] * (problem.groups + 1)
     evaluations = 0
     for end in range(1, problem.groups + 1):
-        # i descends and k ascends, and only what is shorter by more than rounding replaces the best: so ties go to the
-        # shorter range and the smaller k.
+        # i descends, k ascends, and the best is replaced only by a time that is shorter by more than rounding. So ties go to
+        # the shorter range and the smaller k.
         for begin in range(end - 1, max(0, end - problem.range_limit) - 1, -1):
             span = begin, end
             for parts in (1, *(problem.fitting(span) if problem.may_be_cut(span) else ())):
-                # P(i, n, k). Where a range may not be cut the paper has infinity for k > 1; here these k do not occur.
+                # P(i, n, k). The paper sets P to infinity for k > 1 if a range may not be cut; here such k are skipped.
                 seconds = problem.seconds(span, parts)
                 evaluations += 1
                 total = best[begin] + seconds
@@ -184,7 +185,7 @@ def _lowered(problem: RangeProblem, cuts: Sequence[Cut]) -> Iterator[Lowered]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutRange:
-    """A range in partitions; `layer` is the mixture of experts in whose entry it stands, the first of the range."""
+    """A range in partitions; `layer` is the first MoE layer of the range, whose entry in the plan holds it."""
 
     first_operator: str
     last_operator: str
@@ -199,7 +200,7 @@ class ChosenRange(CutRange):
 
     Attributes:
         seconds, uncut_seconds: of one micro-batch, with and without partitions.
-        order_gap: how much longer its forward pass takes than in the best order, as a share; None where there are too many.
+        order_gap: seconds of its forward pass over those in the best order, minus 1; None if there are too many orders.
     """
 
     seconds: float
@@ -209,7 +210,7 @@ class ChosenRange(CutRange):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoweredRange:
-    """A range for which memory allows fewer partitions than asked; 1: it stays whole."""
+    """A range for which memory allows fewer partitions than the limit of the search; 1: it stays uncut."""
 
     first_operator: str
     last_operator: str
@@ -219,14 +220,16 @@ class LoweredRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRanges:
-    """The ranges chosen for a stage; seconds of one micro-batch through its layers, both directions.
+    """The ranges chosen for a stage; seconds are those of one micro-batch through its layers, forward and backward.
 
     Attributes:
-        seconds: as the runtime runs them, neighbours of equal k as one pipeline.
+        seconds: as executed, with neighbours of equal k joined to one pipeline.
         separate_seconds: T, one range after the other.
         uncut_seconds: without partitions.
-        excluded: why ranges with an all-to-all may not be cut: the first range with a reason, layers apart, and the reason.
-        evaluations: prices asked for; `simulated`: pipelines among them that were unlike all before.
+        excluded: (range, reason) of ranges with an all-to-all that may not be cut; reasons that differ in layer numbers only are
+            given once.
+        evaluations: calls of P.
+        simulated: different pipelines that were simulated for them.
     """
 
     ranges: tuple[ChosenRange, ...]
@@ -240,9 +243,9 @@ class StageRanges:
 
 
 def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimits | None) -> StagePlan:
-    """A stage with these ranges in place of its own; entries that say nothing go."""
-    whole = without_ranges(stage)
-    entries = {entry.layer: entry for entry in whole.overlap.layers}
+    """A stage with these ranges in place of its present ones; default entries are left out."""
+    uncut = without_ranges(stage)
+    entries = {entry.layer: entry for entry in uncut.overlap.layers}
     for chosen in ranges:
         entries[chosen.layer] = dataclasses.replace(
             entries.get(chosen.layer, LayerOverlap(layer=chosen.layer)),
@@ -253,7 +256,7 @@ def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimi
             axis=chosen.axis,
         )
     layers = tuple(entry for _, entry in sorted(entries.items()) if entry != LayerOverlap(layer=entry.layer))
-    return dataclasses.replace(whole, overlap=dataclasses.replace(whole.overlap, layers=layers, search_limits=limits))
+    return dataclasses.replace(uncut, overlap=dataclasses.replace(uncut.overlap, layers=layers, search_limits=limits))
 
 
 # Step 2, and the search of one stage, chunk after chunk.
@@ -261,7 +264,7 @@ def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimi
 
 @dataclass(slots=True)
 class StageSearch:
-    """The search of one stage; the arguments of `partition_ranges`, of this stage."""
+    """The search of one stage; fields as the arguments of `partition_ranges`, for this stage."""
 
     plan: Plan
     index: int
@@ -273,7 +276,7 @@ class StageSearch:
     _axes: dict[tuple[object, ...], CutAxes | Conflict] = field(default_factory=dict)
 
     def solve(self) -> StageRanges:
-        """Chunk after chunk; seconds and counts are sums."""
+        """Search chunk after chunk; seconds and counts are summed."""
         form = Form.of(self.model, self.stage)
         chunks = [_ChunkSearch(self, form, range(*chunk)) for chunk in self.stage.chunks]
         answers = [(chunk, chunk.solve()) for chunk in chunks]
@@ -294,13 +297,13 @@ class StageSearch:
         return self.plan.stages[self.index]
 
     def candidates(self) -> list[int]:
-        """Numbers of partitions that divide the samples of a micro-batch."""
+        """Numbers of partitions, from 2 to the limit, that divide the samples of a micro-batch."""
         samples, most = self.stage.micro_batch_size, self.limits.max_partitions
         return [parts for parts in range(2, min(samples, most) + 1) if samples % parts == 0]
 
     def axes(self, operators: Sequence[LayerOperator], form: Form) -> CutAxes | Conflict:
-        """How operators can be cut; solved once for equal ones."""
-        # Layers count from the range's first: ranges of repeated layers then share one solution.
+        """The axes of a range of operators; solved once for equal ranges."""
+        # Layers are counted from the first of the range, so that ranges of repeated layers share one solution.
         base = operators[0].layer
         key = tuple(
             (operator.layer - base, operator.part, form.takes_samples(operator.layer)) for operator in operators
@@ -312,12 +315,12 @@ class StageSearch:
         return self._axes[key]
 
     def exclude(self, ends: str, reason: str) -> None:
-        """Take down why a range may not be cut, unless another layer's may not for the same reason."""
+        """Record why a range may not be cut, once for ranges that differ in layer numbers only."""
         self._excluded.setdefault(re.sub(r"\d+", "", reason), (ends, reason))
 
     def refusal(self, chosen: CutRange, layers: Collection[int]) -> str | None:
-        """Why the plan's rules or the runtime refuse a range over these layers; None where they do not."""
-        # Alone: whether two ranges collide is no question here, since those of an answer do not overlap.
+        """Why the plan's rules or the runtime refuse a range over these layers; None if they accept it."""
+        # The stage gets this range only: collisions of two ranges need no check, since the ranges of an answer do not overlap.
         entries = tuple(entry for entry in self.stage.overlap.layers if entry.layer in layers)
         around = dataclasses.replace(self.stage, overlap=dataclasses.replace(self.stage.overlap, layers=entries))
         stage = with_ranges(around, [chosen], None)
@@ -338,7 +341,7 @@ class _ChunkSearch:
     """The search of one chunk of a stage.
 
     Attributes:
-        groups: of its operators.
+        groups: groups of the chunk's operators.
     """
 
     def __init__(self, stage: StageSearch, form: Form, layers: range) -> None:
@@ -348,7 +351,7 @@ class _ChunkSearch:
         )
         self._operators = self._passes.operators
         self.groups = group(
-            self._operators, lambda one: stage.prices.operator_seconds(one.name), stage.limits.group_seconds
+            self._operators, lambda operator: stage.prices.operator_seconds(operator.name), stage.limits.group_seconds
         )
         self._axis: dict[Span, Axis | None] = {}
 
@@ -371,11 +374,11 @@ class _ChunkSearch:
         return self._stage.prices.seconds(self._passes.pipelines(*self._places(span), parts > 1), parts)
 
     def held_bytes(self, span: Span, parts: int) -> float:
-        """Bytes beyond the whole range: what enters is there beside its parts, what leaves beside those it is joined from."""
+        """Additional bytes of a range in partitions: copies of the hidden states that are cut, and of those that are joined."""
         return 2.0 * self._stage.prices.hidden_bytes
 
     def joined_seconds(self, cuts: Sequence[Cut]) -> float:
-        """Seconds of ranges of which neighbours of equal k are one pipeline."""
+        """Seconds of ranges, with neighbours of equal k joined to one pipeline."""
         total, begin = 0.0, 0
         for place, cut in enumerate(cuts):
             if place + 1 == len(cuts) or cuts[place + 1].partitions != cut.partitions:
@@ -386,7 +389,7 @@ class _ChunkSearch:
     def chosen(self, cuts: Sequence[Cut]) -> Iterator[ChosenRange]:
         """The ranges that are cut."""
         for cut in cuts:
-            # Ranges with k = 1 need no entry: whole is what a plan says by saying nothing.
+            # Ranges with k = 1 need no entry: operators outside all ranges of a plan are uncut.
             if cut.partitions > 1:
                 axis = self._axis_of(cut.span)
                 assert axis is not None
@@ -399,7 +402,7 @@ class _ChunkSearch:
                 )
 
     def lowered(self, answer: Ranges) -> Iterator[LoweredRange]:
-        """Ranges with fewer partitions than asked, by the names of their operators."""
+        """Ranges with fewer partitions than the limit, with the names of their operators."""
         for lowered_range in answer.lowered:
             first, last = self._ends(lowered_range.span)
             yield LoweredRange(
@@ -410,7 +413,7 @@ class _ChunkSearch:
             )
 
     def _axis_of(self, span: Span) -> Axis | None:
-        """The axis along which a range is cut; None where it may not be."""
+        """The axis along which a range is cut; None if it may not be cut."""
         if span not in self._axis:
             self._axis[span] = self._find_axis(span)
         return self._axis[span]
@@ -428,7 +431,7 @@ class _ChunkSearch:
                 f"no number of partitions up to {most} divides the micro-batch of {samples}: {indivisible(samples)[1]}"
             )
         else:
-            # Cheap rules first; the axis they ask for is what the solver must find.
+            # Cheap rules first, with the axis that most ranges get; they are checked again if the solver finds another axis.
             reason = self._stage.refusal(self._range(span, candidates[0], "batch"), layers)
         if reason is None:
             cut = self._stage.axes(operators, self._form)
@@ -442,14 +445,14 @@ class _ChunkSearch:
         return axis
 
     def _range(self, span: Span, partitions: int, axis: Axis) -> CutRange:
-        """A range that holds an all-to-all."""
+        """A span with an all-to-all, as a range of a plan."""
         first, last = self._ends(span)
         operators = self._operators[slice(*self._places(span))]
         owner = next(operator.layer for operator in operators if operator.part == GATE)
         return CutRange(first_operator=first, last_operator=last, layer=owner, partitions=partitions, axis=axis)
 
     def _places(self, span: Span) -> Span:
-        """Operators of groups."""
+        """The span of operators of a span of groups."""
         return self.groups[span[0]][0], self.groups[span[1] - 1][1]
 
     def _ends(self, span: Span) -> tuple[str, str]:
@@ -475,12 +478,12 @@ def partition_ranges(
     """Cut the micro-batches of a plan where that is predicted to be shorter.
 
     Args:
-        plan: ranges and other mechanisms of its layers are replaced; gates, dispatchers and slots of weight gradients stay.
-            Layers to which it gives no gate stay whole.
+        plan: its ranges and other mechanisms are replaced; gates, dispatchers and slots of weight gradients stay. Layers without
+            a gate in the plan stay uncut.
         prices: first rank of every stage -> prices of this plan, as `SimulatedStep` has them.
-        free_bytes: of a device of every stage, beyond what the plan without ranges holds.
+        free_bytes: [stages] free memory of a device when the plan without ranges is executed.
     Raises:
-        ConfigError: a limit makes no sense, or micro-batches of the plan are interleaved.
+        ConfigError: a limit is out of range, or the plan has several micro-batches in flight.
         UndecidedError: the solver of axes ran out of time.
     """
     _check(plan, limits)
@@ -489,8 +492,8 @@ def partition_ranges(
         priced = RangePrices(plan, stage, model, prices[stage.devices.ranks[0]])
         answer = StageSearch(plan, index, model, priced, limits, free_bytes[index]).solve()
         answers.append(answer)
-        said = dataclasses.replace(limits, lowered=tuple(map(_limit, answer.lowered)))
-        stages.append(with_ranges(stage, answer.ranges, said))
+        recorded = dataclasses.replace(limits, lowered=tuple(map(_limit, answer.lowered)))
+        stages.append(with_ranges(stage, answer.ranges, recorded))
     return PartitionedPlan(dataclasses.replace(plan, stages=tuple(stages), predicted=None), tuple(answers))
 
 

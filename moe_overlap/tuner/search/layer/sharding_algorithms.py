@@ -1,19 +1,21 @@
 """The parallel algorithms of every node on a mesh, with their seconds, specs and bytes.
 
-An algorithm maps each of the two mesh axes to one loop of the operator, or to none: an axis without a loop repeats the work. The
-loops of a product are samples, tokens, experts, outputs (n) and inputs (k); of attention samples, tokens and heads; of kernels
-that move rows samples, tokens, width and experts.
+An algorithm maps each of the two mesh axes to one loop of the operator, or to none; the ranks of an axis without a loop repeat
+the work. The loops of a product are samples, tokens, experts, outputs (n) and inputs (k); those of attention samples, tokens and
+heads; those of kernels that move rows samples, tokens, width and experts.
 
-1. A split sum leaves a partial result. The algorithm ends with all-reduces, or with reduce-scatters that split the result along
-   those axes: then it is consumed split, or gathered on the way to its reader. Sequence parallelism arises in this way.
+1. If the loop of a sum is split, each rank has a partial result. The algorithm then ends with an all-reduce, or with a
+   reduce-scatter that splits the result along those axes; readers use it split, or gather it. Sequence parallelism arises in this
+   way.
 2. Attention on split tokens gathers keys and values, and scatters their gradients.
-3. Rows of the experts keep the sample and the token they belong to. Dispatch is a change of spec from these to EXPERT, an
-   all-to-all; where every rank already has all tokens it is a local slice, and combining is a reduce-scatter (the all-gather
+3. Rows of the experts keep the sample and the token they belong to. Dispatch changes the spec from these to EXPERT, an
+   all-to-all. If every rank already has all tokens, dispatch is a local slice and combine a reduce-scatter (the all-gather
    dispatcher).
-4. A weight is a node of its own. Its gradient is reduced once per step, or for every micro-batch where it is kept split; its
-   states and the weight itself may be split further along the axes that hold copies. These are the levels of ZeRO.
+4. A weight is a node of its own. Its gradient is reduced once per step, or for every micro-batch if it is stored in shards; its
+   optimizer states and the weight itself may be split further along the axes that hold copies. These are the levels of ZeRO.
 
-Seconds of computation are those of the operator with its sizes divided by the ranks of its loops; communication is exposed.
+Seconds of computation are those of the operator with its sizes divided by the ranks of its loops. All communication counts as
+exposed.
 
 Source: Alpa, section 4.1 and table 3; Rajbhandari et al., ZeRO, section 5.
 """
@@ -48,7 +50,7 @@ from moe_overlap.tuner.search.layer.sharding_specs import (
 
 ZERO_LEVELS = (0, 1, 2, 3)
 ELEMENT_BYTES = {"float32": 4}
-"""Type -> bytes of an element; 2 of all others that attention runs in."""
+"""Type -> bytes of an element; 2 for all other types that attention computes in."""
 OPERANDS: dict[str, tuple[Dim, ...]] = {
     "input": (Dim.SAMPLES, Dim.TOKENS, Dim.EXPERT, Dim.INPUT),
     "weight": (Dim.EXPERT, Dim.OUTPUT, Dim.INPUT),
@@ -60,17 +62,18 @@ SHAPES: dict[str, tuple[tuple[Dim, ...], ...]] = {
     "input gradient": ((Dim.SAMPLES, Dim.TOKENS), (Dim.INPUT,), (Dim.OUTPUT,)),
     "weight gradient": ((Dim.OUTPUT,), (Dim.INPUT,), (Dim.SAMPLES, Dim.TOKENS)),
 }
-"""Product -> the loops behind each number of its shape (m, n, k)."""
+"""Product -> the loops that each number of its shape (m, n, k) counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The computation of a mesh in a step, and the prices of it.
+    """The computation of a mesh in a step, and its prices.
 
     Attributes:
-        micro_batches: of a step; `samples` of `tokens` each over the whole mesh.
-        usable_bytes: of a GPU, that a rank may be predicted to need (`Machine.usable_bytes`).
-        gpu, constants, common, features, lookup, load: the prices, as in `cost/layer.py`.
+        micro_batches: number per step, each with `samples` of `tokens`, over the complete mesh.
+        usable_bytes: most bytes of a GPU that a rank may need (`Machine.usable_bytes`).
+        gpu, constants, common, features, lookup: prices, as in `cost/layer.py`.
+        load: rows of the busiest rank over the mean, if experts are split.
     """
 
     samples: int
@@ -83,7 +86,6 @@ class Workload:
     features: Features = Features()
     lookup: Lookup | None = None
     load: float = 1.0
-    """Rows of the busiest rank over the mean, where experts are split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,8 @@ class Algorithm:
     """One way to compute a node on a mesh.
 
     Attributes:
-        loops: what each mesh axis splits.
-        out: spec of the result; WHOLE of a node that has none.
+        loops: the loop that each mesh axis splits.
+        out: spec of the result; WHOLE for a node without one.
         compute_seconds, communication_seconds: of one micro-batch.
         bytes: saved for the backward pass, on one rank.
     """
@@ -109,11 +111,12 @@ class WeightChoice:
     """The placement of a weight, its gradient and its optimizer states.
 
     Attributes:
-        split: spec in which products use it.
-        level: of ZeRO, along the axes that hold copies.
-        stored, states: spec of the weight between the products, and of its states.
-        step_seconds: gather of updated weights, and the update itself, once per step.
-        bytes: of weight, gradient and states on one rank.
+        split: spec of the weight while products use it.
+        level: level of ZeRO along the axes that hold copies.
+        stored: spec of the weight between products.
+        states: spec of the optimizer states.
+        step_seconds: the update and the gather of updated weights, once per step.
+        bytes: weight, gradient and states on one rank.
     """
 
     split: Spec
@@ -125,14 +128,14 @@ class WeightChoice:
 
 
 class Pricer:
-    """Seconds of captured operators with their sizes divided by ranks; each is computed once."""
+    """Seconds of captured operators with their sizes divided by ranks; equal requests are priced once."""
 
     def __init__(self, graph: OperatorGraph, workload: Workload) -> None:
         self._graph, self._workload = graph, workload
         self._seconds: dict[tuple[int, tuple[int, ...], float], float] = {}
 
     def seconds(self, requests: list[tuple[Op, tuple[int, ...], float]]) -> Floats:
-        """[requests] seconds of an operator, divisors of its shape, and the share of its bytes."""
+        """[requests] seconds. A request is an operator, the divisors of its shape, and the share of its bytes."""
         missing = {(op.id, divisors, share): op for op, divisors, share in requests}
         missing = {key: op for key, op in missing.items() if key not in self._seconds}
         if missing:
@@ -143,15 +146,15 @@ class Pricer:
         scaled = []
         for place, ((_, divisors, share), op) in enumerate(missing.items()):
             shape = tuple(size / divisor for size, divisor in zip(op.shape, divisors, strict=True))
-            # The number of groups does not multiply the work: the rows do.
+            # FLOPs of a grouped product depend on its rows, not on the number of groups.
             parts = divisors[1:] if op.cost_class == "grouped_gemm" else divisors
             if op.cost_class == "attention":
-                # Samples, heads and query tokens; keys stay whole.
+                # Samples, heads and query tokens; keys are not divided.
                 parts = (divisors[0], divisors[1], divisors[3])
             work = op.flops / math.prod(parts) if op.flops.terms else op.flops
             size = op.bytes.value(self._workload.samples, self._workload.tokens)
-            whole = max(0, round(float(size) * share))
-            scaled.append(replace(op, id=place, shape=shape, flops=work, bytes=type(op.bytes).of(whole)))
+            moved = max(0, round(float(size) * share))
+            scaled.append(replace(op, id=place, shape=shape, flops=work, bytes=type(op.bytes).of(moved)))
         table = tabulate(replace(self._graph.part, ops=tuple(scaled)), self._workload.samples, self._workload.tokens)
         load = self._workload
         values, _ = device_seconds(table, load.gpu, load.features, load.constants, load.common, load.lookup)
@@ -159,7 +162,7 @@ class Pricer:
 
 
 class Algorithms:
-    """All algorithms of the nodes and weights of a graph on one mesh, and what tensors cost between them."""
+    """All algorithms of the nodes and weights of a graph on one mesh, and the seconds of resharding between them."""
 
     def __init__(self, graph: OperatorGraph, mesh: Mesh, workload: Workload, pricer: Pricer) -> None:
         self.graph, self.mesh, self.workload, self._pricer = graph, mesh, workload, pricer
@@ -175,13 +178,13 @@ class Algorithms:
         return self._reshardings[key]
 
     def fitted(self, spec: Spec, tensor: Tensor) -> Spec:
-        """The spec as a tensor can have it: axes that split what it does not have hold copies."""
+        """The spec limited to the dimensions of a tensor: an axis that splits another dimension holds copies instead."""
         extents = self.graph.extents(tensor)
-        kept = [dim if dim < 0 or dim in extents else REPLICATED for dim in spec]
-        width = self.mesh.shards((kept[0], kept[1]), (Dim.WIDTH,))
+        dims = [dim if dim < 0 or dim in extents else REPLICATED for dim in spec]
+        width = self.mesh.shards((dims[0], dims[1]), (Dim.WIDTH,))
         if width > 1 and extents[Dim.WIDTH] % width:
-            kept = [REPLICATED if dim == Dim.WIDTH else dim for dim in kept]
-        return kept[0], kept[1]
+            dims = [REPLICATED if dim == Dim.WIDTH else dim for dim in dims]
+        return dims[0], dims[1]
 
     def written(self, algorithm: Algorithm, tensor: Tensor) -> Spec:
         """Spec in which a node leaves one of its tensors."""
@@ -227,23 +230,23 @@ class Algorithms:
         )
 
     def pending(self, node: Node, loops: Spec) -> Spec:
-        """Spec of the result before what is partial in it is reduced."""
+        """Spec of the result before partial sums are reduced."""
         if node.kind == "product":
-            kept, summed = (Dim.INPUT, Dim.OUTPUT) if node.phase == "backward" else (Dim.OUTPUT, Dim.INPUT)
-            return _mapped(loops, {kept: Dim.WIDTH, summed: PARTIAL})
+            width, summed = (Dim.INPUT, Dim.OUTPUT) if node.phase == "backward" else (Dim.OUTPUT, Dim.INPUT)
+            return _mapped(loops, {width: Dim.WIDTH, summed: PARTIAL})
         if node.kind == "rows" and node.result is not None and not node.result.is_rows:
-            # Every rank adds up the rows of its experts.
+            # Each rank sums the rows of its own experts only.
             return _mapped(loops, {Dim.EXPERT: PARTIAL})
         return loops
 
     def _outs(self, node: Node, loops: Spec) -> list[Spec]:
-        """Specs that a result can end in."""
+        """Specs that a result can have after its partial sums are reduced."""
         if node.result is None:
             return [WHOLE]
         pending, extents = self.pending(node, loops), self.graph.extents(node.result)
-        whole = [dim if dim != PARTIAL else REPLICATED for dim in pending]
+        reduced = [dim if dim != PARTIAL else REPLICATED for dim in pending]
         split = [dim for dim in extents if dim != Dim.EXPERT]
-        options = [(REPLICATED, *split) if dim == PARTIAL else (whole[axis],) for axis, dim in enumerate(pending)]
+        options = [(REPLICATED, *split) if dim == PARTIAL else (reduced[axis],) for axis, dim in enumerate(pending)]
         outs = [(a, b) for a, b in product(*options) if is_valid((a, b), extents, self.mesh)]
         return [out for out in outs if not (node.whole_width and Dim.WIDTH in out)]
 
@@ -259,7 +262,7 @@ class Algorithms:
         return seconds + self._completed(node, out)
 
     def _completed(self, node: Node, out: Spec) -> float:
-        """Collectives that merged operators end with where the width is split, as in the loss over a split vocabulary."""
+        """Seconds of the collectives of merged operators if the width is split, as in the loss over a split vocabulary."""
         if Dim.WIDTH not in out:
             return 0.0
         graph, seconds = self.graph, 0.0
@@ -267,12 +270,12 @@ class Algorithms:
         for op in (graph.part.ops[index] for index in node.light):
             if op.collective is not None:
                 size = float(op.collective.payload_bytes.value(graph.samples, graph.tokens))
-                pending, whole = _mapped(out, {Dim.WIDTH: PARTIAL}), _mapped(out, {Dim.WIDTH: REPLICATED})
-                seconds += self.resharding(extents, size).between(pending, whole)
+                pending, reduced = _mapped(out, {Dim.WIDTH: PARTIAL}), _mapped(out, {Dim.WIDTH: REPLICATED})
+                seconds += self.resharding(extents, size).between(pending, reduced)
         return seconds
 
     def _of_keys(self, node: Node, loops: Spec) -> float:
-        """All-gathers of keys and values over the ranks that share the tokens; backward also the scatters of their gradients."""
+        """Seconds of gathering keys and values over ranks that split the tokens, and backward of scattering their gradients."""
         if Dim.TOKENS not in loops:
             return 0.0
         graph, op = self.graph, self.graph.part.ops[node.heavy[0]]
@@ -305,7 +308,7 @@ class Algorithms:
         for index in node.light:
             op = self.graph.part.ops[index]
             ones = tuple(1 for _ in op.shape)
-            # What adds to a weight's gradient is split as the weight is; all else as the result.
+            # An operator that adds to a weight's gradient is split like the weight, any other like the result.
             is_gradient = any(self.graph.part.storages[storage].role == "gradient" for storage in op.writes)
             shares = [
                 1.0 / (self.mesh.shards(loops, OPERANDS["weight"]) if is_gradient else self.mesh.shards(out))
@@ -315,7 +318,7 @@ class Algorithms:
         return total
 
     def _load(self, op: Op, loops: Spec) -> float:
-        """Factor of the busiest rank's rows, where experts are split."""
+        """Rows of the busiest rank over the mean, if the experts are split; else 1."""
         return self.workload.load if op.scales_with_load and Dim.EXPERT in loops else 1.0
 
     def _scaled(self, node: Node, op: Op, loops: Spec) -> tuple[Op, tuple[int, ...], float]:
@@ -327,7 +330,7 @@ class Algorithms:
             samples, tokens, heads = (mesh.shards(loops, (dim,)) for dim in (Dim.SAMPLES, Dim.TOKENS, Dim.WIDTH))
             divisors = (samples, heads, heads, tokens, 1, 1, 1, 1)
             return op, divisors[: len(op.shape)], 1.0 / mesh.shards(loops)
-        # An embedding reads and writes the rows of its tokens, whatever part of the table a rank has; its gradient is a table.
+        # An embedding moves the rows of its tokens, whichever part of the table a rank has; its gradient has the table's size.
         dims = {"embedding": (Dim.SAMPLES, Dim.TOKENS, Dim.OUTPUT), "embedding_dense_backward": OPERANDS["weight"]}
         return op, tuple(1 for _ in op.shape), 1.0 / mesh.shards(loops, dims.get(op.name, ()))
 
@@ -345,11 +348,11 @@ class Algorithms:
         return groups, groups * m, n, k
 
     def _product_share(self, node: Node, op: Op, loops: Spec) -> float:
-        """Bytes of a rank's operands over those of the whole operands."""
+        """Bytes of the operands on one rank over those of the undivided operands."""
         graph = self.graph
         weight = graph.weights[node.weight or 0]
         storages = graph.part.storages
-        whole = rest = 0.0
+        total = of_rank = 0.0
         for index in (*op.reads, *op.writes):
             size = float(storages[index].bytes.value(graph.samples, graph.tokens))
             operand = "weight"
@@ -358,9 +361,9 @@ class Algorithms:
                 # An input's gradient has the dimensions of the input.
                 is_input |= node.phase == "backward" and index in op.writes
                 operand = "input" if is_input else "output"
-            whole += size
-            rest += size / self.mesh.shards(loops, OPERANDS[operand])
-        return rest / whole if whole else 1.0
+            total += size
+            of_rank += size / self.mesh.shards(loops, OPERANDS[operand])
+        return of_rank / total if total else 1.0
 
     # Weights ---------------------------------------------------------------------------------------------------------------
 
@@ -378,8 +381,8 @@ class Algorithms:
         states, gradient, stored = (finer if level >= first else split for first in (1, 2, 3))
         gathers = self.resharding(flat_extents(weight), weight.elements * features.gathered_bytes)
         shares = {spec: weight.elements / mesh.shards(spec) for spec in (split, finer)}
-        # As `state_sizes` in cost/stage.py: the update reads the gradient, master weight and moments and writes all but the
-        # gradient, whose norm is read before.
+        # As `state_sizes` in cost/stage.py. The update reads master weight, moments and gradient and writes master weight and
+        # moments; besides, the norm reads the gradient and its sum is zeroed.
         swept = (
             shares[states] * 2 * (features.optimizer_bytes + features.gradient_bytes)
             + shares[gradient] * features.gradient_bytes
@@ -396,28 +399,28 @@ class Algorithms:
             + shares[states] * features.optimizer_bytes,
         )
 
-    def gradient_made(self, algorithm: Algorithm) -> Spec:
+    def gradient_spec(self, algorithm: Algorithm) -> Spec:
         """Spec in which a backward product leaves its weight's gradient."""
         return _mapped(algorithm.loops, {Dim.SAMPLES: PARTIAL, Dim.TOKENS: PARTIAL})
 
     def weight_matrix(self, weight: Weight, node: Node, index: int) -> Floats:
         """[choices of the weight, algorithms of a node] seconds of one step between a weight and a product.
 
-        Weights are gathered for every micro-batch where they are stored in shards; gradients are reduced for every micro-batch
-        where they are kept in shards, else once.
+        Weights stored in shards are gathered for every micro-batch; gradients stored in shards are reduced for every
+        micro-batch, others once.
         """
         choices, algorithms = self.of_weight[index], self.of_node[node.id]
         features, extents, number = self.workload.features, flat_extents(weight), self.workload.micro_batches
         reads = self.resharding(extents, weight.elements * features.weight_bytes)
         needed = [_only(algorithm.loops, OPERANDS["weight"]) for algorithm in algorithms]
-        # An embedding looks its rows up: its gradient needs no table.
+        # An embedding's backward pass does not read the table.
         is_read = node.phase == "forward" or self.graph.part.ops[node.heavy[0]].name not in EMBEDDINGS
         seconds = reads.matrix([choice.stored for choice in choices], needed) * number if is_read else 0.0
         if node.phase == "backward":
             gradients = self.resharding(extents, weight.elements * features.gradient_bytes)
-            made = [self.gradient_made(algorithm) for algorithm in algorithms]
+            written = [self.gradient_spec(algorithm) for algorithm in algorithms]
             times = np.array([[number if choice.level >= 2 else 1] for choice in choices])
-            seconds = seconds + gradients.matrix(made, [choice.states for choice in choices]).T * times
+            seconds = seconds + gradients.matrix(written, [choice.states for choice in choices]).T * times
         return np.asarray(seconds, dtype=np.float64) + np.zeros((len(choices), len(algorithms)))
 
 

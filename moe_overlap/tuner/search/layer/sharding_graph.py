@@ -1,14 +1,14 @@
 """The graph that the intra-operator search shards: heavy operators of a captured part, with the light ones merged into them.
 
-A part that was captured on one rank (TP = CP = EP = 1) has every operator whole. Nodes are its products, attention kernels,
-embeddings, and the kernels that move rows to and from the order of the experts, forward and backward apart; and the tensors that
-enter the part. Every other operator is light: it joins the node of its deepest operand and follows that node's spec; its other
+A part that was captured on one rank (TP = CP = EP = 1) has undivided operators. Its nodes are products, attention kernels,
+embeddings, kernels that move rows to and from the order of the experts (each once forward and once backward), and the tensors
+that enter the part. Every other operator is light: it joins the node of its deepest operand and has that node's spec; its other
 operands must then have the same spec.
 
-The products for an input's gradient and for a weight's gradient share their operands and are one node. Dimensions of a tensor
-follow from its bytes: those of activations grow with b · s, and the rest is width.
+The products for an input's gradient and for a weight's gradient share an operand and are one node. The dimensions of a tensor
+follow from its bytes: those of activations grow with b · s, and bytes per token give the width.
 
-Left out, since they are a few numbers: gradients of norms and biases, and the router's sums over tokens.
+Left out, because they are small: gradients of norms and biases, and the router's sums over tokens.
 
 Source: Alpa, section 4.2 (merging of operators, depth by breadth-first search).
 """
@@ -41,11 +41,11 @@ WIDTHWISE = frozenset(
         *("compiled.bias_gelu", "compiled.bias_gelu_back", "compiled.bias_dropout_add_fused_train"),
     )
 )
-"""Light operators that work on every entry of a token's width by itself, or head by head."""
+"""Light operators that process each entry of a token's width, or each head, independently of the others."""
 
 
 class NotShardableError(ValueError):
-    """A captured part has what the search knows no sharding for."""
+    """A captured part has an operator that the search has no sharding for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Tensor:
     """A storage of activations.
 
     Attributes:
-        is_rows: in the order of the experts, one row for every choice of a token.
-        entries: two-byte entries of a token's width; 0 where a token has less than one.
+        is_rows: the rows are in the order of the experts, one for each expert of a token.
+        entries: two-byte entries per token; 0 if a token has less than one.
     """
 
     storage: int
@@ -65,12 +65,12 @@ class Tensor:
 
 @dataclass(slots=True)
 class Weight:
-    """A parameter of a product; of a grouped product those of all experts.
+    """A parameter of a product; for a grouped product the parameters of all experts.
 
     Attributes:
-        parameter: name of what it is stored as; a tied embedding and the head have the same.
-        extents: OUTPUT and INPUT, and EXPERT of grouped products.
-        forward, backward: the nodes that read it; None where there is no such node.
+        parameter: name of the stored parameter; equal for a tied embedding and the head.
+        extents: sizes of OUTPUT and INPUT, for grouped products also of EXPERT.
+        forward, backward: the nodes that read it; None if there is no such node.
     """
 
     name: str
@@ -86,16 +86,16 @@ class Node:
     """A heavy operator, or a tensor that enters the part, with the light operators that follow it.
 
     Attributes:
-        label: for people: module, or operator, and pass.
-        weight_name: of a product, as plans name it (`qkv`, `fc2`); empty elsewhere.
+        label: for messages: module, or operator, and pass.
+        weight_name: name of a product's weight in plans (`qkv`, `fc2`); empty for other nodes.
         heavy, light: ids of operators.
         weight: index of a product's weight.
-        partner: of a backward node, its forward node.
-        source, result: the first operand and the result of the heavy operator: what its algorithm splits. None of a product
-            whose input has no gradient.
-        whole_width: a merged operator needs the whole width of a token.
+        partner: for a backward node, its forward node.
+        source, result: first operand and result of the heavy operator; its algorithm splits their dimensions. `result` is None
+            for a backward product whose input has no gradient.
+        whole_width: a merged operator needs the full width of a token.
         read: (storage, role) of every activation that another node writes.
-        saved: storages that stay for the backward pass.
+        saved: storages that are kept for the backward pass.
     """
 
     id: int
@@ -132,15 +132,17 @@ class Edge:
 
 @dataclass(slots=True)
 class OperatorGraph:
-    """A part as nodes.
+    """The graph of a part.
 
     Attributes:
-        kind: of the part.
-        samples, tokens: of the micro-batch, over the whole mesh.
-        tensors: activations by storage; producers: the node that writes each.
-        enters, leaves: nodes of the hidden states that come in and go out, and the storage; of the embedding nothing enters, of
-            the head nothing leaves. gradient_enters, gradient_leaves: the same of their gradients.
-        other_bytes: parameters that no product reads, which every rank holds whole.
+        kind: kind of the part.
+        samples, tokens: of the micro-batch, over the complete mesh.
+        tensors: storage -> activation.
+        producers: storage -> the node that writes it.
+        enters: the node of the incoming hidden states; None for the embedding.
+        leaves: node and storage of the outgoing hidden states; None for the head.
+        gradient_enters, gradient_leaves: the same for their gradients.
+        other_bytes: bytes of parameters that no product reads; every rank holds all of them.
     """
 
     part: Part
@@ -160,7 +162,7 @@ class OperatorGraph:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Every tensor that goes from a node to another."""
+        """Every tensor that one node writes and another reads."""
         return tuple(
             Edge(self.producers[storage], node.id, storage, role)
             for node in self.nodes
@@ -169,7 +171,7 @@ class OperatorGraph:
         )
 
     def extents(self, tensor: Tensor) -> Extents:
-        """The dimensions of an activation that may be split; b and s as they are, width in entries."""
+        """The dimensions of an activation that may be split, with their lengths."""
         extents = {Dim.SAMPLES: self.samples, Dim.TOKENS: self.tokens}
         if tensor.entries:
             extents[Dim.WIDTH] = tensor.entries
@@ -182,9 +184,10 @@ def operator_graph(part: Part, samples: int, tokens: int) -> OperatorGraph:
     """The nodes of a captured part.
 
     Args:
-        samples, tokens: of a micro-batch over all ranks of the mesh, and of a whole sample.
+        samples: of a micro-batch, over all ranks of the mesh.
+        tokens: of one sample.
     Raises:
-        NotShardableError: the part recomputes, is sharded already, or has products whose weights have no forward product.
+        NotShardableError: the part recomputes, is sharded already, or has a backward product without a forward product.
     """
     for op in part.ops:
         if op.is_recomputed or (op.collective is not None and op.collective.size > 1):
@@ -195,7 +198,7 @@ def operator_graph(part: Part, samples: int, tokens: int) -> OperatorGraph:
 
 
 class _Builder:
-    """Goes through the operators of a part in order and gives each to a node."""
+    """Assigns the operators of a part, in order, to nodes."""
 
     def __init__(self, part: Part, samples: int, tokens: int) -> None:
         self.part = part
@@ -211,14 +214,17 @@ class _Builder:
         """Forward product -> its backward node."""
 
     def graph(self) -> OperatorGraph:
-        """All operators, then what leaves the part and what is saved."""
+        """The graph of the part."""
         graph, part = self.result, self.part
+        # 1. Nodes for the tensors that enter. A head's incoming gradient is a few bytes of a scalar, which needs no node.
         if part.gradient_outputs:
             graph.enters = self._enter(part.inputs, "forward")
         if part.gradient_inputs and part.outputs and self._bytes(part.outputs[0]) > 64:
             graph.gradient_enters = self._enter(part.gradient_inputs, "backward")
+        # 2. Every operator, in order: a light one joins a node that already exists.
         for op in part.ops:
             self._place(op)
+        # 3. Outgoing tensors, saved tensors, and the parameters that no product reads.
         for name, storages in (("leaves", part.outputs), ("gradient_leaves", part.gradient_outputs)):
             if storages and storages[0] in graph.producers and self._grows(storages[0]):
                 setattr(graph, name, (graph.producers[storages[0]], storages[0]))
@@ -235,7 +241,7 @@ class _Builder:
         return float(self.part.storages[storage].bytes.value(self.result.samples, self.result.tokens))
 
     def _grows(self, storage: int) -> bool:
-        """Whether a storage grows with the tokens, as activations do; graphs of one sample have no other measure."""
+        """Whether a storage grows with the tokens, as activations do and weights do not."""
         size, twice = (self.part.storages[storage].bytes.value(self.result.samples, s) for s in (4096, 8192))
         return float(twice) > 1.5 * float(size)
 
@@ -249,7 +255,7 @@ class _Builder:
         storage = max(storages, key=self._bytes)
         node = self._node("input", phase, f"input of the {phase} pass", "")
         node.source = node.result = self._tensor(storage, False)
-        # What enters the backward pass hangs on the whole forward pass.
+        # A gradient that enters the backward pass is deeper than all of the forward pass.
         self.result.producers[storage], self.depths[storage] = node.id, len(self.part.ops) * (phase == "backward")
         return node.id
 
@@ -269,7 +275,7 @@ class _Builder:
         elif op.cost_class == "attention":
             self._heavy(op, "attention", self._is_rows(op))
         elif op.name == MOVE_ROWS:
-            # Under the operator of the experts rows are sorted; under any other they become rows, or tokens again.
+            # In the experts' operator the kernel sorts rows; in others it turns tokens into rows, or rows into tokens.
             self._heavy(op, "rows", True if op.operator == EXPERTS else not self._is_rows(op))
         else:
             self._merge(op)
@@ -285,7 +291,7 @@ class _Builder:
         return main is not None and self.result.tensors[main].is_rows
 
     def _write(self, node: Node, op: Op, is_rows: bool) -> None:
-        """The storages that an operator writes belong to its node."""
+        """Record the node as producer of the activations that an operator writes."""
         for index in op.writes:
             if self.part.storages[index].role != "activation" or not self._grows(index):
                 continue
@@ -293,7 +299,7 @@ class _Builder:
             self._tensor(index, is_rows)
 
     def _heavy(self, op: Op, kind: NodeKind, is_rows: bool) -> Node:
-        """A node of its own: attention, or rows that move."""
+        """Create the node of an attention kernel, or of a kernel that moves rows."""
         node = self._node(kind, op.phase, f"{op.module or op.operator} {op.phase}", op.operator)
         node.heavy.append(op.id)
         read = self._activations(op)
@@ -306,7 +312,7 @@ class _Builder:
         return node
 
     def _product(self, op: Op, parameters: tuple[int, ...]) -> Node:
-        """A product with a weight, forward; its two gradients join one node backward."""
+        """Create the node of a forward product, or let a gradient product join the backward node of its weight."""
         is_grouped = op.cost_class == "grouped_gemm"
         sizes = [int(size.value(self.result.samples, self.result.tokens)) for size in op.shape]
         read = self._activations(op)
@@ -318,11 +324,11 @@ class _Builder:
         else:
             node = self._backward_node(self._forward_of(op, parameters, read), op)
             forward = self.result.nodes[node.partner if node.partner is not None else 0]
-            given = forward.source.storage if forward.source is not None else -1
+            input_storage = forward.source.storage if forward.source is not None else -1
             node.read.update(
-                ((index, "x" if op.is_weight_gradient and index == given else "dy"), None) for index in read
+                ((index, "x" if op.is_weight_gradient and index == input_storage else "dy"), None) for index in read
             )
-            gradients = [index for index in read if index != given]
+            gradients = [index for index in read if index != input_storage]
             node.source = self.result.tensors[gradients[0]] if gradients else node.source
         if not op.is_weight_gradient:
             self._write(node, op, is_grouped)
@@ -339,12 +345,12 @@ class _Builder:
         self.result.weights.append(
             Weight(f"{op.module}.weight", self.part.storages[stored].name, extents, elements, node.id)
         )
-        # A bias is read beside its weight.
+        # A product may read a bias, too; it is smaller than the weight.
         self.by_weight[tuple(index for index in parameters if self._bytes(index) >= outputs * inputs)] = node
         return node
 
     def _forward_of(self, op: Op, parameters: tuple[int, ...], read: list[int]) -> Node:
-        """The forward product of a gradient: it reads the same weight, or that weight's gradient is added to."""
+        """The forward product of a gradient product: both read one weight, or one writes the gradient of the other's weight."""
         storages = self.part.storages
         gradients = {storages[index].name for index in op.writes if storages[index].role == "gradient"}
         shape = {int(size.value(self.result.samples, self.result.tokens)) for size in op.shape}
@@ -354,9 +360,9 @@ class _Builder:
                 if gradients & {storages[index].name for index in ids}:
                     return node
             elif op.is_weight_gradient:
-                # Made in a tensor of its own, then added: the input and the widths tell.
-                given = node.source.storage if node.source is not None else -1
-                if given in read and {extents[Dim.OUTPUT], extents[Dim.INPUT]} <= shape:
+                # The gradient is written to a temporary tensor and added later: input and widths identify the product.
+                input_storage = node.source.storage if node.source is not None else -1
+                if input_storage in read and {extents[Dim.OUTPUT], extents[Dim.INPUT]} <= shape:
                     return node
             elif set(ids) & set(parameters):
                 return node
@@ -375,7 +381,7 @@ class _Builder:
         return node
 
     def _embedding(self, op: Op, parameters: tuple[int, ...]) -> Node:
-        """A product of one-hot rows with the table; the table's input dimension is the vocabulary."""
+        """Create or join the node of an embedding: a product of one-hot rows with a table whose inputs are the vocabulary."""
         tokens = self.result.samples * self.result.tokens
         if op.phase == "forward":
             if not (parameters and op.writes):
@@ -399,7 +405,7 @@ class _Builder:
         raise NotShardableError(f"{self.part.kind}: no embedding belongs to the gradient {op.name}")
 
     def _merge(self, op: Op) -> Node | None:
-        """A light operator joins the node of its deepest operand; None where it reads nothing that was computed."""
+        """Let a light operator join the node of its deepest operand; None if it reads no activation."""
         graph = self.result
         read = self._activations(op)
         if not read:
@@ -407,7 +413,7 @@ class _Builder:
         main = max(read, key=lambda index: (self.depths.get(index, 0), self._bytes(index)))
         node = graph.nodes[graph.producers[main]]
         node.light.append(op.id)
-        # What does not grow with the micro-batch, as a bias's gradient, is summed over tokens, not over the width.
+        # An output that does not grow with the micro-batch, such as a bias's gradient, is a sum over tokens, not over the width.
         is_result = any(self._grows(index) for index in op.writes)
         node.whole_width |= is_result and op.name not in WIDTHWISE and not self._is_completed(op)
         node.read.update(((index, "out"), None) for index in read if graph.producers[index] != node.id)
@@ -415,17 +421,17 @@ class _Builder:
         return node
 
     def _merge_gradient(self, op: Op) -> Node | None:
-        """An operator that only adds to a weight's gradient joins the product that computed it."""
+        """Let an operator that only adds to a weight's gradient join the product that computed the addend."""
         graph, written = self.result, {self.part.storages[index].name for index in op.writes}
         for node in graph.nodes:
-            made = {self.part.storages[index].id for heavy in node.heavy for index in self.part.ops[heavy].writes}
-            if written and node.weight is not None and node.phase == "backward" and made & set(op.reads):
+            computed = {self.part.storages[index].id for heavy in node.heavy for index in self.part.ops[heavy].writes}
+            if written and node.weight is not None and node.phase == "backward" and computed & set(op.reads):
                 node.light.append(op.id)
                 return node
         return None
 
     def _is_completed(self, op: Op) -> bool:
-        """Whether the captured code works on a split width: it completes what it reduces by collectives, as a split loss does."""
+        """Whether the captured code supports a split width: it completes its sums by collectives, as a split loss does."""
         groups = [other for other in self.part.ops if other.collective is not None and other.operator == op.operator]
         return bool(groups)
 

@@ -1,14 +1,15 @@
-"""megatron-core's layouts on a logical mesh: which algorithm each layout gives to each operator.
+"""megatron-core's layouts on a logical mesh, as algorithms of the operators.
 
 A layout gives every mesh axis one role for attention and dense blocks (tensor, context, data) and one for the experts
-(expert-tensor, expert, expert-data). megatron-core counts ranks with tensor (expert-tensor) fastest and data (expert-data)
-slowest, so axis 1 has the faster of two roles. Three roles at a time need a third axis and are not among them.
+(expert-tensor, expert, expert-data). megatron-core numbers ranks with tensor (expert-tensor) fastest and data (expert-data)
+slowest, so axis 1 has the faster of two roles. Layouts with three roles need a third axis and are left out.
 
-1. The first product of a block is split by outputs over tensor ranks, the second by inputs; the router repeats the tokens' split.
+1. The first product of a block is split by outputs over tensor ranks, the second by inputs; the router has the split of the
+   tokens.
 2. With sequence parallelism tensor ranks split tokens between the blocks: results are reduce-scattered, inputs gathered. MoE with
-   tensor parallelism needs it.
+   tensor parallelism requires it.
 3. Tokens go to the experts by all-to-all (EXPERT over expert ranks), and are gathered over expert-tensor ranks.
-4. One level of ZeRO for all weights.
+4. All weights have the same level of ZeRO.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ DenseRole = Literal["tensor", "context", "data"]
 ExpertRole = Literal["expert_tensor", "expert", "expert_data"]
 DENSE_ROLES: tuple[DenseRole, ...] = ("tensor", "context", "data")
 EXPERT_ROLES: tuple[ExpertRole, ...] = ("expert_tensor", "expert", "expert_data")
-"""From the role whose ranks are neighbours to the one whose ranks are farthest apart."""
+"""Roles in the order of rank numbers: ranks of the first are neighbours, ranks of the last are farthest from each other."""
 BY_OUTPUTS = frozenset({"qkv", "q", "q_up", "kv_up", "fc1", "output"})
 BY_INPUTS = frozenset({"proj", "fc2", "word"})
-"""Weights by how tensor ranks split them; of the word embedding the input is the vocabulary."""
+"""Weights that tensor ranks split by outputs, and by inputs; the inputs of the word embedding are the vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +39,8 @@ class MeshLayout:
     """A layout of megatron-core on a mesh.
 
     Attributes:
-        dense, experts: role of mesh axis 0 and of axis 1.
-        zero_level: of all weights.
+        dense, experts: roles of mesh axis 0 and axis 1.
+        zero_level: level of ZeRO of all weights.
     """
 
     shape: tuple[int, int]
@@ -58,7 +59,7 @@ class MeshLayout:
 
 
 def layouts_of(mesh: Mesh, has_experts: bool, zero_levels: tuple[int, ...] = ZERO_LEVELS) -> Iterator[MeshLayout]:
-    """All layouts on a mesh, each once: an axis of one rank has the last role."""
+    """All layouts on a mesh, without duplicates: an axis of one rank always has the last role."""
     dense = [(DENSE_ROLES[a], DENSE_ROLES[b]) for a, b in _pairs(mesh, len(DENSE_ROLES))]
     experts = [(EXPERT_ROLES[a], EXPERT_ROLES[b]) for a, b in _pairs(mesh, len(EXPERT_ROLES))]
     experts = experts if has_experts else [("expert_data", "expert_data")]
@@ -71,14 +72,14 @@ def layouts_of(mesh: Mesh, has_experts: bool, zero_levels: tuple[int, ...] = ZER
 
 
 def _pairs(mesh: Mesh, roles: int) -> list[tuple[int, int]]:
-    """Places of roles for axis 0 and axis 1; the order of roles binds used axes, unused ones have the last."""
+    """Indices of the roles of axis 0 and axis 1: in descending order on used axes, the last role on an axis of one rank."""
     last = roles - 1
     options = [range(roles) if size > 1 else (last,) for size in mesh.shape]
     return [(a, b) for a, b in product(*options) if a >= b or 1 in mesh.shape]
 
 
 def algorithm_of(layout: MeshLayout, graph: OperatorGraph, node: Node) -> tuple[Spec, Spec]:
-    """Loops and result's spec that a layout gives to a node."""
+    """The loops and the spec of the result of a node in a layout."""
     tokens = _tokens(layout)
     if node.kind == "input":
         return tokens, tokens
@@ -99,8 +100,8 @@ def algorithm_of(layout: MeshLayout, graph: OperatorGraph, node: Node) -> tuple[
 
 def _tokens(layout: MeshLayout) -> Spec:
     """Spec of hidden states between the blocks."""
-    beside = Dim.TOKENS if layout.sequence_parallel else REPLICATED
-    return _by_role(layout.dense, {"tensor": beside, "context": Dim.TOKENS, "data": Dim.SAMPLES})
+    between_blocks = Dim.TOKENS if layout.sequence_parallel else REPLICATED
+    return _by_role(layout.dense, {"tensor": between_blocks, "context": Dim.TOKENS, "data": Dim.SAMPLES})
 
 
 def _by_role(roles: tuple[str, str], dims: dict[str, Dim]) -> Spec:
@@ -108,13 +109,13 @@ def _by_role(roles: tuple[str, str], dims: dict[str, Dim]) -> Spec:
 
 
 def _of_experts(layout: MeshLayout, graph: OperatorGraph, node: Node, tokens: Spec) -> tuple[Spec, Spec]:
-    """Products of the experts, and the sorting of rows before and behind them."""
+    """Loops and result's spec of the experts' products, and of the sorting of rows before and after them."""
 
-    def spec(beside: tuple[Dim, Dim]) -> Spec:
-        """EXPERT over expert ranks, as `beside` over expert-tensor ranks, the tokens' split over expert-data ranks."""
+    def spec(expert_tensor: tuple[Dim, Dim]) -> Spec:
+        """EXPERT over expert ranks, `expert_tensor` over expert-tensor ranks, the split of tokens over expert-data ranks."""
         roles = layout.experts
         first, second = (
-            {"expert": Dim.EXPERT, "expert_tensor": beside[axis], "expert_data": tokens[axis]}[roles[axis]]
+            {"expert": Dim.EXPERT, "expert_tensor": expert_tensor[axis], "expert_data": tokens[axis]}[roles[axis]]
             for axis in (0, 1)
         )
         return first, second
@@ -134,16 +135,16 @@ def _of_experts(layout: MeshLayout, graph: OperatorGraph, node: Node, tokens: Sp
 
 
 def weight_of_layout(layout: MeshLayout, graph: OperatorGraph, index: int) -> tuple[Spec, int]:
-    """Split and level of ZeRO that a layout gives to a weight."""
+    """Split and level of ZeRO of a weight in a layout."""
     loops, _ = algorithm_of(layout, graph, graph.nodes[graph.weights[index].forward])
     first, second = (dim if dim in OPERANDS["weight"] else REPLICATED for dim in loops)
     return (first, second), layout.zero_level
 
 
 def choices_of(layout: MeshLayout, algorithms: Algorithms) -> tuple[list[int | None], list[int | None]]:
-    """Places of a layout's algorithms among those of the nodes, and of its choices among those of the weights.
+    """Indices of a layout's choices: one per node among its algorithms, one per weight among its placements.
 
-    None: the layout gives what no algorithm is, because a size is not divisible. A weight without copies has level 0 only.
+    None stands for an algorithm that does not exist because a size is not divisible. A weight without copies has level 0 only.
     """
     graph, mesh = algorithms.graph, algorithms.mesh
     nodes: list[int | None] = []

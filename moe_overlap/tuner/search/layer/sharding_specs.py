@@ -1,14 +1,13 @@
 """Sharding specs of tensors on a 2-D logical mesh, and the seconds that a change of spec takes.
 
-A spec says of each of the two mesh axes what it does to a tensor: it splits one dimension, it holds copies (`REPLICATED`), or it
-holds summands (`PARTIAL`) whose sum is the tensor. A dimension that both axes split is cut along axis 0 first, then each block
-along axis 1 (Alpa's S01); the other nesting is not used.
+A spec gives the state of a tensor along each of the two mesh axes: the axis splits one dimension, holds copies (`REPLICATED`), or
+holds summands (`PARTIAL`) whose sum is the tensor. If both axes split one dimension, it is cut along axis 0 first, then each
+block along axis 1 (Alpa's S01); the other nesting is not used.
 
 A change of spec is a chain of collectives along one axis or along both. `Resharding` prices every pair of specs by the cheapest
-chain, found by shortest paths over all specs of the tensor: local slices are free, so that copies along a fast axis share the
-work of a slow one; a partial result becomes whole by an
-all-reduce, or split by a reduce-scatter, which costs half as much. That second way is Alpa's rewrite of an all-reduce as
-reduce-scatter and all-gather.
+chain, a shortest path over all specs of the tensor. Local slices are free, so copies along a fast axis can share the work of a
+slow one. A partial result becomes replicated by an all-reduce, or split by a reduce-scatter, which costs half as much; the latter
+is Alpa's rewrite of an all-reduce as reduce-scatter and all-gather.
 
 Source: Alpa, section 4.1 (device mesh, sharding spec, resharding); collectives are priced by `cost/links.py`.
 """
@@ -30,7 +29,7 @@ Floats = NDArray[np.float64]
 
 
 class Dim(IntEnum):
-    """A dimension that a mesh axis may split, of activations or of weights; or what else an axis holds."""
+    """State of a mesh axis: the dimension of an activation or weight that it splits, or copies, or summands."""
 
     PARTIAL = -2
     """Summands of the tensor."""
@@ -42,7 +41,7 @@ class Dim(IntEnum):
     WIDTH = 2
     """Hidden, head or vocabulary entries of a token."""
     EXPERT = 3
-    """Experts, of weights and of the rows that are sorted by them."""
+    """Experts: a dimension of their weights, and of rows sorted by expert."""
     OUTPUT = 4
     """Dimension of a weight that becomes the width of the product."""
     INPUT = 5
@@ -55,16 +54,16 @@ REPLICATED, PARTIAL = Dim.REPLICATED, Dim.PARTIAL
 Spec = tuple[Dim, Dim]
 """State of mesh axis 0 and of mesh axis 1."""
 AxisWords = tuple[str, str]
-"""A spec as data, in lower case; `replicated` is nothing."""
+"""A spec as text, in lower case; `replicated` for an axis that splits nothing."""
 WHOLE: Spec = (REPLICATED, REPLICATED)
 Extents = Mapping[Dim, int]
 """Dimension -> its length; a dimension that is absent is not split."""
 UNLIMITED = 0
-"""Length of a dimension that every number of ranks may split."""
+"""Length of a dimension that any number of ranks may split, even unevenly."""
 
 
 def axis_words(spec: Spec) -> AxisWords:
-    """A spec as data."""
+    """A spec as text."""
     return spec[0].name.lower(), spec[1].name.lower()
 
 
@@ -88,7 +87,7 @@ class Mesh:
         return self.shape[0] * self.shape[1]
 
     def shards(self, spec: Spec, dims: tuple[Dim, ...] = ()) -> int:
-        """Blocks that a spec cuts a tensor into; only by some dimensions where they are given."""
+        """Number of blocks into which a spec cuts a tensor; counts only the splits of `dims` if they are given."""
         sizes = [size for size, dim in zip(self.shape, spec, strict=True) if dim >= 0 and (not dims or dim in dims)]
         return math.prod(sizes)
 
@@ -113,7 +112,7 @@ def logical_meshes(devices: int, world: int, links: NodeGroup, rates: LinkRates)
 
 
 def is_valid(spec: Spec, extents: Extents, mesh: Mesh) -> bool:
-    """Whether each split is even, and axes of one rank are unused."""
+    """Whether every split is even and axes of one rank split nothing."""
     for axis, dim in enumerate(spec):
         if mesh.shape[axis] == 1 and dim != REPLICATED:
             return False
@@ -131,11 +130,11 @@ def specs_of(extents: Extents, mesh: Mesh, with_partial: bool = False) -> tuple[
 
 
 def moves(spec: Spec, extents: Extents, mesh: Mesh) -> Iterator[tuple[Spec, str, int | None, float]]:
-    """Every single step from a spec.
+    """Every change of a spec by one collective or one local slice.
 
     Yields:
-        The new spec, the collective (empty for a local slice), its axis (None for both), and the share of the tensor's bytes
-        that `collective_seconds` is given.
+        The new spec, the collective (empty for a local slice), its axis (None for both), and the payload as a share of the
+        tensor's bytes, as `collective_seconds` expects it.
     """
     for axis in (0, 1):
         other = spec[1 - axis]
@@ -160,7 +159,7 @@ def moves(spec: Spec, extents: Extents, mesh: Mesh) -> Iterator[tuple[Spec, str,
 
 
 def _moves_of_both(spec: Spec, extents: Extents, mesh: Mesh) -> Iterator[tuple[Spec, str, int | None, float]]:
-    """Steps of one collective over all ranks of the mesh."""
+    """Changes by one collective over all ranks of the mesh."""
     split = min(spec) >= 0
     if not split and spec != (PARTIAL, PARTIAL):
         return
@@ -171,7 +170,7 @@ def _moves_of_both(spec: Spec, extents: Extents, mesh: Mesh) -> Iterator[tuple[S
         if not split:
             yield after, "reduce_scatter", None, 1.0
         elif not set(spec) & set(after):
-            # Blocks of disjoint dimensions meet evenly: every rank sends every other the same.
+            # With disjoint dimensions every old block overlaps every new one equally, so all ranks exchange equal shares.
             yield after, "all_to_all", None, 1.0 / mesh.devices
 
 
@@ -193,21 +192,21 @@ class Resharding:
                 group = mesh.all_ranks if axis is None else mesh.axes[axis]
                 step = float(collective_seconds(kind, size * share, group, mesh.rates)) if kind else 0.0
                 seconds[place, self.index[after]] = min(seconds[place, self.index[after]], step)
-        # Floyd and Warshall: the cheapest chain may pass through any spec.
+        # Floyd-Warshall: the cheapest chain may pass through any spec.
         for through in range(len(self.specs)):
             seconds = np.minimum(seconds, seconds[:, through, None] + seconds[None, through, :])
         self.seconds: Floats = seconds
 
     def between(self, source: Spec, target: Spec) -> float:
-        """Seconds of one change; infinite where there is none."""
+        """Seconds of one change of spec; infinite if it is impossible."""
         if source not in self.index or target not in self.index:
             return math.inf
         return float(self.seconds[self.index[source], self.index[target]])
 
     def added(self, source: Spec, sum_spec: Spec) -> float:
-        """Seconds until a tensor in one spec can be added to another in its own: none where they are the same.
+        """Seconds of resharding a tensor so that it can be added to a sum; 0 if both have the same spec.
 
-        Summands of a sum need not be alike: whoever has a block whole adds it on one rank of those that hold summands.
+        Along an axis of the sum that holds summands, the tensor only needs copies: one rank of the axis adds it.
         """
         if source == sum_spec:
             return 0.0
@@ -215,7 +214,7 @@ class Resharding:
         return self.between(source, (first, second))
 
     def matrix(self, sources: list[Spec], targets: list[Spec]) -> Floats:
-        """[sources, targets] seconds; infinite where a spec is not valid."""
+        """[sources, targets] seconds; infinite if a spec is not valid."""
         padded = np.pad(self.seconds, (0, 1), constant_values=math.inf)
         rows = [self.index.get(spec, len(self.specs)) for spec in sources]
         columns = [self.index.get(spec, len(self.specs)) for spec in targets]

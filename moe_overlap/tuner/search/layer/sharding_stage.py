@@ -1,17 +1,17 @@
-"""A whole model on one mesh as a problem of choices: its parts in a chain, each kind of layer once.
+"""A complete model on one mesh as a problem of choices: a chain of parts, with each kind of layer modelled once.
 
-Layers of a kind are sharded alike, so the problem has one copy of each kind whose seconds and bytes count as often as there are
-layers. Hidden states go from part to part, their gradients back; an edge between two kinds counts as often as they are
-neighbours.
-All seconds are those of one optimizer step: micro-batches times nodes and edges, plus what weights take once.
+Layers of one kind get the same sharding, so the problem has one copy of each kind; its seconds and bytes are multiplied by the
+number of layers. Hidden states go from part to part, their gradients back; the cost of an edge between two kinds is multiplied by
+the number of places where they are neighbours.
+All seconds are those of one optimizer step: nodes and edges times micro-batches, plus the weights' seconds, which occur once.
 
-An embedding that the head's weight is tied to is one tensor with it: both products must want it in the same blocks, the head's
-weight has the bytes and the seconds of the update, and the gradients are added up before they are reduced. Where the embedding
-leaves its gradient in other blocks, these are brought into the head's for every micro-batch.
+Tied embeddings: the embedding's table and the head's weight are one tensor. Both products must use it in the same blocks; its
+bytes and the seconds of its update count for the head's weight only; the two gradients are added before they are reduced. If the
+embedding writes its gradient in other blocks, these are resharded to the head's for every micro-batch.
 
-Memory: weights, gradients, optimizer states and what one micro-batch saves for its backward pass, over all layers, within what
-temporaries leave of the capacity. These are taken as those of the part that has the most, in equal shares on all ranks whatever
-is chosen; weights that are gathered for a product are not counted.
+Memory: weights, gradients, optimizer states and the tensors that one micro-batch saves for its backward pass, over all layers,
+must fit the capacity minus the temporaries. The temporaries are those of the part that needs most, in equal shares on all ranks,
+independent of the choices; weights that are gathered for a product are not counted.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class ModelGraphs:
     """The graphs of a model, one of each kind of part, at one micro-batch.
 
     Attributes:
-        chain: place of each part of the model among the graphs, in the order of the forward pass.
-        pricers: of each graph; they keep their prices from mesh to mesh.
-        working_bytes: temporaries of the part that has the most, on all ranks together.
+        chain: for each part of the model, in the order of the forward pass, the index of its graph.
+        pricers: one per graph; their cached prices are reused for the next mesh.
+        working_bytes: temporaries of the part that needs most, summed over all ranks.
     """
 
     graphs: tuple[OperatorGraph, ...]
@@ -68,10 +68,10 @@ def model_graphs(captured: CapturedModel, workload: Workload, kinds: Sequence[st
     """The graphs of a captured model.
 
     Args:
-        captured: on one rank, nothing recomputed.
-        kinds: of the parts in the chain; embedding, all decoder layers and head where None.
+        captured: the model on one rank, nothing recomputed.
+        kinds: kinds of the parts in the chain; None stands for embedding, all decoder layers and head.
     Raises:
-        NotShardableError: see `operator_graph`; or multi-token-prediction layers, which stand beside the chain.
+        NotShardableError: see `operator_graph`; or the model has multi-token-prediction layers, which are not in the chain.
     """
     if captured.mtp_kinds:
         raise NotShardableError("multi-token-prediction layers are not in the chain of parts")
@@ -92,12 +92,12 @@ def model_graphs(captured: CapturedModel, workload: Workload, kinds: Sequence[st
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """An embedding and a head with one weight.
+    """An embedding and a head that share one weight.
 
     Attributes:
-        embedding, head: places of their graphs.
-        table, output: places of the weight among theirs.
-        gradient, output_gradient: nodes of theirs that make its gradient.
+        embedding, head: indices of their graphs.
+        table, output: index of the weight in the embedding's and in the head's graph.
+        gradient, output_gradient: nodes that compute its gradient, in the embedding's and in the head's graph.
     """
 
     embedding: int
@@ -113,10 +113,10 @@ class StageProblem:
     """The problem of a model on a mesh.
 
     Attributes:
-        algorithms: of each graph.
-        problem: nodes of all graphs in turn, then their weights.
+        algorithms: one entry per graph.
+        problem: its nodes are the nodes of the first graph, of the second and so on, then the weights in the same order.
         tied: the weight that embedding and head share; None where each has its own.
-        first_node, first_weight: place of each graph's first node and weight in the problem.
+        first_node, first_weight: index in the problem of each graph's first node and first weight.
     """
 
     model: ModelGraphs
@@ -129,27 +129,27 @@ class StageProblem:
     first_weight: list[int] = field(default_factory=list)
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """The graph of a node or weight of the problem, and its place there."""
+        """(graph, index in the graph) of a node or weight of the problem."""
         firsts = self.first_weight if index >= self.first_weight[0] else self.first_node
         place = bisect_right(firsts, index) - 1
         return place, index - firsts[place]
 
     @property
     def tied_weights(self) -> tuple[int, ...]:
-        """Places in the problem of the two weights that are one; none where each has its own."""
+        """Indices in the problem of the table and of the head's weight if they are tied, else none."""
         tied = self.tied
         if tied is None:
             return ()
         return self.first_weight[tied.embedding] + tied.table, self.first_weight[tied.head] + tied.output
 
     def held_bytes(self, chosen: Sequence[int]) -> float:
-        """Bytes of one rank, with those that are there whatever is chosen."""
+        """Bytes of one rank, the fixed ones included."""
         (row,) = self.problem.rows
         held = sum(float(values[choice]) for values, choice in zip(row.coefficients, chosen, strict=True))
         return held + fixed_bytes(self.model, self.mesh)
 
     def places(self, layout: MeshLayout) -> tuple[int | None, ...]:
-        """The choices of a layout; None where it gives what no algorithm is."""
+        """The choices of a layout; None where the layout asks for an algorithm that does not exist."""
         nodes: list[int | None] = []
         weights: list[int | None] = []
         for algorithms in self.algorithms:
@@ -168,7 +168,7 @@ class StageProblem:
 
 
 def fixed_bytes(model: ModelGraphs, mesh: Mesh) -> float:
-    """Bytes of one rank whatever is chosen: temporaries, and parameters that no product reads."""
+    """Bytes of one rank that do not depend on the choices: temporaries, and parameters that no product reads."""
     others = sum(graph.other_bytes * model.counts[place] for place, graph in enumerate(model.graphs))
     return model.working_bytes / mesh.devices + others
 
@@ -179,6 +179,7 @@ def stage_problem(model: ModelGraphs, mesh: Mesh, workload: Workload) -> StagePr
         Algorithms(graph, mesh, workload, pricer) for graph, pricer in zip(model.graphs, model.pricers, strict=True)
     )
     counts, number = model.counts, workload.micro_batches
+    # 1. Costs and bytes of the nodes, then of the weights; a kind of part counts as often as it stands in the chain.
     costs: list[Floats] = []
     loads: list[Floats] = []
     first_node: list[int] = []
@@ -194,13 +195,14 @@ def stage_problem(model: ModelGraphs, mesh: Mesh, workload: Workload) -> StagePr
         for choices in prices.of_weight:
             costs.append(np.array([choice.step_seconds for choice in choices]) * counts[place])
             loads.append(np.array([choice.bytes for choice in choices]) * counts[place])
+    # 2. A tied weight is held and updated once: with the head.
     limit = workload.usable_bytes - fixed_bytes(model, mesh)
     tied = tied_weight(model)
     stage = StageProblem(model, mesh, workload, algorithms, ChoiceProblem((), ()), tied, first_node, first_weight)
     if tied is not None:
-        # What is one tensor is held and updated once: as the head's.
         table, _ = stage.tied_weights
         costs[table], loads[table] = np.zeros_like(costs[table]), np.zeros_like(loads[table])
+    # 3. Edges. The integer program wants different ends and one edge per pair: loops join the node's costs, parallel edges add.
     edges: dict[tuple[int, int], Floats] = {}
     for a, b, matrix in chain(_inner_edges(stage), _weight_edges(stage), _chain_edges(stage), _tied_edges(stage)):
         if a == b:
@@ -215,7 +217,7 @@ def stage_problem(model: ModelGraphs, mesh: Mesh, workload: Workload) -> StagePr
 
 
 def _inner_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
-    """Tensors between the nodes of a graph, as often as the graph stands in the chain."""
+    """Resharding of tensors between the nodes of each graph, times the parts that the graph stands for."""
     counts, number = stage.model.counts, stage.workload.micro_batches
     for place, algorithms in enumerate(stage.algorithms):
         graph, first = algorithms.graph, stage.first_node[place]
@@ -232,13 +234,13 @@ def _inner_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
 
 
 def _weight_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
-    """Weights beside their products."""
+    """Gathers of weights for their products, and reductions of the gradients that the products compute."""
     counts, tied = stage.model.counts, stage.tied
     for place, algorithms in enumerate(stage.algorithms):
         graph, first = algorithms.graph, stage.first_node[place]
         for index, weight in enumerate(graph.weights):
             for node in (weight.forward, weight.backward):
-                # The gradient of a tied table joins the head's in `_tied_edges`.
+                # The gradient of a tied table is added to the head's (`_tied_edges`).
                 if node is None or (tied is not None and (place, node) == (tied.embedding, tied.gradient)):
                     continue
                 matrix = algorithms.weight_matrix(weight, graph.nodes[node], index) * counts[place]
@@ -258,44 +260,45 @@ def tied_weight(model: ModelGraphs) -> Tied | None:
 
 
 def _tied_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
-    """One choice for a tied weight, and one sum of its gradients."""
+    """Embedding and head must choose the same blocks of a tied weight; their gradients are resharded to be added."""
     tied = stage.tied
     if tied is None:
         return
     table, output = stage.algorithms[tied.embedding], stage.algorithms[tied.head]
-    # What the vocabulary is to the table, the outputs are to the head.
-    own = [(turned(choice.split), choice.level) for choice in table.of_weight[tied.table]]
-    others = [(choice.split, choice.level) for choice in output.of_weight[tied.output]]
-    equal = np.array([[0.0 if one == other else np.inf for other in others] for one in own])
+    # The table is the transpose of the head's weight: its vocabulary is the input dimension, the head's is the output.
+    choices = [(turned(choice.split), choice.level) for choice in table.of_weight[tied.table]]
+    head_choices = [(choice.split, choice.level) for choice in output.of_weight[tied.output]]
+    equal = np.array([[0.0 if choice == head_choice else np.inf for head_choice in head_choices] for choice in choices])
     yield stage.tied_weights[0], stage.tied_weights[1], equal
     weight = output.graph.weights[tied.output]
-    made = [turned(table.gradient_made(candidate)) for candidate in table.of_node[tied.gradient]]
-    added = [output.gradient_made(candidate) for candidate in output.of_node[tied.output_gradient]]
+    table_gradients = [turned(table.gradient_spec(candidate)) for candidate in table.of_node[tied.gradient]]
+    head_gradients = [output.gradient_spec(candidate) for candidate in output.of_node[tied.output_gradient]]
     prices = output.resharding(flat_extents(weight), weight.elements * stage.workload.features.gradient_bytes)
-    matrix = np.array([[prices.added(one, other) for other in added] for one in made]) * stage.workload.micro_batches
+    added = [[prices.added(source, target) for target in head_gradients] for source in table_gradients]
+    matrix = np.array(added) * stage.workload.micro_batches
     yield stage.first_node[tied.embedding] + tied.gradient, stage.first_node[tied.head] + tied.output_gradient, matrix
 
 
 def _chain_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
-    """Hidden states from part to part, and their gradients from part to part before."""
+    """Resharding of hidden states between neighbouring parts, and of their gradients on the way back."""
     for (before, after), times in Counter(pairwise(stage.model.chain)).items():
-        left, right = stage.algorithms[before], stage.algorithms[after]
-        for source, target, left_end, right_end in (
-            (left, right, left.graph.leaves, right.graph.enters),
-            (right, left, right.graph.gradient_leaves, left.graph.gradient_enters),
+        earlier, later = stage.algorithms[before], stage.algorithms[after]
+        for source, target, source_end, target_end in (
+            (earlier, later, earlier.graph.leaves, later.graph.enters),
+            (later, earlier, later.graph.gradient_leaves, earlier.graph.gradient_enters),
         ):
-            if left_end is None or right_end is None:
+            if source_end is None or target_end is None:
                 continue
-            node, storage = left_end
+            node, storage = source_end
             tensor = source.graph.tensors[storage]
-            entering = target.graph.nodes[right_end].result
+            entering = target.graph.nodes[target_end].result
             assert entering is not None
             written = [source.written(candidate, tensor) for candidate in source.of_node[node]]
-            needed = [target.written(candidate, entering) for candidate in target.of_node[right_end]]
+            needed = [target.written(candidate, entering) for candidate in target.of_node[target_end]]
             prices = source.resharding(source.graph.extents(tensor), tensor.bytes)
-            places = (before, after) if source is left else (after, before)
+            places = (before, after) if source is earlier else (after, before)
             yield (
                 stage.first_node[places[0]] + node,
-                stage.first_node[places[1]] + right_end,
+                stage.first_node[places[1]] + target_end,
                 prices.matrix(written, needed) * stage.workload.micro_batches * times,
             )

@@ -1,21 +1,22 @@
-"""The weight-gradient slots of a plan: which may hold what, for how long, and the plan with other slots.
+"""The weight-gradient slots of a plan: allowed weight gradients and idle seconds of each slot, and plans with other slots.
 
-Problem. From the instruction list of one rank, make the assignment problem of every chunk (assignment.py).
+Problem. Build the assignment problem of every chunk (assignment.py) from the instruction list of one rank.
 Terms.
-- An instruction *depends* on an earlier one that wrote what it reads, or wrote or read what it writes (RAW, WAW, WAR), that
-  stands in its `after`, or that stands in front of it on a channel other than `compute`: collectives start in one order on all
-  ranks. Additions to one sum of gradients commute, so that they do not depend on each other; what reads the sum (its reduction,
-  the optimizer) depends on all of them.
-- The *label* of an all-to-all names the weight gradients that may run under it: no path of dependencies joins the two. Beyond the
-  paper: a weight gradient is issued right behind the all-to-all, so that what it depends on must stand in front of the
-  all-to-all, and what depends on it, such as the reduction of its sum, behind it.
-- *Idle seconds* of a slot: the time in which nothing computes where weight gradients stand.
+- An instruction *depends* on an earlier one in three cases: the two access one buffer and at least one of them writes it (RAW,
+  WAW, WAR); the earlier one is in its `after`; or both are on one channel other than `compute`, because collectives start in one
+  order on all ranks. Additions to one sum of gradients commute and do not depend on each other; readers of the sum (its
+  reduction, the optimizer) depend on all of them.
+- The *label* of an all-to-all is the set of weight gradients that may run under it: no path of dependencies joins the two. Beyond
+  the paper: a weight gradient is issued directly after the all-to-all, so the instructions it depends on must stand before the
+  all-to-all, and those that depend on it, such as the reduction of its sum, after it.
+- The *idle seconds* of a slot are the time without computation at the position of its weight gradients.
 Steps.
-1. Labelling by reachability (`may_run_under`). Ancestors are bit sets, a bit per place in the list; time: dependencies × places /
+1. Labels by reachability (`may_run_under`). Ancestors are bit sets, one bit per place in the list; time: dependencies × places /
    64.
-2. Idle seconds (`idle_seconds`), read from a simulation in which every weight gradient that can be deferred is, in program order,
-   and takes no time: what is idle then is what they can fill. Around a whole all-to-all that is the all-to-all itself; behind the
-   last partition of a cut one, what the other partitions leave of it; under two micro-batches in turn, what neither fills.
+2. Idle seconds (`idle_seconds`), from a simulation in which all deferrable weight gradients are deferred in program order and
+   take no time, so that the idle time is the time they can fill. For an uncut all-to-all that is the all-to-all itself; after the
+   last partition of a cut one, the part that other partitions do not hide; with two micro-batches in flight, the part that
+   neither hides.
 3. The problem of a chunk (`chunk_problem`).
 4. Back to a plan: slots by name (`named_slots`), and the plan with them (`with_slots`).
 
@@ -41,47 +42,48 @@ from moe_overlap.tuner.cost.simulate.engine import Ran
 from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient, LayerSpan
 
 FEWEST_MICRO_BATCHES = 4
-"""Micro-batches of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines
-need it."""
+"""Fewest micro-batches of a simulated step. It has a multiple of the number of stages, as interleaved pipelines require."""
 SUMMED = (BufferRole.GRADIENT, BufferRole.D_WEIGHTS)
-"""Buffers on the device that computation only adds to."""
+"""Roles of buffers on the device that computation only adds to."""
 
 
 def may_run_under(
     instructions: Sequence[Instruction], exchanges: Iterable[int], gradients: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Step 1: the label of every all-to-all, as far as issue order allows.
+    """Step 1: the label of every all-to-all, within the rule for the order of issue.
 
     Args:
-        instructions: one rank's list or a part of it; dependencies on what is left out are ignored.
+        instructions: one rank's list, or a part of it; dependencies on instructions outside the part are ignored.
         exchanges, gradients: places of all-to-alls and of weight gradients in it.
     Returns:
         Place of an all-to-all -> places of the weight gradients, ascending.
     """
     before = ancestors(dependencies(instructions))
-    wanted = list(gradients)
-    first_dependent = {place: len(before) for place in wanted}
-    for place in wanted:
+    weight_gradients = list(gradients)
+    first_dependent = {place: len(before) for place in weight_gradients}
+    for place in weight_gradients:
         bit = 1 << place
         first_dependent[place] = next((n for n in range(place, len(before)) if before[n] & bit), len(before))
     return {
-        # Bit sets compare as numbers: before[w] < 1 << a says that all that w depends on stands in front of a,
-        # 1 << a < 1 << first_dependent[w] that all that depends on w stands behind it.
-        a: tuple(w for w in wanted if not related(before, a, w) and before[w] < 1 << a < 1 << first_dependent[w])
+        # Bit sets compare as numbers: before[w] < 1 << a means that every ancestor of w stands before a;
+        # 1 << a < 1 << first_dependent[w] means that every dependent of w stands after a.
+        a: tuple(
+            w for w in weight_gradients if not related(before, a, w) and before[w] < 1 << a < 1 << first_dependent[w]
+        )
         for a in exchanges
     }
 
 
-def related(before: Sequence[int], one: int, other: int) -> bool:
-    """Whether a path joins two places."""
-    return bool(before[one] >> other & 1 or before[other] >> one & 1)
+def related(before: Sequence[int], first: int, second: int) -> bool:
+    """Whether a path of dependencies joins two places."""
+    return bool(before[first] >> second & 1 or before[second] >> first & 1)
 
 
 def ancestors(dependencies_of: Sequence[Iterable[int]]) -> list[int]:
-    """Bit sets of everything that must end before each place starts.
+    """[places] bit set of all places that must end before each starts.
 
     Args:
-        dependencies_of: by place, earlier places.
+        dependencies_of: [places] earlier places that each depends on.
     """
     before: list[int] = []
     for needed in dependencies_of:
@@ -94,7 +96,7 @@ def ancestors(dependencies_of: Sequence[Iterable[int]]) -> list[int]:
 
 @dataclass(slots=True)
 class _Accesses:
-    """Accesses of a buffer since its last write, and that write."""
+    """The last write of a buffer, and the accesses since."""
 
     writer: tuple[int, ...] = ()
     readers: list[int] = field(default_factory=list)
@@ -102,7 +104,7 @@ class _Accesses:
 
 
 def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
-    """By place, the earlier places that an instruction depends on."""
+    """[places] earlier places that each instruction depends on."""
     places = {i.id: place for place, i in enumerate(instructions)}
     buffers: dict[str, _Accesses] = defaultdict(_Accesses)
     last_on: dict[str, int] = {}
@@ -120,7 +122,7 @@ def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
             if name in i.writes and _adds(i, name):
                 needed.update(accesses.writer, accesses.readers)
                 accesses.additions.append(place)
-            # WAW and WAR: a write waits for everything that has touched the buffer since the last one.
+            # WAW and WAR: a write waits for all accesses since the last write.
             elif name in i.writes:
                 needed.update(accesses.writer, accesses.readers, accesses.additions)
                 buffers[name] = _Accesses((place,))
@@ -140,7 +142,7 @@ def _adds(i: Instruction, name: str) -> bool:
 
 
 DIGITS = 9
-"""Decimal places of seconds: below a nanosecond, equal layers differ by rounding alone."""
+"""Decimal places of seconds: differences below a nanosecond between equal layers are rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class ChunkProblem:
 
     Attributes:
         gradients, slots: names of the problem's weight gradients and slots.
-        layers: where each layer stands in the problem.
+        layers: for each layer, its weight gradients and slots in the problem.
     """
 
     problem: AssignmentProblem
@@ -159,11 +161,11 @@ class ChunkProblem:
 
 
 def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, float]:
-    """Seconds of every slot in which nothing computes, the mean over micro-batches.
+    """Idle seconds of every slot, averaged over micro-batches.
 
     Args:
-        ran: of one rank.
-        slot_of: weight gradient -> the slot it stands in.
+        ran: the simulated instructions of one rank.
+        slot_of: weight gradient -> its slot.
     """
     total: dict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()
@@ -176,8 +178,7 @@ def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, fl
             slot = slot_of[i.name]
             continue
         if slot:
-            # The weight gradients of the slot take no time here, so this is all the time between their neighbours on
-            # the device.
+            # The slot's weight gradients take no time, so this is the gap between their neighbours on the device.
             total[slot] += executed.start - free
             times[slot] += 1
             slot = ""
@@ -188,20 +189,20 @@ def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, fl
 def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], max_bytes: int) -> ChunkProblem:
     """The assignment problem of one backward pass through a chunk.
 
-    Reductions, transfers and copies are no constraints: lowering places them anew, behind what they wait for.
+    Reductions, transfers and copies do not constrain it: lowering places them after the instructions they wait for.
 
     Args:
-        prices: of the stage, its list read.
-        idle: `idle_seconds`.
+        prices: prices of the stage, with its list read in.
+        idle: result of `idle_seconds`.
     """
     # One micro-batch stands for all: every pass through a chunk has the same instructions.
-    instructions = [i for i in prices.made if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
+    instructions = [i for i in prices.instructions if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
     last = {i.name: place for place, i in enumerate(instructions) if i.name in idle}
     gradients = {place: i.name for place, i in enumerate(instructions) if i.kind == "weight-gradient"}
     label = may_run_under(instructions, last.values(), gradients)
     slots = sorted(last, key=last.__getitem__)
     under = {place: tuple(j for j, slot in enumerate(slots) if place in label[last[slot]]) for place in gradients}
-    # Without a legal slot there is nothing to decide: it stays in its pass, and solvers never see it.
+    # A weight gradient without an allowed slot stays in its pass and is not part of the problem.
     names = [(place, name) for place, name in gradients.items() if under[place]]
     return ChunkProblem(
         problem=AssignmentProblem(
@@ -228,7 +229,7 @@ def _is_decided(i: Instruction) -> bool:
 
 
 def _layers(gradients: Sequence[str], slots: Sequence[str]) -> tuple[LayerSpan, ...]:
-    """Layers in backward order; the head counts as one in front of them."""
+    """Layers in backward order; the head counts as a layer before them."""
     places = [[_layer(name) for name in names] for names in (gradients, slots)]
     spans, start = [], (0, 0)
     for layer in sorted({layer for names in places for layer in names}, reverse=True):
@@ -250,7 +251,7 @@ Slots = Mapping[int, Mapping[str, tuple[str, ...]]]
 
 
 def program_order(plan: Plan, index: int, model: ModelDescription) -> Slots:
-    """Every weight gradient of a stage under the next all-to-all."""
+    """Slots that hold every weight gradient of a stage under the next all-to-all."""
     stage = plan.stages[index]
     slots: dict[int, dict[str, tuple[str, ...]]] = {}
     for chunk in stage.chunks:
@@ -260,14 +261,16 @@ def program_order(plan: Plan, index: int, model: ModelDescription) -> Slots:
 
 
 def holds_head(plan: Plan, index: int, model: ModelDescription, chunk: tuple[int, int]) -> bool:
-    """Whether a chunk of a stage ends in a head with a weight of its own."""
+    """Whether a chunk of a stage ends in a head whose weight is not tied to the embedding."""
     is_tied = model.tied_embeddings and index == plan.embedding_stage
     return index == plan.loss_stage and not is_tied and chunk == plan.stages[index].chunks[-1]
 
 
 def without_pieces(plan: Plan) -> Plan:
-    """The plan with gradients reduced, and weights gathered, at the end: their buckets are placed anew behind what completes
-    them, and decide nothing here."""
+    """The plan with gradients reduced and weights gathered at the end of the step.
+
+    Their buckets do not matter for the slots: lowering places them after the gradients that complete them.
+    """
 
     def at_the_end(overlap: StageOverlap) -> StageOverlap:
         return replace(overlap, gradient_chunk_bytes=0, reduce_at_once=False, overlap_param_gather=False)
@@ -277,26 +280,27 @@ def without_pieces(plan: Plan) -> Plan:
 
 
 def shortened(plan: Plan, micro_batches: int) -> Plan:
-    """The plan with fewer micro-batches a step, for simulations: those of the first stage, the same where it has no more.
+    """The plan with fewer micro-batches per step, for simulations; unchanged if it has no more than `micro_batches`.
 
-    Stages of unlike shape cut the samples differently: so many more that every stage has whole micro-batches.
+    The number counts micro-batches of the first stage. Stages of unlike shape divide the samples differently, so it is rounded up
+    until every stage has an integer number.
     """
-    whole = plan.stages[0].gradient_accumulation_steps
-    together = whole // math.gcd(*(stage.gradient_accumulation_steps for stage in plan.stages))
-    return plan.with_micro_batches(min(whole, -(-micro_batches // together) * together))
+    present = plan.stages[0].gradient_accumulation_steps
+    multiple = present // math.gcd(*(stage.gradient_accumulation_steps for stage in plan.stages))
+    return plan.with_micro_batches(min(present, -(-micro_batches // multiple) * multiple))
 
 
 def enough_micro_batches(stages: int) -> int:
-    """The fewest whole rounds of the stages that show how a step fills, goes on and drains."""
+    """The smallest multiple of the number of stages, at least FEWEST_MICRO_BATCHES: it shows fill, steady state and drain."""
     return stages * -(-FEWEST_MICRO_BATCHES // stages)
 
 
 def with_slots(plan: Plan, slots: Sequence[Slots], max_deferred_bytes: int) -> Plan:
-    """The plan with other slots in place of those that it has.
+    """The plan with its slots replaced.
 
     Args:
-        slots: by stage.
-        max_deferred_bytes: of stages that have any.
+        slots: [stages] new slots.
+        max_deferred_bytes: byte limit of stages that have slots.
     """
     stages = (
         replace(stage, overlap=_with_slots(stage, of_stage, max_deferred_bytes))
@@ -307,9 +311,9 @@ def with_slots(plan: Plan, slots: Sequence[Slots], max_deferred_bytes: int) -> P
 
 def _with_slots(stage: StagePlan, slots: Slots, max_deferred_bytes: int) -> StageOverlap:
     overlap = stage.overlap
-    # A layer that only gets slots keeps the mechanism that its stage runs anyway.
-    whole: Mechanism = "cross_micro_batch" if overlap.micro_batches_in_flight > 1 else "none"
-    layers = {layer: LayerOverlap(layer=layer, mechanism=whole) for layer in slots}
+    # A layer that had no entry gets one with the mechanism that its stage gives to such layers.
+    mechanism: Mechanism = "cross_micro_batch" if overlap.micro_batches_in_flight > 1 else "none"
+    layers = {layer: LayerOverlap(layer=layer, mechanism=mechanism) for layer in slots}
     layers |= {layer.layer: layer for layer in overlap.layers}
     decided = (replace(layers[n], weight_gradient_slots=dict(slots.get(n, {}))) for n in stage.layers if n in layers)
     return replace(
@@ -320,7 +324,7 @@ def _with_slots(stage: StagePlan, slots: Slots, max_deferred_bytes: int) -> Stag
 
 
 def named_slots(assigned: Iterable[tuple[ChunkProblem, Assignment]]) -> Slots:
-    """The slots that assignments of the chunks of a stage decide; in program order inside a slot."""
+    """The slots of a stage according to the assignments of its chunks; weight gradients of a slot in program order."""
     slots: dict[int, dict[str, tuple[str, ...]]] = {}
     for chunk, assignment in assigned:
         for name, place in zip(chunk.gradients, assignment, strict=True):

@@ -45,7 +45,7 @@ def test_lists_pay_for_starts_and_counts() -> None:
     assert free[0] < queued[0] < counted[0] < started[0], (
         "not every count meets rows; dispatch and combine are started, too"
     )
-    made = simulate_step(task.plan, task).prices[0].made
+    made = simulate_step(task.plan, task).prices[0].instructions
     exchanges = sum(i.channel.startswith("ep") for i in made)
     assert started[0] == pytest.approx(free[0] + 0.5 * exchanges, rel=0.2), "nothing runs beside a start"
 

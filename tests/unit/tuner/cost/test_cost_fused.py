@@ -80,7 +80,7 @@ def prices_of(step: SimulatedStep) -> StagePrices:
 
 def seconds_of(step: SimulatedStep, name: str) -> float:
     prices = prices_of(step)
-    return next(prices.seconds(i) for i in prices.made if i.name == name)
+    return next(prices.seconds(i) for i in prices.instructions if i.name == name)
 
 
 def played(first: float, second: float, steps: float) -> float:
@@ -128,7 +128,9 @@ def test_backward_kernels_hold_their_weight_gradients(tmp_path: Path) -> None:
     exposed = sum(beside.exposed[kernel, "", "backward"] for kernel in KERNELS)
     assert both - exposed == pytest.approx(seconds_of(plain, "L0.moe.experts.backward"))
     names = [
-        i.name for i in prices.made if i.micro_batch == 0 and i.name.startswith("L0.") and "moe.count" not in i.name
+        i.name
+        for i in prices.instructions
+        if i.micro_batch == 0 and i.name.startswith("L0.") and "moe.count" not in i.name
     ]
     same = ["attention", "moe.gate", "moe.merge"]
     for name in (f"L0.{part}{suffix}" for part in same for suffix in ("", ".backward")):
@@ -169,7 +171,7 @@ def test_ranks_that_share_an_expert_exchange_inside_the_kernels() -> None:
     )
     kernels = [(kernel, "", suffix) for kernel in KERNELS for suffix in ("", "backward")]
     for kernel in kernels:
-        assert inside.whole[kernel] == pytest.approx(moved.whole[kernel])
+        assert inside.total[kernel] == pytest.approx(moved.total[kernel])
         assert inside.exposed[kernel] == pytest.approx(moved.exposed[kernel])
         assert inside.exposed[kernel] > 0
 
@@ -301,7 +303,7 @@ def test_what_cannot_be_priced_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError) as caught:
             Case(tmp_path, WORDS, split).predicted()
-        rule = "leaves none of the 132 blocks of H100 to compute; write at most 131, or null for the best split"
+        rule = "leaves none of the 132 blocks of H100 for computation; write at most 131, or null for the best split"
         assert str(caught.value) == f"{place}.kernel_blocks.{field}: {rule}"
     with pytest.raises(ConfigError, match=r"mechanism fused: the multiprocessors of B300, .* are not known; give"):
         Case(tmp_path, WORDS, None).predicted(shipped_cluster("B300", 32))

@@ -46,7 +46,7 @@ def only_stage(flags: str) -> StagePrices:
 def seconds_in_front(prices: StagePrices, group: str) -> float:
     """Seconds of a parameter group's backward pass up to the first instruction that adds to its gradient."""
     seconds = 0.0
-    for instruction in prices.made:
+    for instruction in prices.instructions:
         operator = instruction.operator
         if operator.group != group or instruction.micro_batch != MICRO_BATCH or not operator.is_of_model:
             continue
@@ -61,7 +61,9 @@ def seconds_in_front(prices: StagePrices, group: str) -> float:
 @pytest.mark.parametrize("recomputation", ["", FULL])
 def test_seconds_in_front_of_gradients_are_those_of_the_list(flags: str, recomputation: str) -> None:
     prices = only_stage(f"{flags} {recomputation}")
-    computed = (instruction.operator.group for instruction in prices.made if instruction.micro_batch == MICRO_BATCH)
+    computed = (
+        instruction.operator.group for instruction in prices.instructions if instruction.micro_batch == MICRO_BATCH
+    )
     setting, tables, costs = prices.priced.setting, prices.priced.family.tables, prices.priced.parts
     expected = {group: seconds_in_front(prices, group) for group in dict.fromkeys(computed) if group}
     for group, seconds in expected.items():

@@ -163,7 +163,7 @@ def test_stages_that_are_alike_are_looked_at_once(
     save_plan(plan, tmp_path / "plan.json")
     looked_at: list[int] = []
 
-    def count(listed: listed_step._Lists, index: int, here: StagePrices) -> listed_step._Alone:
+    def count(listed: listed_step._Lists, index: int, here: StagePrices) -> listed_step._StageRun:
         looked_at.append(index)
         return one_alone(listed, index, here)
 
@@ -175,8 +175,8 @@ def test_stages_that_are_alike_are_looked_at_once(
         given = {"plan": str(tmp_path / "plan.json"), "graphs": of_one_graph, "constants": CONSTANTS}
         return predict([*BASE, *words.split()], CLUSTER, **given)  # type: ignore[arg-type]
 
-    one_alone = listed_step._stage_alone
-    monkeypatch.setattr(listed_step, "_stage_alone", count)
+    one_alone = listed_step._simulated_stage
+    monkeypatch.setattr(listed_step, "_simulated_stage", count)
     once = answer()
     # The step is predicted again on a host that launches for nothing, and with graphs: each time they are looked at once.
     expected = [0, 1, 3] if is_alike else [0, 1, 2, 3]
@@ -227,7 +227,7 @@ def test_a_part_is_priced_at_its_own_size() -> None:
         words = f"{STAGES} 1 --expert-model-parallel-size 16 --moe-overlap-partitions {parts}"
         (prices,) = simulated([*BASE, *words.split()], CLUSTER, graphs=by_hand, constants=CONSTANTS).prices.values()
         names = ("L0.moe.dispatch", "L0.moe.experts")
-        found = (next(prices.seconds(i) for i in prices.made if i.name == name) for name in names)
+        found = (next(prices.seconds(i) for i in prices.instructions if i.name == name) for name in names)
         seconds[parts] = next(found), next(found)
     (whole, experts), (half, half_experts), (quarter, quarter_experts) = seconds.values()
     assert whole - half == pytest.approx(2 * (half - quarter))

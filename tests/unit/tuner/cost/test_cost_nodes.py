@@ -89,8 +89,8 @@ def test_passes_that_run_alone_hide_nothing() -> None:
     # On a host that is slower than the device a pass alone waits for the host, not for its all-to-alls besides.
     slow = dataclasses.replace(cost, forward=dataclasses.replace(cost.forward, host_seconds=2.0 * cost.forward.seconds))
     for hide in (partial(hide_in_nodes, delays=True), hide_all_to_alls):
-        assert hide(slow, APART, alone=1.0).seconds == pytest.approx(slow.seconds)
-        assert hide(slow, APART, alone=0.5).seconds <= slow.seconds
+        assert hide(slow, APART, unpaired=1.0).seconds == pytest.approx(slow.seconds)
+        assert hide(slow, APART, unpaired=0.5).seconds <= slow.seconds
 
 
 def test_a_single_stage_has_a_first_and_a_last_micro_batch() -> None:

@@ -36,7 +36,7 @@ def prices_of(words: str, stage: int = 0) -> StagePrices:
 def copies(words: str, stage: int = 0) -> dict[str, float]:
     """Of one micro-batch, by operator without its layer, all layers and parts added up."""
     found: dict[str, float] = {}
-    for (name, micro_batch, _), size in copied_bytes(prices_of(words, stage).made, HIDDEN, ROWS).items():
+    for (name, micro_batch, _), size in copied_bytes(prices_of(words, stage).instructions, HIDDEN, ROWS).items():
         if micro_batch == 0:
             kind = re.sub(r"^L\d+\.", "", name)
             found[kind] = found.get(kind, 0.0) + size
@@ -81,14 +81,14 @@ def test_a_static_capacity_copies_and_holds_its_empty_places(factor: float, monk
     assert asked and set(asked) == {factor * ROWS}
     setting = dataclasses.replace(prices.priced.setting, load=2.0)
     prices.priced = dataclasses.replace(prices.priced, setting=setting)
-    held = RowBytes(prices, prices.model, prices.made)
+    held = RowBytes(prices, prices.model, prices.instructions)
     # Experts compute chunk by chunk.
     assert held.of("rows.L0.m0") == 2 * held.of("computed.L0.m0") == factor * ROWS
 
 
 def test_copies_are_priced_by_the_memory_of_the_device() -> None:
     cut, whole = prices_of(f"{STAGES} 1 {PARTS}"), prices_of(f"{STAGES} 1")
-    joining, plain = (next(p.seconds(i) for i in p.made if i.name == "head.norm") for p in (cut, whole))
+    joining, plain = (next(p.seconds(i) for i in p.instructions if i.name == "head.norm") for p in (cut, whole))
     constants = CONSTANTS.gpus["H100"]
     assert joining - plain == pytest.approx(2 * HIDDEN / (3350e9 * constants.memory) + constants.kernel_seconds)
 
@@ -99,7 +99,7 @@ def test_a_weight_gradient_of_parts_is_so_many_products() -> None:
     for words in (DEFERRED, f"{DEFERRED} {PARTS}", f"{DEFERRED} {PARTS.replace('2', '4')}"):
         prices = prices_of(f"{STAGES} 1 {words}")
         seconds.append(
-            sum(prices.seconds(i) for i in prices.made if re.fullmatch(r"L0\.moe\.experts\.fc.\.dW", i.name))
+            sum(prices.seconds(i) for i in prices.instructions if re.fullmatch(r"L0\.moe\.experts\.fc.\.dW", i.name))
         )
     whole, halves, quarters = seconds
     assert halves > whole and quarters - halves == pytest.approx(2 * (halves - whole), rel=0.01)
@@ -141,5 +141,5 @@ def test_hidden_states_cross_a_stage_in_the_precision_of_the_run() -> None:
     for words, width in ((BASE, 2), ([word for word in BASE if word != "--bf16"], 4)):
         step = simulated([*words, STAGES, "2"], CLUSTER, graphs=by_hand, constants=CONSTANTS)
         prices = step.prices[0]
-        (sent, *_) = (i.bytes for i in prices.made if i.name == "send.S0>S1")
+        (sent, *_) = (i.bytes for i in prices.instructions if i.name == "send.S0>S1")
         assert prices.priced.family.boundary_bytes == sent == 4 * 4096 * 2048 * width

@@ -101,7 +101,7 @@ def test_operators_add_up_to_what_a_stage_computes() -> None:
     """Whatever the list has no instruction for is part of another one."""
     step = step_of(f"{RECOMPUTED} block --recompute-num-layers 3")
     for rank, prices in step.prices.items():
-        of_one = [i for i in prices.made if i.micro_batch == 0 and i.kind in ("compute", "collective")]
+        of_one = [i for i in prices.instructions if i.micro_batch == 0 and i.kind in ("compute", "collective")]
         priced = prices.priced
         stable = np.array([one.seconds for one in priced.parts]) @ priced.family.counts[:, prices.column]
         assert sum(map(prices.seconds, of_one)) == pytest.approx(stable)
@@ -159,8 +159,8 @@ def test_overlap_by_hand_is_simulated() -> None:
         assert seconds - exposed < step.simulation.step_seconds < seconds
         assert step.simulation.exposed_seconds(0) < exposed
     assert parts.simulation.step_seconds < 0.8 * seconds
-    cut = [i for i in parts.prices[0].made if i.name == "L0.moe.experts"]
-    (uncut,) = [i for i in whole.prices[0].made if i.name == "L0.moe.experts"]
+    cut = [i for i in parts.prices[0].instructions if i.name == "L0.moe.experts"]
+    (uncut,) = [i for i in whole.prices[0].instructions if i.name == "L0.moe.experts"]
     assert len(cut) == 2
     together = sum(map(parts.prices[0].seconds, cut))
     assert whole.prices[0].seconds(uncut) < together < 1.2 * whole.prices[0].seconds(uncut)
@@ -171,7 +171,7 @@ def test_deferral_moves_seconds_and_makes_none() -> None:
     sums = []
     for words in ("", "--defer-weight-gradients"):
         prices = overlapped(words).prices[0]
-        sums.append(sum(prices.seconds(i) for i in prices.made if i.kind in ("compute", "weight-gradient")))
+        sums.append(sum(prices.seconds(i) for i in prices.instructions if i.kind in ("compute", "weight-gradient")))
     assert sums[1] == pytest.approx(sums[0])
 
 
@@ -208,7 +208,7 @@ def test_the_trace_has_a_process_per_stage_and_the_names_of_instructions(
     read = read_trace(trace)
     simulation = simulated([f"@{tmp_path / 'job.args'}"], CLUSTER)
     assert read.step_seconds == pytest.approx(simulation.simulation.step_seconds)
-    made: list[Instruction] = [i for prices in simulation.prices.values() for i in prices.made]
+    made: list[Instruction] = [i for prices in simulation.prices.values() for i in prices.instructions]
     assert {name for name, _ in read.seconds} == {kind_of(i.name) for i in made}
     assert {channel for _, channel in read.seconds} == {"compute", "ep", "dp", "pp"}
 

@@ -64,14 +64,12 @@ def test_the_shipped_quantiles_are_those_of_the_shipped_errors() -> None:
 
 @pytest.mark.parametrize("margin", [0.0, 1.0, 1.2, -0.5, math.nan])
 def test_what_is_no_quantile_is_refused(margin: float) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^--memory-margin {margin}: is no quantile: it lies between 0 and 1; use 0.95"
-    ):
+    with pytest.raises(ConfigError, match=f"^--memory-margin {margin}: must be a quantile, between 0 and 1; use 0.95"):
         shipped_constants().with_margin(margin)
 
 
 def test_a_machine_without_known_errors_takes_no_other_margin() -> None:
-    with pytest.raises(ConfigError, match="--memory-margin 0.9: how far peaks of memory are off is not known"):
+    with pytest.raises(ConfigError, match="--memory-margin 0.9: no errors of predicted memory were measured"):
         Constants({}).with_margin(0.9)
     assert Constants({}).with_margin(0.95).memory == MemoryQuantiles()
 
@@ -93,9 +91,7 @@ def test_a_prediction_fits_or_not_as_its_margin_says(
     assert "with 99.9 % certainty no more than" in capsys.readouterr().out
     for tool in (lambda words: predict.main(words), lambda words: autotune.main([*words, "--output", "never"])):
         assert tool([*JOB, "--memory-margin", "1.2"]) == 2
-        assert (
-            capsys.readouterr().err == "error: --memory-margin 1.2: is no quantile: it lies between 0 and 1; use 0.95\n"
-        )
+        assert capsys.readouterr().err == "error: --memory-margin 1.2: must be a quantile, between 0 and 1; use 0.95\n"
 
 
 def test_a_search_keeps_what_fits_with_its_margin() -> None:

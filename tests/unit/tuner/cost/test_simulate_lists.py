@@ -350,7 +350,7 @@ def test_ends_of_different_micro_batches_do_not_meet() -> None:
 
 def test_a_peer_without_a_list() -> None:
     plan, model = plan_samples.plan(layers=2, stages=2), plan_samples.model("dd")
-    with pytest.raises(ScheduleError, match="rank 0: the list of its peer 1 is not there"):
+    with pytest.raises(ScheduleError, match="rank 0: the list of its peer 1 is missing"):
         simulate({0: lower(plan, model, 0)}, lambda *_: 1.0)
 
 

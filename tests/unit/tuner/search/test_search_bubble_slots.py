@@ -12,7 +12,7 @@ from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient
-from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, behind, hiding
+from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, fill_send_slot, hiding
 from moe_overlap.tuner.search.layer.slots import Slots, with_slots
 from tests.unit.tuner.search.test_search_weight_gradients import PLENTY, VARIANTS, Case, played, scheduled
 
@@ -136,7 +136,7 @@ def test_thinned_and_completed_assignments() -> None:
                     assert hidden >= share * problem.gradients[index].seconds - 1e-9
             names = tuple(map(str, range(len(kept))))
             send = SendSlot("send", 0, names, problem)
-            full = behind(send, names, kept)
+            full = fill_send_slot(send, names, kept)
             assert problem.is_feasible(full)
             for index, (before, slot) in enumerate(zip(kept, full, strict=True)):
                 assert slot == before or (before is None and slot == send.place)

@@ -34,17 +34,17 @@ def recurrence(steps: list[Step], seconds: list[float], parts: int) -> float:
     stages: list[list[int]] = []
     for place, step in enumerate(steps):
         before = steps[place - 1]
-        new = place == 0 or step.whole != before.whole or (before.exchange and not step.exchange)
+        new = place == 0 or step.uncut != before.uncut or (before.exchange and not step.exchange)
         if new:
             stages.append([])
         stages[-1].append(place)
     free, ends = [0.0, 0.0], dict[tuple[int, int], float]()
     for stage in stages:
-        for part in range(1 if steps[stage[0]].whole else parts):
+        for part in range(1 if steps[stage[0]].uncut else parts):
             for place in stage:
                 step, start = steps[place], free[steps[place].exchange]
                 for other in step.after:
-                    joined = step.whole or steps[other].whole
+                    joined = step.uncut or steps[other].uncut
                     read = [end for (o, p), end in ends.items() if o == other and (joined or p == part)]
                     start = max(start, *read)
                 free[step.exchange] = ends[place, part] = start + seconds[place]
@@ -61,7 +61,7 @@ def longest_path(steps: list[Step], seconds: list[float]) -> float:
 def stream_sums(steps: list[Step], seconds: list[float], parts: int) -> list[float]:
     sums = [0.0, 0.0]
     for step, each in zip(steps, seconds, strict=True):
-        sums[step.exchange] += each * (1 if step.whole else parts)
+        sums[step.exchange] += each * (1 if step.uncut else parts)
     return sums
 
 
@@ -102,7 +102,7 @@ def test_what_must_hold() -> None:
 
 def every_order(steps: list[Step], seconds: list[float], parts: int) -> float:
     """The twin of the best order: every permutation of both streams."""
-    pieces = [(place, part) for place, step in enumerate(steps) for part in range(1 if step.whole else parts)]
+    pieces = [(place, part) for place, step in enumerate(steps) for part in range(1 if step.uncut else parts)]
     streams = [[piece for piece in pieces if steps[piece[0]].exchange == exchange] for exchange in (False, True)]
     best = float("inf")
     for orders in itertools.product(*(itertools.permutations(stream) for stream in streams)):
@@ -119,7 +119,7 @@ def every_order(steps: list[Step], seconds: list[float], parts: int) -> float:
                     (other, p)
                     for other in steps[place].after
                     for o, p in pieces
-                    if o == other and (p == part or steps[place].whole or steps[other].whole)
+                    if o == other and (p == part or steps[place].uncut or steps[other].uncut)
                 ]
                 if all(piece in ends for piece in read):
                     start = max([free[stream], *(ends[piece] for piece in read)])
@@ -136,7 +136,7 @@ def test_the_best_order_is_the_best_of_all() -> None:
     seen = 0
     for case in CASES:
         steps, seconds, parts = drawn(case, most=4)
-        if sum(1 if step.whole else parts for step in steps) > 6:
+        if sum(1 if step.uncut else parts for step in steps) > 6:
             continue
         seen += 1
         assert best_order_seconds(steps, seconds, parts) == pytest.approx(every_order(steps, seconds, parts))

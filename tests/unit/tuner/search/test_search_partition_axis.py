@@ -46,7 +46,7 @@ def solutions(problem: AxisProblem) -> Iterator[dict[Variable, Axis]]:
 
     def extend(place: int, chosen: dict[Variable, Axis]) -> Iterator[dict[Variable, Axis]]:
         if place == len(problem.operations):
-            if all(any(chosen[one] != Axis.WHOLE for one in written) for written in problem.left()):
+            if all(any(chosen[one] != Axis.WHOLE for one in written) for written in problem.written()):
                 yield chosen
             return
         operation, variables = problem.operations[place]

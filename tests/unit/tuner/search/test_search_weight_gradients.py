@@ -106,7 +106,7 @@ def test_what_is_hidden_is_what_the_step_loses() -> None:
     slowdown = CONSTANTS.gpus["H100"].overlap_slowdown
     assert gain == pytest.approx(passes * chunk.solution.value * (1 - slowdown), rel=1e-6)
     assert chunk.solution.value > 0
-    exchange = next(i for i in step.prices[0].made if i.name == "L3.moe.combine.backward")
+    exchange = next(i for i in step.prices[0].instructions if i.name == "L3.moe.combine.backward")
     assert chunk.slot_seconds[exchange.name] == pytest.approx(step.prices[0].seconds(exchange), rel=1e-6)
 
 
@@ -126,7 +126,7 @@ def test_bytes_bound_what_is_held() -> None:
 def test_what_is_deferred_enters_the_memory_of_a_step() -> None:
     found, step, _ = scheduled("")
     again = played(found.plan, scheduled(""))
-    name = next(i.name for i in again.prices[0].made if i.kind == "weight-gradient" and "experts" in i.name)
+    name = next(i.name for i in again.prices[0].instructions if i.kind == "weight-gradient" and "experts" in i.name)
     one = again.prices[0].deferred_bytes(name)
     tokens, hidden, ffn = 4 * 4096 * 4, 2048, 4096
     # Both products of the experts, for the graph does not name their weights: inputs and gradients of outputs, in bf16.

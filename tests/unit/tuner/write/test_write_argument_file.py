@@ -118,9 +118,9 @@ def test_every_choice_has_its_reason_and_its_effect() -> None:
     for flag in grouped(arguments).keys() & REASONS.keys():
         place = next(index for index, line in enumerate(lines) if line.startswith(f"{flag} ") or line == flag)
         assert lines[place - 1].startswith("#"), flag
-    assert "# every sequence is shared by 2 ranks; activations 14.8 to 7.9 GiB, step +3 %" in lines
+    assert "# every sequence is split over 2 ranks; activations 14.8 to 7.9 GiB, step +3 %" in lines
     assert "# 4 stages of 16 GPUs, with 8 layers each" in lines
-    assert "# whole layers are computed a second time in the backward pass; their inputs alone are kept" in lines
+    assert "# the backward pass recomputes these layers completely; only their inputs are stored" in lines
     # What the user chose needs no reason.
     assert (
         lines[lines.index("--lr 0.0003") - 1].startswith("--") or lines[lines.index("--lr 0.0003") - 1] == "# training"
@@ -137,7 +137,7 @@ def test_every_choice_has_its_reason_and_its_effect() -> None:
             "--micro-batch-size 1",
             [
                 "1 micro-batch a step on each of 2 replicas",
-                "the optimizer's states are shared by the replicas (ZeRO-1)",
+                "optimizer states are split over the replicas (ZeRO-1)",
             ],
         ),
         (1, "4", "--micro-batch-size 2", ["2 micro-batches a step", "ZeRO-1, with one replica"]),
@@ -194,7 +194,7 @@ def test_what_upstream_lacks_is_left_out_with_the_reason() -> None:
         ConfigError, match="--moe-gate switch: Megatron-LM has no such flag, and would train another model"
     ):
         argument_file([*MIXTRAL, "--moe-gate", "switch"], plan, arguments, "megatron-lm")
-    with pytest.raises(ConfigError, match="--overlap-moe-expert-parallel-comm: a pipeline of 4 stages"):
+    with pytest.raises(ConfigError, match="--overlap-moe-expert-parallel-comm: needs virtual stages"):
         argument_file([*MIXTRAL, "--overlap-moe-expert-parallel-comm"], plan, arguments, "megatron-lm")
 
 
@@ -213,7 +213,10 @@ def test_a_plan_lies_beside_its_flags(tmp_path: Path, monkeypatch: pytest.Monkey
     folder.mkdir()
     file = folder / "megatron_args.txt"
     file.write_text(argument_file(MIXTRAL, plan, arguments, plan_file="plan.json").text)
-    assert "# what flags cannot say; it lies beside this file\n--plan plan.json\n" in file.read_text()
+    assert (
+        "# a layout that flags cannot express; the file is in the same folder as this one\n--plan plan.json\n"
+        in file.read_text()
+    )
     (folder / "plan.json").write_text("{}")
     assert grouped(list(expand_files([f"@{file}"])))["--plan"] == (str(folder / "plan.json"),)
     monkeypatch.chdir(tmp_path)
@@ -227,7 +230,9 @@ def test_the_layout_in_a_plans_file_has_its_reasons_beside_the_flags() -> None:
     effects = {"--expert-model-parallel-size": "alone -0.2 s"}
     written = argument_file(MIXTRAL, plan, (), effects=effects, plan_file="plan.json", in_file=arguments)
     before, _, behind = written.text.partition("--plan plan.json\n")
-    comments = before.rpartition("# what flags cannot say; it lies beside this file\n")[2].splitlines()
+    comments = before.rpartition("# a layout that flags cannot express; the file is in the same folder as this one\n")[
+        2
+    ].splitlines()
     assert comments[0] == "# its layout:"
     told = {line.split()[1]: line for line in comments[1:]}
     assert told["--pipeline-model-parallel-size"].endswith(" 4: 4 stages of 16 GPUs, with 8 layers each")

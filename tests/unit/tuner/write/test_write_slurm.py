@@ -13,7 +13,7 @@ import pytest
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.write.argument_file import Target, argument_file
-from moe_overlap.tuner.write.slurm import SlurmJob, job_on, run_environment, slurm_script, words_to_add
+from moe_overlap.tuner.write.slurm import SlurmJob, arguments_to_add, job_on, run_environment, slurm_script
 from tests.unit.tuner.write.test_write_argument_file import MIXTRAL, mixtral
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -79,20 +79,20 @@ def test_what_it_asks_slurm_for() -> None:
 def test_the_script_names_what_the_flags_do_not_say() -> None:
     plan, arguments = mixtral()
     text = slurm_script(JOB, "moe-overlap", argument_file(MIXTRAL, plan, arguments))
-    said = words_to_add(argument_file(MIXTRAL, plan, arguments).flags, "moe-overlap")
+    said = arguments_to_add(argument_file(MIXTRAL, plan, arguments).flags, "moe-overlap")
     assert "--data-path PREFIX" in said and f"#   sbatch FOLDER/launch.sbatch {said} [further flags]\n" in text
-    assert words_to_add({}, "moe-overlap") == "--lr LR --train-iters N --data-path PREFIX"
+    assert arguments_to_add({}, "moe-overlap") == "--lr LR --train-iters N --data-path PREFIX"
     there = {"--lr": ("1e-4",), "--train-iters": ("10",), "--data-path": ("text",)}
-    assert words_to_add({"--lr": ("1e-4",), "--train-samples": ("9",), "--mock-data": ()}, "moe-overlap") == ""
-    assert words_to_add({**there, "--tokenizer-type": ("NullTokenizer",)}, "megatron-lm") == ""
-    assert words_to_add(there, "megatron-lm").startswith("--tokenizer-type TYPE")
+    assert arguments_to_add({"--lr": ("1e-4",), "--train-samples": ("9",), "--mock-data": ()}, "moe-overlap") == ""
+    assert arguments_to_add({**there, "--tokenizer-type": ("NullTokenizer",)}, "megatron-lm") == ""
+    assert arguments_to_add(there, "megatron-lm").startswith("--tokenizer-type TYPE")
 
 
 def test_what_a_shell_script_takes_from_outside_is_still_to_be_said() -> None:
     plan, arguments = mixtral()
     outside = ["--data-path", "${3}", "--tokenizer-model", "${2}", "--tensorboard-dir", "${1}/tensorboard"]
     written = argument_file([*MIXTRAL, *outside, "--save", "${1}", "--load", "${1}"], plan, arguments, "megatron-lm")
-    added = words_to_add(written.flags, "megatron-lm")
+    added = arguments_to_add(written.flags, "megatron-lm")
     assert "--data-path PREFIX" in added and "--tensorboard-dir VALUE" in added and "--save" not in added
     assert "--tokenizer-model" in added and added.count("--tokenizer-model") == 1
     lines = slurm_script(JOB, "megatron-lm", written).splitlines()
@@ -235,7 +235,7 @@ def test_a_job_fills_its_cluster() -> None:
     assert job_on(shipped_cluster("H100", 64), "mixtral 8x7b/é") == dataclasses.replace(JOB, name="mixtral-8x7b-é")
     cluster = load_cluster(ROOT / "examples/clusters/h100.json")
     unlike = dataclasses.replace(cluster.groups[0], gpus_per_node=4)
-    with pytest.raises(ConfigError, match="H100 gpus_per_node 4 and 8: one Slurm job asks for as many GPUs"):
+    with pytest.raises(ConfigError, match="H100 gpus_per_node 4 and 8: one Slurm job requests the same number of GPUs"):
         job_on(Cluster(name="H100", groups=(*cluster.groups, unlike)), "m")
 
 
