@@ -62,12 +62,14 @@ class RunnerUp:
         seconds: of its step; None without a prediction.
         why: the term that costs it most compared with the chosen plan, or the rule that refuses it.
         more_bytes: bytes that its fullest stage needs more than the chosen plan's; the reason if it is not slower.
+        simulated_change: its simulated step over that of the chosen plan, minus 1; None where simulations agree with `seconds`.
     """
 
     name: str
     seconds: float | None
     why: str
     more_bytes: int = 0
+    simulated_change: float | None = None
 
 
 ANY = Leeway()
@@ -81,7 +83,6 @@ class Answer:
         chosen: the sentence about the plan; default `plan_sentence`.
         train_tokens: tokens of the full training, from the user or the flags; None if unknown.
         runners_up: the best first; three are shown.
-        compared_seconds: the plan's step seconds for the comparison with runners-up; default the predicted ones.
         try_next: advice; empty: that of `suggestions`.
         is_upstream: whether the plan is for unmodified Megatron-LM, so that this fork's overlap is not a matching advice.
         is_searched: whether a search found the plan, so that decisions of the search are no advice.
@@ -94,7 +95,6 @@ class Answer:
     chosen: str = ""
     train_tokens: float | None = None
     runners_up: Sequence[RunnerUp] = ()
-    compared_seconds: float | None = None
     try_next: Sequence[str] = ()
     is_upstream: bool = False
     is_searched: bool = False
@@ -378,15 +378,15 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
 def _runner_up(other: RunnerUp, answer: Answer) -> str:
     if other.seconds is None:
         return f"{other.name}: {other.why}"
-    chosen = answer.compared_seconds or answer.prediction.predicted.step_seconds
     expected = answer.prediction.expected_error
-    change = other.seconds / chosen - 1
+    change = other.seconds / answer.prediction.predicted.step_seconds - 1
     # A smaller difference than the expected error is a tie.
     tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
     # Among tied plans the one that needs the least memory is chosen.
     tells_memory = bool(tie) and change < 0 and other.more_bytes >= VISIBLE_BYTES
     more = f", needs {other.more_bytes / GIB:.1f} GiB more" if tells_memory else ""
-    return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}{more}): {other.why}"
+    simulated = "" if other.simulated_change is None else f", {100 * other.simulated_change:+.1f} % as simulated"
+    return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{simulated}{tie}{more}): {other.why}"
 
 
 def suggestions(

@@ -176,11 +176,15 @@ def search_sentence(search: PlanSearch) -> str:
 
 
 def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
-    """The answer about the chosen plan; runners-up keep their rank and have simulated seconds if they were simulated."""
-    others = [
-        dataclasses.replace(runner_up(other.name, other.prediction, search.prediction), seconds=other.simulated_seconds)
-        for other in search.others
-    ]
+    """The answer about the chosen plan; runners-up keep their rank, which is that of the simulated steps."""
+    chosen, others = search.chosen, []
+    for other in search.others:
+        shown = runner_up(other.name, other.prediction, search.prediction)
+        if search.tuned is None and (chosen.is_apart or other.is_apart):
+            shown = dataclasses.replace(
+                shown, simulated_change=other.simulated_seconds / chosen.simulated_seconds - 1.0
+            )
+        others.append(shown)
     return Answer(
         plan=search.plan,
         prediction=search.prediction,
@@ -188,7 +192,6 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
         chosen=search_sentence(search),
         train_tokens=train_tokens,
         runners_up=others,
-        compared_seconds=None if search.tuned is not None else search.chosen.simulated_seconds,
         try_next=[] if search.refusal is None else [EXECUTED],
         is_upstream=search.is_upstream,
         is_searched=True,

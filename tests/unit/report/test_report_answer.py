@@ -203,6 +203,16 @@ def test_runners_up_name_the_term_that_costs_most() -> None:
     assert cost_terms(small, chosen.breakdown) == "no term costs it more"
 
 
+def test_the_percentage_of_a_runner_up_is_that_of_the_seconds_beside_it() -> None:
+    """Simulated steps decide the rank, and may differ more or less than the predicted ones, which are printed."""
+    other = runner_up("PP 8", predicted("--pipeline-model-parallel-size", "8"), predicted())
+    assert other.seconds is not None
+    change = 100 * (other.seconds / predicted().predicted.step_seconds - 1)
+    simulated = dataclasses.replace(other, simulated_change=0.029)
+    line = lines_of(runners_up=[simulated])["runner-up"]
+    assert line.startswith(f"PP 8: {other.seconds:.3f} s ({change:+.1f} %, +2.9 % as simulated")
+
+
 def test_a_faster_runner_up_says_the_memory_that_speaks_against_it() -> None:
     """Of plans that predictions do not tell apart the one that needs the least leads; a slower one needs no such reason."""
     chosen, faster = predicted(), predicted("--pipeline-model-parallel-size", "2")
