@@ -20,7 +20,6 @@ from moe_overlap.job import Job, named_by, read_job, without_graphs
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.flags import Target, as_priced, flags_of, with_precision, without_layout
 from moe_overlap.plan_search.task import layouts_of, run_of, task_of, with_dispatcher_of
-from moe_overlap.plan_search.upstream_states import UPSTREAM
 from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.hardware import Dispatcher
@@ -28,16 +27,11 @@ from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import FIRST
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
-from moe_overlap.tuner.search.space import SEARCH_SPACES, Run, SearchSpace, UniformLayout
+from moe_overlap.tuner.search.space import REMOVED_SPACES, SEARCH_SPACES, Run, SearchSpace, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
-
-SPACES = ("megatron", "recompute", "stages")
-"""Search spaces of plans that are executed."""
-BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
-"""Search spaces with plans that no runtime executes today."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,18 +205,18 @@ def _space(settings: SearchSettings) -> SearchSpace:
     Raises:
         ConfigError: the space is not searched.
     """
-    if isinstance(settings.space, SearchSpace):
-        return settings.space
-    if settings.space in UPSTREAM and settings.target == "megatron-lm":
-        return UPSTREAM[settings.space]
-    if settings.space in UPSTREAM and settings.space in BEYOND and settings.target == "moe-overlap":
+    name, target = settings.space, settings.target
+    if isinstance(name, SearchSpace):
+        return name
+    if name in REMOVED_SPACES:
+        rule = "was removed: papers compare with it, and tools/benchmark_papers.py searches it"
+        raise ConfigError("--search-space", name, rule, f"use {REMOVED_SPACES[name]}")
+    require(name in SEARCH_SPACES, "--search-space", name, "is no search space", f"use {', '.join(SEARCH_SPACES)}")
+    row = SEARCH_SPACES[name]
+    if (space := row.of(target)) is not None:
+        return space
+    if target == "moe-overlap" and row.megatron_lm is not None:
         rule = "has plans that this fork does not execute (ZeRO 0, 2 and 3, offloading)"
-        raise ConfigError("--search-space", settings.space, rule, "add --target megatron-lm or --target any")
-    if settings.space in BEYOND and settings.target != "any":
-        rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
-        raise ConfigError("--search-space", settings.space, rule, "add --target any")
-    if settings.space not in (*SPACES, *BEYOND):
-        raise ConfigError(
-            "--search-space", settings.space, "is no search space", f"use {', '.join((*SPACES, *BEYOND))}"
-        )
-    return SEARCH_SPACES[settings.space]
+        raise ConfigError("--search-space", name, rule, "add --target megatron-lm or --target any")
+    rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
+    raise ConfigError("--search-space", name, rule, "add --target any")

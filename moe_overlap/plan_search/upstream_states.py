@@ -1,20 +1,17 @@
 """Plans whose states Megatron-LM shards or offloads (`--target megatron-lm` with `--search-space zero` or `offload`).
 
-1. `UPSTREAM` is the part of the wider spaces that Megatron-LM executes: Megatron-FSDP shards gradients and weights over the
-   replicas (ZeRO-2 and 3), and activations of whole layers may wait in host memory. It does neither in pipelines.
-2. `search_states` looks for such plans that are faster than the best of the narrow space, under the rules of
-   tuner/write/upstream_rules.py, and ranks them among those.
+`search_states` looks for such plans that are faster than the best of the narrow space, under the rules of
+tuner/write/upstream_rules.py, and ranks them among those. Megatron-LM does neither in pipelines.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from moe_overlap.plan_search.processes import Refused, shared_search
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.shares import Share, SharedBar, share_of
-from moe_overlap.tuner.search.space import SEARCH_SPACES, UniformLayout
+from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import (
     Accepts,
     Progress,
@@ -24,14 +21,6 @@ from moe_overlap.tuner.search.uniform import (
     widened,
 )
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
-
-UPSTREAM = {
-    # Its flags say the layers of every stage, and one recomputation for all of them.
-    "stages": dataclasses.replace(SEARCH_SPACES["stages"], one_memory=True, meshes=()),
-    "zero": dataclasses.replace(SEARCH_SPACES["zero"], zero_levels=(1, 2, 3)),
-    # Its offloaded optimizer steps on the CPU, which is not priced.
-    "offload": dataclasses.replace(SEARCH_SPACES["offload"], zero_levels=(1, 2, 3), offloads=("activations",)),
-}
 
 
 def search_states(
@@ -49,7 +38,7 @@ def search_states(
 
     Args:
         found: of the narrow space.
-        task: its space is one of `UPSTREAM`.
+        task: its space is the part of a wider one that Megatron-LM executes.
         rules: whether Megatron-LM runs a plan, and whether its flags are read.
         jobs: processes of this host that share the search.
     """

@@ -2,7 +2,7 @@
 
 1. On every logical shape of the cluster megatron-core's layouts are enumerated, and the integer program is solved without that
    restriction, unless its bound shows that it cannot beat the shapes before.
-2. The best free sharding over all shapes is the answer (`--search-space intra-only`: one stage, no pipeline); the cheapest layout
+2. The best free sharding over all shapes is the answer (one stage, no pipeline); the cheapest layout
    over all shapes is the nearest plan that megatron-core executes. What lies between them is lost.
 3. `sharding_losses.py` says where it is lost: the operators whose algorithm in the free answer no layout has, or none together
    with the others, and what each would gain if it alone could run freely.
