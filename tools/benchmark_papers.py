@@ -6,6 +6,8 @@ comet    COMET, figure 1(a): the share of communication in the forward pass of t
 mist-N   Mist, figure N (2, 3, 5 with 16, 11 to 15), `mist-averaging` and `mist-uniform`: tools/bench/mist_figures.py.
 alpa-gpt, alpa-moe, alpa-time
          Alpa, parts of its space against all of it, and search time: tools/bench/alpa_figures.py. `large` stands there, too.
+alpa-sharding
+         Alpa, one stage with every operator sharded by itself: tools/bench/alpa_sharding.py.
 
 Nothing here is run on a GPU: both sides of every ratio are predicted with the shipped constants. The papers' texts print averages
 and maxima; their bars are not in the text. No V100 was calibrated under Megatron: it gets the A100's efficiencies.
@@ -34,6 +36,7 @@ from moe_overlap.plan.overlap import Mechanism, SearchLimits
 from moe_overlap.plan_search.results import Tuned
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from tools.bench import alpa_figures, mist_figures
+from tools.bench.alpa_sharding import sharding
 from tools.bench.paper_rows import Row, table
 from tools.bench.paper_searches import KeptSearches
 from tools.bench.paper_spaces import is_worse, rows, search_all
@@ -224,11 +227,14 @@ def comet() -> Iterator[Row]:
 
 # The command
 
+WITHOUT_SPACES = {"lancet": lancet, "comet": comet, "alpa-sharding": sharding}
+"""Comparisons that search no spaces."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     command = argparse.ArgumentParser(prog="benchmark_papers.py", description=__doc__.partition("\n")[0])
-    names = ("lancet", "comet", *SEARCHED)
+    names = (*WITHOUT_SPACES, *SEARCHED)
     command.add_argument("--only", action="append", choices=names, help="may repeat; default all")
     command.add_argument(
         "--cpu-seconds", type=float, default=600.0, help="of each search over plans; then the best so far"
@@ -247,7 +253,7 @@ def rows_of(name: str, searches: KeptSearches, most_gpus: int) -> Iterator[Row]:
     """The rows of a comparison."""
     if name in SEARCHED:
         return rows(SEARCHED[name](), searches, most_gpus)
-    return lancet() if name == "lancet" else comet()
+    return WITHOUT_SPACES[name]()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -260,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         budget=arguments.all_cpu_seconds,
     )
     answer, worse = {}, []
-    names = arguments.only or ("lancet", "comet", *SEARCHED)
+    names = arguments.only or (*WITHOUT_SPACES, *SEARCHED)
     search_all([SEARCHED[name]() for name in names if name in SEARCHED], searches, arguments.most_gpus)
     for name in names:
         done = []

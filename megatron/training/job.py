@@ -1,12 +1,12 @@
 """`Job`, which the training loop is given: built by the caller and never changed.
 
-The loop sees the runtime through protocols: this package imports neither the runtime nor the tuner. Each protocol lists only what
-the loop calls; megatron-core's objects and the runtime's satisfy them as they are.
+The loop sees the runtime through protocols, `StepRunner` (plan/step.py) and those here: this package imports neither the runtime
+nor the tuner. Each protocol lists only what the loop calls; megatron-core's objects and the runtime's satisfy them as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,54 +22,7 @@ from megatron.training.data.datasets import BatchSource
 from megatron.training.report.metrics import MetricsLog
 from megatron.training.report.reports import Reports
 from moe_overlap.plan.instructions import Instruction, Span
-
-Batches = Iterator[dict[str, Tensor]]
-
-
-class StepResult(Protocol):
-    """The outcome of one step, equal on every rank but for the spans, which are this rank's."""
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the tokens of the global batch, in nats."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the global batch that count in the loss."""
-
-    @property
-    def grad_norm(self) -> float:
-        """Global norm of the unscaled gradients before clipping; may be nan."""
-
-    @property
-    def updated(self) -> bool:
-        """Whether the weights moved."""
-
-    @property
-    def zero_gradients(self) -> int | None:
-        """Number of zero gradients, where known."""
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """When this rank's operators ran."""
-
-    @property
-    def predictions(self) -> tuple[float, ...]:
-        """Mean loss of every multi-token-prediction layer."""
-
-    @property
-    def balance(self) -> Mapping[str, Mapping[int, float]]:
-        """Mean of every balancing loss by upstream's name and layer."""
-
-
-class StepRunner(Protocol):
-    """Executes instruction lists on this rank; every call is collective."""
-
-    def run(self, instructions: Sequence[Instruction], batches: Batches, step: int) -> StepResult:
-        """Execute one training step; `step` is its number in the run."""
-
-    def evaluate(self, instructions: Sequence[Instruction], batches: Batches, step: int) -> StepResult:
-        """Execute the forward part of the list without gradients; `step` is the last training step."""
+from moe_overlap.plan.step import StepRunner
 
 
 class Optimizer(Protocol):
@@ -118,7 +71,7 @@ class Machinery:
         operation: the operator or communication that runs on this rank, or ran last; None before the first.
     """
 
-    runner: StepRunner
+    runner: StepRunner[dict[str, Tensor]]
     chunks: Sequence[DistributedDataParallel]
     optimizer: Optimizer
     scheduler: Scheduler

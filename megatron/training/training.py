@@ -24,13 +24,14 @@ import torch.distributed as dist
 
 from megatron.training.checkpoint.checkpointing import Progress
 from megatron.training.cli.config import Config
-from megatron.training.job import Batches, Job, StepResult
+from megatron.training.job import Job
 from megatron.training.messages import of_all_on_first
 from megatron.training.report.metrics import StepMetrics
 from megatron.training.report.outputs import Sink
 from megatron.training.report.reports import StorageTracker, held_tensors, resident_bytes
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Span, communication_seconds
+from moe_overlap.plan.step import StepResult
 
 _PROFILE_END_BYTES = 64
 """Bytes at the end of a profile that show whether it was written completely."""
@@ -137,7 +138,7 @@ class TrainingLoop:
             # Collective; only rank 0 writes.
             sink.attempt(gather_and_write)
 
-    def step(self, iteration: int, feed: Batches) -> Sequence[Span]:
+    def step(self, iteration: int, feed: Iterator[dict[str, torch.Tensor]]) -> Sequence[Span]:
         """Execute, count and log one training step; returns this rank's spans.
 
         Raises:

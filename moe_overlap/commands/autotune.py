@@ -58,7 +58,7 @@ from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.report.answer_files import put_away_others, require_no_other_files
 from moe_overlap.tuner.limits import PLAN_SEARCH_LIMITS, check_limits
-from moe_overlap.tuner.search.space import BEYOND, DEFAULT_SPACE, SEARCH_SPACES, SPACES, UPSTREAM
+from moe_overlap.tuner.search.space import DEFAULT_SPACE, SEARCH_SPACES
 
 # What searches, and the solvers behind it, take a second to load. Functions below load them behind the checks of their flags,
 # so that `--help` and a mistake are answered at once.
@@ -266,20 +266,11 @@ def _limits(arguments: argparse.Namespace) -> SearchLimits:
         for name in ("max_partitions", "group_seconds", "range_limit")
         if (value := getattr(arguments, f"overlap_{name}")) is not None
     }
-    if said and not arguments.overlap_only and (rule := _partitions_nothing(arguments)):
+    if said and not arguments.overlap_only and arguments.target == "megatron-lm":
         name, value = next(iter(said.items()))
+        rule = "partitions are this fork's overlap, which --target megatron-lm does not execute"
         raise ConfigError(f"--overlap-{name.replace('_', '-')}", value, rule, "drop it")
     return dataclasses.replace(PLAN_SEARCH_LIMITS, **said)
-
-
-def _partitions_nothing(arguments: argparse.Namespace) -> str:
-    """The rule by which a search of whole plans partitions no layer; empty where it may."""
-    if arguments.target == "megatron-lm":
-        return "partitions are this fork's overlap, which --target megatron-lm does not execute"
-    space = SEARCH_SPACES.get(arguments.search_space)
-    if space is not None and not space.overlaps:
-        return f"plans of --search-space {arguments.search_space} overlap nothing"
-    return ""
 
 
 class Progress:
@@ -339,8 +330,7 @@ def _parser() -> argparse.ArgumentParser:
         "--search-space",
         metavar="NAME",
         default=DEFAULT_SPACE,
-        help=f"{', '.join(SPACES)}; with --target megatron-lm {', '.join(UPSTREAM.keys() - set(SPACES))}; "
-        f"with --target any {', '.join(BEYOND)}",
+        help=_spaces_help(),
     )
     search.add_argument(
         "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"
@@ -384,6 +374,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     answer.add_argument("--json", action="store_true", help="everything, as JSON")
     return parser
+
+
+def _spaces_help() -> str:
+    """Each search space, and the targets that it needs."""
+    texts = []
+    for name, row in SEARCH_SPACES.items():
+        upstream = "megatron-lm or any" if row.megatron_lm is not None else "any"
+        needs = "" if row.moe_overlap is not None else f"; of the target {upstream}"
+        texts.append(f"{name} ({row.about}{needs})")
+    return f"beside the layout: {', '.join(texts)}; default {DEFAULT_SPACE}"
 
 
 def _add_overlap_arguments(overlap: argparse._ArgumentGroup) -> None:

@@ -28,16 +28,7 @@ from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import FIRST
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
-from moe_overlap.tuner.search.space import (
-    BEYOND,
-    DEFAULT_SPACE,
-    SEARCH_SPACES,
-    SPACES,
-    UPSTREAM,
-    Run,
-    SearchSpace,
-    UniformLayout,
-)
+from moe_overlap.tuner.search.space import DEFAULT_SPACE, REMOVED_SPACES, SEARCH_SPACES, Run, SearchSpace, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
@@ -215,18 +206,18 @@ def _space(settings: SearchSettings) -> SearchSpace:
     Raises:
         ConfigError: the space is not searched.
     """
-    if isinstance(settings.space, SearchSpace):
-        return settings.space
-    if settings.space in UPSTREAM and settings.target == "megatron-lm":
-        return UPSTREAM[settings.space]
-    if settings.space in UPSTREAM and settings.space in BEYOND and settings.target == "moe-overlap":
+    name, target = settings.space, settings.target
+    if isinstance(name, SearchSpace):
+        return name
+    if name in REMOVED_SPACES:
+        rule = "was removed: papers compare with it, and tools/benchmark_papers.py searches it"
+        raise ConfigError("--search-space", name, rule, f"use {REMOVED_SPACES[name]}")
+    require(name in SEARCH_SPACES, "--search-space", name, "is no search space", f"use {', '.join(SEARCH_SPACES)}")
+    row = SEARCH_SPACES[name]
+    if (space := row.of(target)) is not None:
+        return space
+    if target == "moe-overlap" and row.megatron_lm is not None:
         rule = "has plans that this fork does not execute (ZeRO 0, 2 and 3, offloading)"
-        raise ConfigError("--search-space", settings.space, rule, "add --target megatron-lm or --target any")
-    if settings.space in BEYOND and settings.target != "any":
-        rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
-        raise ConfigError("--search-space", settings.space, rule, "add --target any")
-    if settings.space not in (*SPACES, *BEYOND):
-        raise ConfigError(
-            "--search-space", settings.space, "is no search space", f"use {', '.join((*SPACES, *BEYOND))}"
-        )
-    return SEARCH_SPACES[settings.space]
+        raise ConfigError("--search-space", name, rule, "add --target megatron-lm or --target any")
+    rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
+    raise ConfigError("--search-space", name, rule, "add --target any")

@@ -32,7 +32,7 @@ from moe_overlap.tuner.search.pipeline.shares import joined_meshes, joined_stage
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch, search_meshes
 from moe_overlap.tuner.search.shares import Share, share_of
 from moe_overlap.tuner.search.solution import Status
-from moe_overlap.tuner.search.space import SEARCH_SPACES, Run, SearchSpace, UniformLayout, uniform_plan
+from moe_overlap.tuner.search.space import RECOMPUTE, Run, SearchSpace, UniformLayout, uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, joined_uniform, search_uniform, widened
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 
@@ -67,7 +67,7 @@ class FreeSearch:
 def narrow_space(space: SearchSpace) -> SearchSpace:
     """The space that is searched before: what of it any runtime executes, where that is a part of it."""
     recompute = replace(
-        SEARCH_SPACES["recompute"],
+        RECOMPUTE,
         recomputes=space.recomputes,
         all_layers=space.all_layers,
         overlaps=space.overlaps,

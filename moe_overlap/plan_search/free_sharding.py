@@ -1,4 +1,4 @@
-"""Beside the plan of `--search-space intra-only`: the best sharding of every operator, whoever executes it.
+"""Beside the plan of one stage (the space `intra-only`): the best sharding of every operator, whoever executes it.
 
 The plan stays the cheapest of megatron-core's layouts. Alpa's integer program (tuner/search/layer/intra_only.py) then runs over
 the model as captured on one rank, with as many micro-batches as the plan has; where nothing fits with those, since the

@@ -28,7 +28,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import Job, without_graphs
 from moe_overlap.launching import launching_of
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan_search.asked import SPACES, Asked, SearchSettings, asked_of
+from moe_overlap.plan_search.asked import Asked, SearchSettings, asked_of
 from moe_overlap.plan_search.changes import changes_of
 from moe_overlap.plan_search.finalists import (
     does_not_fit,
@@ -79,7 +79,7 @@ from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.shares import Share, SharedBar, share_of
 from moe_overlap.tuner.search.solution import Status
-from moe_overlap.tuner.search.space import UniformLayout
+from moe_overlap.tuner.search.space import SEARCH_SPACES, SearchSpace, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from moe_overlap.tuner.write.upstream_rules import PAIRED
@@ -433,4 +433,6 @@ def _wider_space(plan: Plan, settings: SearchSettings) -> str:
     shards = any(stage.zero_level > 1 for stage in plan.stages)
     offloads = any(stage.offload.activations for stage in plan.stages)
     name = "offload" if offloads else "zero" if shards else ""
-    return name if settings.target == "megatron-lm" and settings.space in SPACES else ""
+    row = None if isinstance(settings.space, SearchSpace) else SEARCH_SPACES[settings.space]
+    is_narrow = row is not None and row.moe_overlap is not None
+    return name if settings.target == "megatron-lm" and is_narrow else ""

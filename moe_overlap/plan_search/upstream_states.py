@@ -1,9 +1,7 @@
 """Plans whose states Megatron-LM shards or offloads (`--target megatron-lm` with `--search-space zero` or `offload`).
 
-1. `UPSTREAM` (tuner/search/space.py) is the part of the wider spaces that Megatron-LM executes: Megatron-FSDP shards gradients
-   and weights over the replicas (ZeRO-2 and 3), and activations of whole layers may wait on the host; neither in pipelines.
-2. `search_states` looks for such plans that are faster than the best of the narrow space, under the rules of
-   tuner/write/upstream_rules.py, and ranks them among those.
+`search_states` looks for such plans that are faster than the best of the narrow space, under the rules of
+tuner/write/upstream_rules.py, and ranks them among those. Megatron-LM does neither in pipelines.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def search_states(
 
     Args:
         found: of the narrow space.
-        task: its space is one of `UPSTREAM`.
+        task: its space is the part of a wider one that Megatron-LM executes.
         rules: whether Megatron-LM runs a plan, and whether its flags are read.
         jobs: processes of this host that share the search.
     """

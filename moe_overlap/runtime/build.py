@@ -24,6 +24,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering.residency import BlockLimits
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.step import StepRunner
 from moe_overlap.runtime.context import BucketReduction, RunContext, WeightGathers, language_model
 from moe_overlap.runtime.groups import StageGroups, build_groups
 from moe_overlap.runtime.layer_collectives import channels_inside
@@ -33,7 +34,7 @@ from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
 from moe_overlap.runtime.state.tied_embedding import TiedEmbedding
-from moe_overlap.runtime.step import StepRunner
+from moe_overlap.runtime.step import Batch
 from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 
 
@@ -164,7 +165,7 @@ def _current(stream: torch.cuda.Stream | None) -> Iterator[None]:
     present.wait_stream(stream)
 
 
-def make_runner(context: RunContext) -> StepRunner:
+def make_runner(context: RunContext) -> StepRunner[Batch]:
     """The runner of a plan: megatron-core's schedules without overlap, the executor of instruction lists with it.
 
     If one stage overlaps, every stage uses the executor: the two runners name and order their transfers differently, so stages

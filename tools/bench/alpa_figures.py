@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from moe_overlap.tuner.search.space import LEVELS, SEARCH_SPACES, Restriction, SearchSpace
+from moe_overlap.tuner.search.space import FULL, LEVELS, Restriction, SearchSpace
 from tools.bench.paper_searches import Machines, Outcome
-from tools.bench.paper_spaces import Case, Figure, Space, seconds_and_gains, sizes
+from tools.bench.paper_spaces import PAPER_SPACES, Case, Figure, Space, seconds_and_gains, sizes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = {"350m": 1, "1.3b": 4, "2.6b": 8, "6.7b": 16, "15b": 32, "39b": 64}
@@ -43,16 +43,16 @@ PAPER = {
 
 ALPA = SearchSpace("Alpa's", recomputes=True, zero_levels=LEVELS, frees_stages=True, meshes=(Restriction.FREE,))
 SPACES = (
-    Space(name="data", space=SEARCH_SPACES["data"]),
-    Space(name="ZeRO-2", space=SEARCH_SPACES["zero2"]),
-    Space(name="ZeRO-3", space=SEARCH_SPACES["zero3"]),
+    Space(name="data", space=PAPER_SPACES["data"]),
+    Space(name="ZeRO-2", space=PAPER_SPACES["zero2"]),
+    Space(name="ZeRO-3", space=PAPER_SPACES["zero3"]),
     # The plan alone: what a best sharding of every operator would gain is another question.
-    Space(name="intra-only", space=replace(SEARCH_SPACES["intra-only"], shards_operators=False)),
-    Space(name="inter-only", space=SEARCH_SPACES["inter-only"]),
-    Space(name="equal layer", space=replace(SEARCH_SPACES["equal-layer"], offloads=())),
-    Space(name="equal operator", space=SEARCH_SPACES["equal-operator"]),
+    Space(name="intra-only", space=replace(PAPER_SPACES["intra-only"], shards_operators=False)),
+    Space(name="inter-only", space=PAPER_SPACES["inter-only"]),
+    Space(name="equal layer", space=replace(PAPER_SPACES["equal-layer"], offloads=())),
+    Space(name="equal operator", space=PAPER_SPACES["equal-operator"]),
     Space(name="Alpa's", space=ALPA),
-    Space(name="full", space=SEARCH_SPACES["full"]),
+    Space(name="full", space=FULL),
 )
 
 
@@ -86,7 +86,7 @@ def search_time() -> Figure:
 
 def large() -> Figure:
     """The two searches whose time and memory have a goal."""
-    full = (Space(name="full", space=SEARCH_SPACES["full"]),)
+    full = (Space(name="full", space=FULL),)
     cases = (
         Case(
             name="GPT-22B, 32 L4",

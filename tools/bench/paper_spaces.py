@@ -11,13 +11,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.plan_search.finalists import TIE
-from moe_overlap.tuner.search.space import SearchSpace
+from moe_overlap.tuner.search.space import LEVELS, ON_HOST, Restriction, SearchSpace
 from tools.bench.paper_rows import Row
 from tools.bench.paper_searches import KeptSearches, Machines, Outcome, Search
 
 UNKNOWN = "not searched"
 AGAINST = "widest / best other"
 """Column: how many times as fast as the best of the others the plan of the last space is; from 1 within a tie."""
+
+
+PAPER_SPACES = {
+    space.name: space
+    for space in (
+        SearchSpace("data", recomputes=True, overlaps=False, zero_levels=(0,), only_data=True),
+        SearchSpace("zero2", recomputes=True, overlaps=False, zero_levels=(2,), only_data=True),
+        SearchSpace("zero3", recomputes=True, overlaps=False, zero_levels=(3,), only_data=True),
+        SearchSpace(
+            "equal-layer",
+            recomputes=True,
+            overlaps=False,
+            zero_levels=LEVELS,
+            offloads=ON_HOST,
+            frees_stages=True,
+            equal_layers=True,
+        ),
+        SearchSpace(
+            "intra-only", recomputes=True, overlaps=False, zero_levels=LEVELS, one_stage=True, shards_operators=True
+        ),
+        SearchSpace("inter-only", recomputes=True, overlaps=False, meshes=(Restriction.ONE_DEVICE,)),
+        SearchSpace(
+            "equal-operator", recomputes=True, overlaps=False, meshes=(Restriction.EQUAL_OPERATORS,), uniform=False
+        ),
+    )
+}
+"""Restrictions of the full space, with which papers compare; their plans overlap nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from moe_overlap.plan.instructions import BufferRole, Instruction
 from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, OperatorKind, state_operator
+from moe_overlap.plan.step import StepResult
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.dispatch.wire import AllToAll, Columns, Pending
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.execute import PlanExecutor, StageTransfers, is_update
 from moe_overlap.runtime.executor.state import StepState, handle_of, travelling
 from moe_overlap.runtime.spans import HostClock, SpanRecorder
-from moe_overlap.runtime.step import Batch, StepResult
+from moe_overlap.runtime.step import Batch
 from tools.bench.profile import LATE_SECONDS, GivenSeconds, ListSeconds, apply_profile
 
 

@@ -23,6 +23,7 @@ from moe_overlap.plan.instructions import Instruction, stem_of
 from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION, last_uses
 from moe_overlap.plan.operators import FORWARD, RECOMPUTE
+from moe_overlap.plan.step import StepResult
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
 from moe_overlap.runtime.executor.bindings import ChunkOperators
@@ -37,7 +38,7 @@ from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.attached_losses import micro_batch_share, set_attached_scales
 from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
-from moe_overlap.runtime.step import Batch, StepResult, computes_later, naming
+from moe_overlap.runtime.step import Batch, computes_later, naming
 
 
 class StageTransfers:

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moe_overlap.plan.instructions import PIPELINE, Instruction
+from moe_overlap.plan.step import StepResult
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_inside
 from moe_overlap.runtime.routing.balance_report import forget_balance_losses
@@ -31,7 +32,7 @@ from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.attached_losses import set_attached_scales
 from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
-from moe_overlap.runtime.step import Batch, StepResult
+from moe_overlap.runtime.step import Batch
 
 
 class RecordedTransfers(P2PCommunicator):

@@ -37,11 +37,12 @@ from torch import Tensor
 from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import OperatorKind
+from moe_overlap.plan.step import StepResult
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.routing.balance_report import forget_balance_losses, mean_balance_losses
 from moe_overlap.runtime.state.optimizer import PreparedGradients
 from moe_overlap.runtime.state.tied_embedding import TiedEmbedding
-from moe_overlap.runtime.step import Batch, StepResult, naming
+from moe_overlap.runtime.step import Batch, naming
 
 WHOLE_STAGE, ONE_GROUP = False, True
 """Whether an instruction belongs to one parameter group."""

@@ -1,6 +1,6 @@
 """The layouts that all stages of a plan may share, and the plan that a layout stands for.
 
-1. `SearchSpace` names what a search is free to decide (`--search-space`): up to `full`, each name adds to the one before.
+1. `SearchSpace` says what a search is free to decide; `SEARCH_SPACES` is the table of `--search-space`.
 2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on so many GPUs, but for two kinds that are
    never better than another: tensor-parallel groups, whose ranks talk in every layer, across the network; and CP with a
    micro-batch that has a common divisor with it, as a c-th of both computes as many tokens per rank and sends fewer.
@@ -85,59 +85,71 @@ class SearchSpace:
         return not self.only_data or (layout.ranks == (1, 1, 1, 1) and layout.pipeline == 1)
 
 
+MEGATRON = SearchSpace("megatron", recomputes=False)
+RECOMPUTE = SearchSpace("recompute", recomputes=True)
+STAGES = SearchSpace("stages", recomputes=True, frees_stages=True, meshes=(Restriction.FREE,))
+ZERO = SearchSpace("zero", recomputes=True, zero_levels=LEVELS)
+OFFLOAD = replace(ZERO, name="offload", offloads=ON_HOST)
+FULL = replace(OFFLOAD, name="full", frees_stages=True, meshes=tuple(Restriction))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpaceOfTargets:
+    """A value of `--search-space`.
+
+    Attributes:
+        about: its decisions beside the layout, for `--help`.
+        whole: searched for the target `any`.
+        moe_overlap, megatron_lm: the part that this fork, or Megatron-LM, executes; None where it adds nothing for that target.
+    """
+
+    about: str
+    whole: SearchSpace
+    moe_overlap: SearchSpace | None = None
+    megatron_lm: SearchSpace | None = None
+
+    def of(self, target: str) -> SearchSpace | None:
+        """The space that is searched for `moe-overlap`, `megatron-lm` or `any`."""
+        return {"moe-overlap": self.moe_overlap, "megatron-lm": self.megatron_lm}.get(target, self.whole)
+
+
 SEARCH_SPACES = {
-    space.name: space
-    for space in (
-        SearchSpace("megatron", recomputes=False),
-        SearchSpace("recompute", recomputes=True),
-        SearchSpace("stages", recomputes=True, frees_stages=True, meshes=(Restriction.FREE,)),
-        SearchSpace("zero", recomputes=True, zero_levels=LEVELS),
-        SearchSpace("offload", recomputes=True, zero_levels=LEVELS, offloads=ON_HOST),
-        SearchSpace(
-            "full",
-            recomputes=True,
-            zero_levels=LEVELS,
-            offloads=ON_HOST,
-            frees_stages=True,
-            meshes=(Restriction.FREE, Restriction.EQUAL_OPERATORS, Restriction.ONE_DEVICE),
-        ),
-        # Restrictions of the full space, which papers compare with; their plans overlap nothing.
-        SearchSpace("data", recomputes=True, overlaps=False, zero_levels=(0,), only_data=True),
-        SearchSpace("zero2", recomputes=True, overlaps=False, zero_levels=(2,), only_data=True),
-        SearchSpace("zero3", recomputes=True, overlaps=False, zero_levels=(3,), only_data=True),
-        SearchSpace(
-            "equal-layer",
-            recomputes=True,
-            overlaps=False,
-            zero_levels=LEVELS,
-            offloads=ON_HOST,
-            frees_stages=True,
-            equal_layers=True,
-        ),
-        SearchSpace(
-            "intra-only", recomputes=True, overlaps=False, zero_levels=LEVELS, one_stage=True, shards_operators=True
-        ),
-        SearchSpace("inter-only", recomputes=True, overlaps=False, meshes=(Restriction.ONE_DEVICE,)),
-        SearchSpace(
-            "equal-operator", recomputes=True, overlaps=False, meshes=(Restriction.EQUAL_OPERATORS,), uniform=False
-        ),
-    )
+    "megatron": SpaceOfTargets(
+        about="ZeRO-1, no recomputation", whole=MEGATRON, moe_overlap=MEGATRON, megatron_lm=MEGATRON
+    ),
+    "recompute": SpaceOfTargets(
+        about="and recomputation, the same on every stage",
+        whole=RECOMPUTE,
+        moe_overlap=RECOMPUTE,
+        megatron_lm=RECOMPUTE,
+    ),
+    "stages": SpaceOfTargets(
+        about="each stage with its own layers and recomputation",
+        whole=STAGES,
+        moe_overlap=STAGES,
+        # Its flags say the layers of every stage, and one recomputation for all of them.
+        megatron_lm=replace(STAGES, one_memory=True, meshes=()),
+    ),
+    # Megatron-FSDP shards gradients and weights over the replicas (ZeRO-2 and 3), without pipelines.
+    "zero": SpaceOfTargets(about="ZeRO 0 to 3", whole=ZERO, megatron_lm=replace(ZERO, zero_levels=(1, 2, 3))),
+    "offload": SpaceOfTargets(
+        about="and states in host memory",
+        whole=OFFLOAD,
+        # Activations of whole layers may wait on the host. Its offloaded optimizer steps on the CPU, which is not priced.
+        megatron_lm=replace(OFFLOAD, zero_levels=(1, 2, 3), offloads=("activations",)),
+    ),
+    "full": SpaceOfTargets(about="and each stage with its own of all these", whole=FULL),
 }
+"""Value of `--search-space` -> its spaces; up to `full` each adds to the one before."""
+REMOVED_SPACES = {
+    **dict.fromkeys(("data", "zero2", "zero3"), "zero"),
+    **dict.fromkeys(("equal-layer", "intra-only", "inter-only"), "full"),
+    "equal-operator": "stages",
+}
+"""Earlier values of `--search-space`, with which papers compare -> a space that has their plans."""
 
 
 DEFAULT_SPACE = "stages"
-SPACES = ("megatron", "recompute", "stages")
-"""Search spaces of plans that are executed."""
-BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
-"""Search spaces with plans that no runtime executes today."""
-UPSTREAM = {
-    # Its flags say the layers of every stage, and one recomputation for all of them.
-    "stages": replace(SEARCH_SPACES["stages"], one_memory=True, meshes=()),
-    "zero": replace(SEARCH_SPACES["zero"], zero_levels=(1, 2, 3)),
-    # Its offloaded optimizer steps on the CPU, which is not priced.
-    "offload": replace(SEARCH_SPACES["offload"], zero_levels=(1, 2, 3), offloads=("activations",)),
-}
-"""The part of a space that Megatron-LM executes, where that is another than this runtime's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

@@ -13,7 +13,8 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.validation import validate
-from moe_overlap.tuner.search.space import LEVELS, SEARCH_SPACES
+from moe_overlap.tuner.search.space import LEVELS
+from tests.unit.tuner.search.spaces import SPACES
 from tools.bench import alpa_figures, mist_figures
 from tools.bench.mist_figures import DIMENSIONS, FULL, HEURISTIC, MEAN, UNIFORM, averaged, losses
 from tools.bench.paper_searches import ROOT, KeptSearches, Machines, Outcome, Search, run
@@ -31,7 +32,7 @@ from tools.bench.paper_spaces import (
 )
 from tools.benchmark_papers import SEARCHED, main
 
-SPACE = SEARCH_SPACES["data"]
+SPACE = SPACES["data"]
 SEARCH = Search(words=("--bf16",), machines=Machines(gpu="L4", gpus=2), space=SPACE)
 
 

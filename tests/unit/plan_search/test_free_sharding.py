@@ -1,19 +1,19 @@
-"""`--search-space intra-only`: beside the plan, the best sharding of all and what megatron-core's layouts lose of it."""
+"""The space `intra-only`: beside the plan, the best sharding of all and what megatron-core's layouts lose of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.training.cli.config import Config
-from moe_overlap.commands import autotune
-from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.describe.cluster import GIB, shipped_cluster
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search import free_sharding
@@ -34,6 +34,7 @@ from moe_overlap.tuner.search.solution import Solution, Status
 from tests.unit.plan_search.test_plan_search import by_hand
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS
 from tests.unit.tuner.search.sharding_cases import cluster, dense, workload
+from tests.unit.tuner.search.spaces import SPACES
 
 PAIR = shipped_cluster("H100", 2)
 # The dense layer of sharding_cases.py.
@@ -42,7 +43,7 @@ DENSE = """--num-layers 1 --hidden-size 4096 --ffn-hidden-size 14336 --num-atten
     --global-batch-size 4 --bf16 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
     --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights --train-iters 10 --lr 1e-4
     --use-distributed-optimizer""".split()
-COMMAND = ["--num-gpus", "2", "--gpu", "H100", "--target", "any", "--search-space", "intra-only", "--verbose"]
+SETTINGS = SearchSettings(target="any", space=SPACES["intra-only"], has_baseline=False)
 
 
 def graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
@@ -56,23 +57,10 @@ def graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) ->
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PlanSearch, str]]:
-    """The search from the command line, and what it prints."""
-    folder = tmp_path_factory.mktemp("intra_only")
-    (folder / "job.args").write_text("\n".join(DENSE))
-    kept: list[PlanSearch] = []
-
-    def search(words: Any, cluster: Cluster, settings: SearchSettings, **options: Any) -> PlanSearch:
-        kept.append(search_plan(words, cluster, settings, **{**options, "graphs": graphs, "constants": CONSTANTS}))
-        return kept[-1]
-
-    printed: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_overlap.plan_search.search.search_plan", search)
-        patch.setattr("builtins.print", lambda *words, **how: printed.append(" ".join(map(str, words))))
-        words = ["--megatron-args", str(folder / "job.args"), "--output", str(folder / "tuned"), *COMMAND]
-        assert autotune.main(words) == 0
-    yield kept[0], "\n".join(printed)
+def told() -> tuple[PlanSearch, str]:
+    """The search, and its answer with every detail."""
+    search = search_plan(DENSE, PAIR, SETTINGS, graphs=graphs, constants=CONSTANTS)
+    return search, "\n".join([*search_lines(search, Path(), [], None), *detail_lines(search)])
 
 
 def test_the_answer_is_the_free_optimum_of_all_meshes(told: tuple[PlanSearch, str]) -> None:
@@ -142,13 +130,12 @@ def test_the_plan_is_one_that_megatron_core_executes(told: tuple[PlanSearch, str
 
 def test_a_model_without_algorithms_is_answered_all_the_same() -> None:
     """Graphs by hand do not say what operators read."""
-    settings = SearchSettings(target="any", space="intra-only", has_baseline=False)
-    search = search_plan(DENSE, PAIR, settings, graphs=by_hand, constants=CONSTANTS)
+    search = search_plan(DENSE, PAIR, SETTINGS, graphs=by_hand, constants=CONSTANTS)
     (line,) = [line for line in search_lines(search, Path(), [], None) if line.startswith("sharding")]
     assert line.startswith("sharding    not searched free for every operator: embedding: ")
     assert search_json(search)["sharding"] == {"not_run": search.sharding and search.sharding.refusal}
     assert not sharding_details(search.sharding or SearchedSharding())
-    narrow = dataclasses.replace(settings, space="zero3")
+    narrow = dataclasses.replace(SETTINGS, space=SPACES["zero3"])
     other = search_plan(DENSE, PAIR, narrow, graphs=by_hand, constants=CONSTANTS)
     assert other.sharding is None and "sharding" not in search_json(other)
 
@@ -206,19 +193,11 @@ def test_a_tie_is_said() -> None:
     assert "nothing better was found in time than" in line and "nothing beats" not in line
 
 
-def test_a_plan_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_one_line() -> None:
     """Weights, gradients and optimizer state of 1.6 TB on two GPUs."""
-    words = [*COMMAND, "--output", str(tmp_path / "tuned"), "--megatron-args", str(tmp_path / "job.args")]
-    (tmp_path / "job.args").write_text("\n".join(DENSE).replace("--num-layers\n1", "--num-layers\n400"))
-
-    def search(words: Any, cluster: Cluster, settings: SearchSettings, **options: Any) -> PlanSearch:
-        return search_plan(words, cluster, settings, **{**options, "graphs": graphs, "constants": CONSTANTS})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe_overlap.plan_search.search.search_plan", search)
-        assert autotune.main(words) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert "fits 80 GiB" in line and "use more GPUs" in line and not (tmp_path / "tuned").exists()
+    deep = " ".join(DENSE).replace("--num-layers 1 ", "--num-layers 400 ").split()
+    with pytest.raises(ConfigError, match="fits 80 GiB.*use more GPUs"):
+        search_plan(deep, PAIR, SETTINGS, graphs=graphs, constants=CONSTANTS)
 
 
 class _Task:

@@ -52,6 +52,7 @@ from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
 from tests.unit.plan import plan_samples
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB
 from tests.unit.tuner.hand_made import captured_by_hand
+from tests.unit.tuner.search.spaces import SPACES
 
 H100 = shipped_cluster("H100", 8)
 SMALL = [*JOB, *"--num-layers 2 --moe-ffn-hidden-size 4095 --num-experts 4 --expert-model-parallel-size 2".split()]
@@ -220,7 +221,7 @@ def test_answer_and_json(tmp_path: Path) -> None:
 
 def test_a_plan_that_nothing_runs_is_marked_with_what_refuses_it(tmp_path: Path) -> None:
     """ZeRO-3 is written as a plan alone, and no next step is named."""
-    found = search_plan(SMALL, H100, SearchSettings(target="any", space="zero3"), **OPTIONS)
+    found = search_plan(SMALL, H100, SearchSettings(target="any", space=SPACES["zero3"]), **OPTIONS)
     assert found.plan.stages[0].zero_level == 3 and found.tuned is None
     assert found.chosen.seconds >= found.found.solution.objective * (1.0 - 1e-9)
     assert write_search(tmp_path, found) == ["plan.json"]
@@ -260,8 +261,8 @@ def test_no_layout_divides() -> None:
         (["--search-space", "zero"], "does not execute (ZeRO 0, 2 and 3, offloading); add --target megatron-lm or"),
         (["--search-space", "full", "--target", "megatron-lm"], "or stages that differ); add --target any"),
         (
-            ["--search-space", "intra-only"],
-            "--search-space intra-only: has plans that nothing executes today",
+            ["--search-space", "zero3"],
+            "--search-space zero3: was removed: papers compare with it, and tools/benchmark_papers.py searches it; use zero",
         ),
         (["--overlap-only", "--no-imbalance"], "--no-imbalance: is of the search of plans"),
         (["--overlap-only", "--target", "megatron-lm"], "--target megatron-lm: is of the search of plans"),
@@ -290,10 +291,6 @@ def test_no_layout_divides() -> None:
         (
             ["--target", "megatron-lm", "--overlap-range-limit", "4"],
             "--overlap-range-limit 4: partitions are this fork's overlap",
-        ),
-        (
-            ["--target", "any", "--search-space", "zero2", "--overlap-range-limit", "16"],
-            "--overlap-range-limit 16: plans of --search-space zero2 overlap nothing; drop it",
         ),
     ],
 )

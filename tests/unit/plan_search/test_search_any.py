@@ -21,9 +21,10 @@ from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import closing_lines, search_json, search_sentence, write_search
 from moe_overlap.tuner.search.layer.candidates import PLAIN
-from moe_overlap.tuner.search.space import SEARCH_SPACES
+from moe_overlap.tuner.search.space import SearchSpace
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.tuner.search.spaces import SPACES
 
 GROUP = H100.groups[0]
 SLOW = dataclasses.replace(H100, groups=(dataclasses.replace(GROUP, domain_gb_per_s=8.0, node_gb_per_s=8.0),))
@@ -34,7 +35,7 @@ UPSTREAMS = ("--moe-input-jitter-eps", "0.1")
 
 
 @cache
-def searched(target: Target, *words: str, space: str = "recompute") -> PlanSearch:
+def searched(target: Target, *words: str, space: str | SearchSpace = "recompute") -> PlanSearch:
     # Few partitions of few plans are enough to be faster, and quicker to search.
     few = SearchLimits(max_partitions=2, group_seconds=0.0, range_limit=2)
     settings = SearchSettings(target=target, space=space, solver_seconds=0.2, overlap_limits=few)
@@ -106,8 +107,8 @@ def test_plans_of_a_wider_space_must_be_faster_than_overlapped_ones() -> None:
     "space", ["data", "zero2", "zero3", "equal-layer", "intra-only", "inter-only", "equal-operator"]
 )
 def test_spaces_that_papers_compare_with_overlap_nothing(space: str) -> None:
-    assert not SEARCH_SPACES[space].overlaps and SEARCH_SPACES["full"].overlaps
+    assert not SPACES[space].overlaps and SPACES["full"].overlaps
     if space == "equal-layer":
-        found = searched("any", space=space)
+        found = searched("any", space=SPACES[space])
         assert found.tuned is None and not any(plan.layout.paired for plan in found.found.ranked)
         assert step(found) > (1.0 + TIE) * step(searched("any"))

@@ -2,7 +2,7 @@
 
 1. On every logical shape of the cluster, enumerate megatron-core's layouts; then solve the integer program without that
    restriction, unless its bound shows that it cannot beat the shapes before.
-2. The best free sharding over all shapes is the answer (`--search-space intra-only`: one stage, no pipeline). The cheapest layout
+2. The best free sharding over all shapes is the answer (one stage, no pipeline). The cheapest layout
    over all shapes is the nearest plan that megatron-core executes; the difference of the two is the loss.
 3. Explain the loss by operator (`sharding_losses.py`): operators whose best algorithm no layout has, or no layout combines with
    the others, and the seconds that each would gain if it could choose freely.

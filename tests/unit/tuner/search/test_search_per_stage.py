@@ -26,10 +26,11 @@ from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch,
 from moe_overlap.tuner.search.pipeline.shares import joined_stages
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshSearch
 from moe_overlap.tuner.search.solution import Solution, Status
-from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Run, UniformLayout
+from moe_overlap.tuner.search.space import MemoryChoice, Run, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from tests.unit.tuner.cost.test_cost_evaluate import evaluator_of, random_evaluator, shapes_of
+from tests.unit.tuner.search.spaces import SPACES
 from tests.unit.tuner.search.test_search_uniform import Case, case_of, graphs_of, least_memory, with_modules
 
 LAYOUT = UniformLayout(tensor=1, context=1, expert=2, expert_tensor=1, pipeline=2, virtual=1, micro_batch=1)
@@ -126,7 +127,7 @@ def test_the_search_finds_what_an_enumeration_finds() -> None:
 def test_stages_may_keep_the_modules_that_the_uniform_plan_recomputes() -> None:
     """DeepSeek-V3's fastest uniform plan recomputes modules, and its stages were priced without that choice."""
     case = with_modules(scarce())
-    costs = UniformCosts(replace(case.task, space=SEARCH_SPACES["stages"]))
+    costs = UniformCosts(replace(case.task, space=SPACES["stages"]))
     evaluated = costs.evaluate(LAYOUT, of_modules=True)
     uniform = RankedLayout(
         layout=LAYOUT,
@@ -135,7 +136,7 @@ def test_stages_may_keep_the_modules_that_the_uniform_plan_recomputes() -> None:
         needed_bytes=float(evaluated.needed_bytes[0, 0]),
     )
     assert uniform.memory.modules
-    roomy = replace(case.task, machine=case_of(*THREE, gpus=4).task.machine, space=SEARCH_SPACES["stages"])
+    roomy = replace(case.task, machine=case_of(*THREE, gpus=4).task.machine, space=SPACES["stages"])
     found = search_stages(UniformCosts(roomy), [LAYOUT], [uniform])
     assert found.solution.objective <= uniform.seconds and found.solution.value is not None
 
@@ -223,8 +224,8 @@ def objective(space: str, pipelines: tuple[int, ...] = (1, 2)) -> float:
     single = dataclasses.replace(LAYOUT, pipeline=1, expert=1)
     layouts = [LAYOUT, single, dataclasses.replace(single, expert=4), dataclasses.replace(LAYOUT, expert=1)]
     assert set(layouts) <= set(case.layouts)
-    layouts = [layout for layout in layouts if SEARCH_SPACES[space].has(layout) and layout.pipeline in pipelines]
-    task = dataclasses.replace(case.task, space=SEARCH_SPACES[space])
+    layouts = [layout for layout in layouts if SPACES[space].has(layout) and layout.pipeline in pipelines]
+    task = dataclasses.replace(case.task, space=SPACES[space])
     narrow = dataclasses.replace(case.task, space=narrow_space(task.space))
     found = search_uniform(layouts, UniformCosts(narrow), lambda layout: case.bounds)
     search = search_beyond(found, layouts, task, lambda layout: case.bounds, 20)
@@ -295,7 +296,7 @@ def test_a_space_whose_states_move_adds_no_plan_with_model_chunks() -> None:
 
 def test_data_spaces_have_data_ranks_alone() -> None:
     for name, levels in (("data", (0,)), ("zero2", (2,)), ("zero3", (3,))):
-        space = SEARCH_SPACES[name]
+        space = SPACES[name]
         assert space.zero_levels == levels
         layouts = [layout for layout in scarce().layouts if space.has(layout)]
         assert {(layout.ranks, layout.pipeline) for layout in layouts} == {((1, 1, 1, 1), 1)}
@@ -330,7 +331,7 @@ def test_any_number_of_processes_finds_the_same_plans() -> None:
     case = least_memory(case, 0.055)
     layouts = [layout for layout in case.layouts if layout.virtual == 1 and layout.micro_batch <= 2]
     run = Run(gpus=4, domain_gpus=8, sequence_length=4096, global_batch_size=8)
-    task = dataclasses.replace(case.task, space=SEARCH_SPACES["full"])
+    task = dataclasses.replace(case.task, space=SPACES["full"])
     narrow = dataclasses.replace(case.task, space=narrow_space(task.space))
     found = search_uniform(layouts, UniformCosts(narrow), lambda layout: case.bounds)
     one, two = (

@@ -43,9 +43,10 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import (
     search_meshes,
 )
 from moe_overlap.tuner.search.solution import Solution, Status
-from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Restriction, Run
+from moe_overlap.tuner.search.space import MemoryChoice, Restriction, Run
 from tests.unit.plan_search.test_plan_search import OPTIONS
 from tests.unit.tuner.cost.test_cost_predict import JOB
+from tests.unit.tuner.search.spaces import SPACES
 from tests.unit.tuner.search.test_search_per_stage import problem_of
 from tests.unit.tuner.search.test_search_uniform import Case, case_of, least_memory
 
@@ -181,7 +182,7 @@ def test_nodes_that_cannot_be_halved_are_one_line() -> None:
     case, run = small()
     group = dataclasses.replace(case.cluster.groups[0], gpus_per_node=6)
     machine = dataclasses.replace(case.task.machine, cluster=dataclasses.replace(case.cluster, groups=(group,)))
-    task = dataclasses.replace(case.task, machine=machine, space=SEARCH_SPACES["equal-operator"])
+    task = dataclasses.replace(case.task, machine=machine, space=SPACES["equal-operator"])
     with pytest.raises(ConfigError, match="gpus_per_node 6: nodes of 6 GPUs cannot be halved into sub-meshes"):
         search_meshes(task, run)
 
@@ -206,7 +207,7 @@ def test_coarse_seconds_are_never_longer() -> None:
     assert coarse(seconds[:3]).tolist() == seconds[:3].tolist()
 
 
-# The command line
+# Whole searches
 
 
 def cluster_of(gpus: int) -> Cluster:
@@ -218,11 +219,11 @@ def cluster_of(gpus: int) -> Cluster:
 def answer(space: str, gpus: int = 4) -> PlanSearch:
     words = [*JOB, "--num-layers", "3", "--moe-ffn-hidden-size", "4095", "--num-experts", "4"]
     words += ["--expert-model-parallel-size", "1", "--global-batch-size", "8"]
-    settings = SearchSettings(target="any", space=space, has_baseline=False)
+    settings = SearchSettings(target="any", space=SPACES[space], has_baseline=False)
     return search_plan(words, cluster_of(gpus), settings, **OPTIONS)
 
 
-def test_inter_only_from_the_command_line(tmp_path: Path) -> None:
+def test_a_stage_on_each_gpu() -> None:
     search = answer("inter-only", 2)
     assert [len(stage.devices.ranks) for stage in search.plan.stages] == [1, 1]
     assert search_json(search)["search"]["per_stage"]["mesh_programs"] > 0
@@ -234,7 +235,7 @@ def test_inter_only_from_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_full_space_is_never_slower(tmp_path: Path) -> None:
-    spaces = [name for name in SEARCH_SPACES if name not in ("full", "inter-only")]
+    spaces = [name for name in SPACES if name not in ("full", "inter-only")]
     full = answer("full")
     objective = search_json(full)["search"]["objective"]
     for space in spaces:

@@ -31,7 +31,6 @@ from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
-    SEARCH_SPACES,
     MemoryChoice,
     Run,
     UniformLayout,
@@ -46,6 +45,7 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from tests.unit.plan import plan_samples
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB
 from tests.unit.tuner.hand_made import captured_by_hand
+from tests.unit.tuner.search.spaces import SPACES
 
 SMALL = [*JOB, "--num-layers", "6", "--num-experts", "4", "--expert-model-parallel-size", "1"]
 
@@ -129,7 +129,7 @@ def case_of(*words: str, gpus: int = 8, space: str = "recompute", gpu: str = "H1
         graphs=graphs_of,
         machine=machine,
         features=features,
-        space=SEARCH_SPACES[space],
+        space=SPACES[space],
     )
     run = Run(gpus=gpus, domain_gpus=8, sequence_length=4096, global_batch_size=job.plan.global_batch_size)
     bounds = Bounds(model=job.model, template=template, machine=machine, features=features, space=task.space)
@@ -302,7 +302,7 @@ def test_a_part_of_a_space_has_the_prices_of_the_whole() -> None:
             for r, choice in enumerate(row):
                 assert some.seconds[n, r] == pytest.approx(whole.seconds[known[choice]], rel=1e-9)
                 assert some.needed_bytes[n, r] == pytest.approx(whole.needed_bytes[known[choice]], rel=1e-9)
-    assert narrow_space(space) == dataclasses.replace(SEARCH_SPACES["recompute"], all_layers=True)
+    assert narrow_space(space) == dataclasses.replace(SPACES["recompute"], all_layers=True)
 
 
 def cases() -> list[Case]:
