@@ -4,11 +4,11 @@ Contract of `AllToAll`: rank i sends `send_counts[j]` rows to rank j, which expe
 of the sending rank. Nothing is padded, no message carries zero rows, a rank's own rows never leave it.
 
 - CPU (gloo): point-to-point requests, every receive posted before any send, because gloo's own all-to-all posts sends first and
-is half duplex. Tags identify all-to-alls, so several may be in flight and may be waited for in any order; on one group they
-share a link in order of their start.
+  is half duplex. Tags identify all-to-alls, so several may be in flight and may be waited for in any order; on one group they
+  share a link in order of their start.
 - CUDA (NCCL): one `all_to_all_single` on a stream of its own, so that it overlaps with compute, or on the current stream of a
-caller who orders the streams himself (executor/streams.py). NCCL ignores tags and matches collectives by their order: all ranks
-of a group must start their all-to-alls in the same order, which the instruction list guarantees. Not yet run on hardware.
+  caller who orders the streams himself (executor/streams.py). NCCL ignores tags and matches collectives by their order: all ranks
+  of a group must start their all-to-alls in the same order, which the instruction list guarantees. Not yet run on hardware.
 
 Packed rows carry token and probability, so that one all-to-all moves both. A packed row is a row of H elements followed by its
 probability and by unused columns up to 16 bytes. The probability is stored as bits, read as elements of the rows' type (an fp32

@@ -5,11 +5,11 @@ fills the same slots and draws the same experts as routing the whole micro-batch
 (capacity passing). Three sections:
 
 - Capacity and the positional drop. There are two orders of tokens: megatron-core flattens [S, B] position by position (token s·B
-+ b); the drop counts sample by sample (token b·S + s). Only in the second order is a partition of the samples a prefix of the
-remaining tokens, and only then does passing on the used capacity give the drops of the whole micro-batch.
+  + b); the drop counts sample by sample (token b·S + s). Only in the second order is a partition of the samples a prefix of the
+  remaining tokens, and only then does passing on the used capacity give the drops of the whole micro-batch.
 - Draws by index. A generator's draws depend on the order of the calls, so cutting or recomputing a micro-batch would change
-them. Here each (token, expert) gets a 64-bit number that is a function of its indices alone; a token's k experts are those with
-the smallest numbers, a uniform subset. Mixing is SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's constants).
+  them. Here each (token, expert) gets a 64-bit number that is a function of its indices alone; a token's k experts are those with
+  the smallest numbers, a uniform subset. Mixing is SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's constants).
 - `RoutingState`, which holds both for one micro-batch.
 
 T tokens, S positions of a sequence on this rank, B samples of the micro-batch, E experts, K experts per token.

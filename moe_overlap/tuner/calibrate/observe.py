@@ -7,10 +7,11 @@ Steps.
 1. Observe (`observe`): the seconds of every kind on one rank, without waiting.
    a. Computation: the mean of a stage's ranks; includes the collectives inside operators, as prices of operators do.
    b. A collective begins when the last rank of its group has started it. If its span is exposed on a rank, it ends there with
-   the span, and these seconds are exact. If it is exposed on no rank, it may have ended earlier: the seconds are an upper bound.
+      the span, and these seconds are exact. If it is exposed on no rank, it may have ended earlier: the seconds are an upper
+      bound.
    c. The rest of an exposed span is waiting for slower ranks. In the simulator one rank represents all, so it must be as slow as
-   the slowest: the seconds of computation are raised by the mean share of waiting. Transfers between stages and copies are left
-   out: their spans contain the waiting of the pipeline.
+      the slowest: the seconds of computation are raised by the mean share of waiting. Transfers between stages and copies are
+      left out: their spans contain the waiting of the pipeline.
 2. Fit (`fit`). Concurrent instructions slow each other down, in the measurement as in the simulation. So the price factors are
    found by iteration: simulate with the present factors, and multiply each factor by measured over simulated seconds, until no
    kind changes. Collectives with only an upper bound are shortened to it at most.
