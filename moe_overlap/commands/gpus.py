@@ -1,4 +1,4 @@
-"""`--list-gpus`: the types of GPU that `--gpu` and cluster files know by name."""
+"""`--list-gpus`: the types of GPU that `--gpu` and cluster files accept by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_overlap.tuner.cost.hardware import shipped_constants
 
 
 class ListGpus(argparse.Action):
-    """Prints the table and ends the program, before anything else of the command line is asked for."""
+    """Prints the table and ends the program, without checking other arguments."""
 
     def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -22,7 +22,8 @@ class ListGpus(argparse.Action):
 
 
 def gpu_lines() -> list[str]:
-    """A table of the known GPUs: peak rates, memory, the usual node, links, and whether measured steps calibrate their prices."""
+    """A table of the known GPUs: peak rates, memory, usual node, links, and whether their prices are calibrated by measured
+    steps."""
     calibrated = shipped_constants().gpus
     rows: list[tuple[str, ...]] = [
         ("GPU", "bf16", "fp8", "fp4", "GiB", "node", "NVLink", "network", "calibrated", "also called")

@@ -19,14 +19,14 @@ class Change:
     Attributes:
         name: of the decision, such as "micro-batch".
         before, after: flag -> values, in the user's flags and in the plan; a flag in only one of them is removed or added.
-        alone: the prediction of the user's flags with only this change; None if a rule refuses them.
+        prediction: the prediction of the user's flags with only this change; None if a rule refuses them.
         rule: the rule that refuses them.
     """
 
     name: str
     before: Mapping[str, tuple[str, ...]]
     after: Mapping[str, tuple[str, ...]]
-    alone: Prediction | None
+    prediction: Prediction | None
     rule: str = ""
 
     @property
@@ -45,25 +45,27 @@ class Change:
 
     def gain(self, baseline: Prediction) -> float:
         """Seconds of a step that the change saves by itself; 0 if it is not possible by itself."""
-        return 0.0 if self.alone is None else baseline.predicted.step_seconds - self.alone.predicted.step_seconds
+        return (
+            0.0 if self.prediction is None else baseline.predicted.step_seconds - self.prediction.predicted.step_seconds
+        )
 
     def effect(self, baseline: Prediction) -> str:
         """The predicted effect of only this change, as text."""
-        if self.alone is None:
+        if self.prediction is None:
             return f"only together with others: {self.rule}"
-        seconds = self.alone.predicted.step_seconds - baseline.predicted.step_seconds
-        memory = self.alone.fullest.needed_bytes - baseline.fullest.needed_bytes
-        fits = "" if self.alone.fits else f"; {self.alone.memory_verdict}"
+        seconds = self.prediction.predicted.step_seconds - baseline.predicted.step_seconds
+        memory = self.prediction.fullest.needed_bytes - baseline.fullest.needed_bytes
+        fits = "" if self.prediction.fits else f"; {self.prediction.memory_verdict}"
         space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "the same memory"
         # A change that costs time or memory by itself needs another reason.
-        others = "" if seconds < 0 and self.alone.fits else "; chosen for its effect together with the others"
+        others = "" if seconds < 0 and self.prediction.fits else "; chosen for its effect together with the others"
         return f"alone {difference(seconds)} a step and {space}{fits}{others}"
 
 
 def helpful(changes: Sequence[Change], baseline: Prediction) -> list[Change]:
     """The changes that save time by themselves, in order; those that do not fit by themselves come last."""
     gaining = [change for change in changes if change.gain(baseline) > 0.0]
-    return sorted(gaining, key=lambda change: change.alone is None or not change.alone.fits)
+    return sorted(gaining, key=lambda change: change.prediction is None or not change.prediction.fits)
 
 
 def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
@@ -73,9 +75,9 @@ def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
             "name": change.name,
             "before": [word for flag, values in change.before.items() for word in (flag, *values)],
             "after": [word for flag, values in change.after.items() for word in (flag, *values)],
-            "alone_step_seconds": None if change.alone is None else change.alone.predicted.step_seconds,
-            "alone_needed_bytes": None if change.alone is None else change.alone.fullest.needed_bytes,
-            "alone_fits": None if change.alone is None else change.alone.fits,
+            "alone_step_seconds": None if change.prediction is None else change.prediction.predicted.step_seconds,
+            "alone_needed_bytes": None if change.prediction is None else change.prediction.fullest.needed_bytes,
+            "alone_fits": None if change.prediction is None else change.prediction.fits,
             "rule": change.rule,
         }
         for change in changes

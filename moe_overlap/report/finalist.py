@@ -20,7 +20,7 @@ class Finalist:
     Attributes:
         problem: the run with this plan, as parsed from the flags.
         arguments: all flags of the run.
-        said: the flags among them that express the plan.
+        plan_arguments: the flags among them that express the plan.
         in_file: flags whose decisions are in the plan's file instead: no flag expresses the recomputation of single stages.
         is_staged: whether layers and recomputation were chosen separately for each stage.
         refusal: why pretrain_moe.py refuses the plan; None if it, or the target, executes it.
@@ -33,7 +33,7 @@ class Finalist:
     problem: Problem
     prediction: Prediction
     arguments: tuple[str, ...]
-    said: tuple[str, ...]
+    plan_arguments: tuple[str, ...]
     in_file: tuple[str, ...] = ()
     is_staged: bool = False
     refusal: str | None = None

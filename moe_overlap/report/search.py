@@ -124,7 +124,9 @@ class PlanSearch:
         sentence = self.chosen.name if self.plan.transfers else plan_sentence(self.plan)
         if not self.is_upstream:
             return sentence
-        overlap = ", overlap: two micro-batches at a time" if PAIRED[0] in (*self.words, *self.chosen.said) else ""
+        overlap = (
+            ", overlap: two micro-batches at a time" if PAIRED[0] in (*self.words, *self.chosen.plan_arguments) else ""
+        )
         return f"{sentence}{overlap}, for unmodified Megatron-LM"
 
     @property
@@ -156,7 +158,7 @@ class PlanSearch:
     @property
     def written(self) -> WrittenFlags:
         """The flags that run the plan."""
-        plan_file, arguments, plan_arguments = None, self.words, self.chosen.said
+        plan_file, arguments, plan_arguments = None, self.words, self.chosen.plan_arguments
         in_file = self.chosen.in_file
         if in_file:
             plan_file = "plan.json"
@@ -239,7 +241,7 @@ def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[s
                     "simulated_step_seconds": simulated_json(other),
                     "needed_bytes": other.prediction.fullest.needed_bytes,
                     "fits": other.prediction.fits,
-                    "arguments": list(other.said),
+                    "arguments": list(other.plan_arguments),
                     "not_executed": other.refusal,
                 }
                 for other in search.others

@@ -256,10 +256,10 @@ def test_a_job_is_its_flags_its_gpus_and_its_options() -> None:
         (["--shard", "1/2", "--jobs", "2"], "--jobs 2: a shard is one process"),
         (["--shard", "1/2", "--target", "both"], "--shard 1/2: is a share of one search"),
         (["--shard", "1/2", "--num-gpus", "8,16"], "--shard 1/2: is a share of one search"),
-        (["--shard", "1/2", "--overlap-only"], "--shard 1/2: is of the search of plans"),
-        (["--jobs", "2", "--overlap-only"], "--jobs 2: is of the search of plans"),
-        (["--no-imbalance", "--overlap-only"], "--no-imbalance: is of the search of plans"),
-        (["--num-gpus", "2,4", "--overlap-only"], "--num-gpus 2,4: the overlap is of one layout"),
+        (["--shard", "1/2", "--overlap-only"], "--shard 1/2: has no effect with --overlap-only"),
+        (["--jobs", "2", "--overlap-only"], "--jobs 2: has no effect with --overlap-only"),
+        (["--no-imbalance", "--overlap-only"], "--no-imbalance: has no effect with --overlap-only"),
+        (["--num-gpus", "2,4", "--overlap-only"], "--num-gpus 2,4: --overlap-only keeps one layout"),
     ],
 )
 def test_mistakes(
