@@ -1,7 +1,7 @@
 """Record how a dry run answers to argument lists of real jobs: `python tools/answer_lists.py [LISTS.json] [--write RECORD.md]`.
 
-A list is a JSON object with `name`, `moe` and `arguments`. What stops a start on the CPU is what the CPU lacks, or what is not
-executed yet; the record names the first reason. Files that the lists' users have are not asked for.
+A list is a JSON object with `name`, `moe` and `arguments`. A list does not start on the CPU if it needs a GPU or a flag
+that is not executed yet; the record names the first reason. Files of the lists' users need not exist.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@
 
 A cell is a gate and a ratio of all-to-all seconds to computation; the rate of the links is what makes the ratio. Two ranks stand
 on hosts of their own, with two micro-batches a step. For each gate they measure its operators, for each cell its links; from that
-`tune` (tools/autotune.py --overlap-only) chooses, without being told what is measured. Then all plans of
+`tune` (tools/autotune.py --overlap-only) chooses; it does not see any measured step. Then all plans of
 `hand_set` (tools/bench/figures.py) run in turn, and the fastest of them, the chosen one and megatron-core's list once more,
 `repeats` times.
 
-Timer compute: every operator sleeps for what the cost model says of it, so that the tuner sees the seconds that pass; passes
-only, without the update. Links are real.
+Timer compute: every operator sleeps for its seconds in the cost model, so the tuner's computation is exact; only the passes run,
+without the update. Links are real.
 
 --real          then megatron-core's list, the sequential one and the chosen plans with real computation, in turn
 """
@@ -81,7 +81,7 @@ class Cell:
 
     Attributes:
         ratio: all-to-all seconds per second of computation, by bytes and rate.
-        chosen: the variant that runs what was chosen.
+        chosen: the variant of the tuner's choice.
         real: plan -> steps with real computation.
     """
 

@@ -84,7 +84,7 @@ LARGE_BYTES = (1 << 21, 1 << 22)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 WARMING_STEPS = 1
 LAYOUTS_OF_RANKS = 4
-"""Layouts that ranks run before they are started anew."""
+"""Layouts that ranks run before they are restarted."""
 PROFILE_SECONDS, STEP_SECONDS = 900.0, 240.0
 """Longest wait for a profile, and for an answer of a rank."""
 
@@ -229,7 +229,7 @@ def measure(candidates: Sequence[Candidate], start: Callable[[], Ranks], steps: 
     """Run every candidate for some steps.
 
     Args:
-        start: starts ranks anew. A layout that a rank has left keeps some 45 threads of gloo, which wake up even where nothing is
+        start: starts new ranks. Each earlier layout of a rank keeps about 45 threads of gloo, which wake up even if nothing is
             sent: as the eighteenth layout of its ranks a plan took 2.63 s, as the first one 1.82.
     """
     rows: list[Row] = []
@@ -317,7 +317,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--grid-only",
         action="store_true",
-        help="search nothing: what is predicted to be the fastest of the grid is chosen",
+        help="do not search: choose the layout of the grid with the fastest prediction",
     )
     parser.add_argument("--fastest", type=int, help="run only so many of the grid, predicted to be the fastest")
     parser.add_argument("--slower", type=float, default=6.0, help="how much slower than this machine the device is")

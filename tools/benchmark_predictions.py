@@ -10,9 +10,9 @@ measure operators, links and the host's time once for each rate (--folder keeps 
 captured graph, as tools/predict.py does, and simulated; then all plans run in turn and leave traces, which are compared as
 tools/compare_trace.py does. Spans of an all-to-all last from its start until its rank has waited for it, in both.
 
---timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: what is judged
-                is the order, the links and the simulator. Otherwise computation is real and predicted operator by operator;
-                what a step adds to operators timed alone is measured on two other jobs (tools/bench/machine.py).
+--timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: this judges the
+                order, the links and the simulator. Otherwise computation is real and predicted operator by operator; the host's
+                overhead per step is measured on two other jobs (tools/bench/machine.py).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 1. link      Every process stands for a GPU on a machine of its own. The link between them gets the rate at which all-to-alls
              take half as long as computation, as they do on many clusters; computation is measured for that.
-2. measure   operators of this model, collectives on this link, and what a step takes beside its operators.
-3. tune      `tools/autotune.py --overlap-only`: what hides the all-to-alls best on such a cluster?
+2. measure   operators of this model, collectives on this link, and the host's overhead per step.
+3. tune      `tools/autotune.py --overlap-only`: which overlap hides the all-to-alls best on such a cluster?
 4. train     a few steps of the plain run, then the whole run with the plan, from the same start.
 5. compare   predicted and measured steps, exposed communication and losses of both.
 
@@ -56,7 +56,7 @@ from tools.bench.worker import ORDER_STEP
 
 JOB = ROOT / "examples" / "first-run.args"
 RATIO = 0.5
-"""Seconds of all-to-all over those of computation that the link's rate is derived for."""
+"""The link's rate is chosen for this ratio of all-to-all seconds to computation seconds."""
 PROBED_STEPS, WARM_UP = 5, 2
 SHOWN_STEPS = {"plain": 1, "tuned": 4}
 """Steps of a training that are shown, besides the first."""
@@ -163,7 +163,7 @@ def probe_of(steps: Sequence[Sequence[dict[str, float]]]) -> Probe:
 
 
 def settled_link(link: str) -> tuple[str, str]:
-    """The link that is used, the one asked for or the first that this machine allows; and why that is not namespaces.
+    """The requested link, or for `auto` the first that this machine allows; and the reason if `auto` could not use namespaces.
 
     Raises:
         ConfigError: namespaces are asked for and cannot be made.
@@ -258,7 +258,7 @@ def _split(arguments: Sequence[str], flags: Sequence[str]) -> tuple[list[str], l
 
 
 class Console:
-    """The lines that a reader follows, and on stderr the line that says what is being done just now."""
+    """Result lines on stdout and a progress line on stderr."""
 
     def __init__(self) -> None:
         self._moving = sys.stderr.isatty()
@@ -272,7 +272,7 @@ class Console:
         print(f"{name:<11} {text}", flush=True)
 
     def doing(self, text: str) -> None:
-        """Say what is under way: the line replaces the last such one on a terminal, else one in QUIET_SECONDS is printed."""
+        """Print progress: a terminal shows only the latest line, a file gets at most one line per QUIET_SECONDS."""
         if self._moving:
             sys.stderr.write(f"\r\x1b[K            … {text}")
         elif time.monotonic() - self._printed_at > QUIET_SECONDS:
@@ -282,7 +282,7 @@ class Console:
 
 
 def measure(run: FirstRun, console: Console) -> tuple[float | None, MeasuredBed, Cluster]:
-    """Steps 1 and 2: derive and make the link, then measure what the tuner has to know."""
+    """Steps 1 and 2: derive and make the link, then measure operators, collectives and the host's overhead."""
     begun = time.monotonic()
     flags, plain = without(run.flags, OUTPUTS), Variant("plain", ())
     console.doing("starting the ranks")
@@ -297,7 +297,7 @@ def measure(run: FirstRun, console: Console) -> tuple[float | None, MeasuredBed,
             console.doing(f"measuring operators {first + 1} … of {len(keys)}")
             bed.measure_operators(keys[: first + OPERATORS_AT_ONCE])
         bed.measure_links(LINKS)
-    console.doing("measuring what a step takes beside its operators, on two other jobs")
+    console.doing("measuring the host's overhead per step, on two other jobs")
     measure_host_time_here(bed.database, bed.cluster())
     cluster = bed.cluster()
     text = (

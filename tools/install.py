@@ -2,9 +2,9 @@
 
     python3 tools/install.py .venv "torch==2.13.0"
 
-1. The machine is asked for what the later steps need: Python's venv, and room on the disk.
-2. The environment is made, or used again where an earlier installation stopped in the middle.
-3. pip installs the chosen torch, then this project with its tools. pip's own output is shown; where it fails, PROBLEMS names the
+1. Check the needs of the later steps: Python's venv, and disk space.
+2. Make the environment, or reuse it if an earlier installation stopped in the middle.
+3. Install the chosen torch with pip, then this project with its tools. pip's output is shown; if it fails, PROBLEMS names the
    reason and the fix.
 
 Only the standard library is imported: nothing else is installed yet. The Makefile has checked Python's release.
@@ -113,7 +113,7 @@ def run_step(name: str, command: Sequence[str]) -> None:
 
 
 def reason_of_failure(name: str, errors: str) -> ConfigError:
-    """The one line for a step that failed, read from what it wrote to stderr."""
+    """One line about a failed step, from its stderr."""
     for pattern, rule, fix in PROBLEMS:
         if re.search(pattern, errors):
             return ConfigError(name, "", rule, fix)

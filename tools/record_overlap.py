@@ -2,9 +2,9 @@
 
     tools/record_overlap.py FOLDER [--series ratios gates …] [--repeats 5] [flags of benchmark_overlap.py]
 
-Each series is one run of tools/benchmark_overlap.py; what it printed as JSON goes to FOLDER/SERIES.json, with command, commit,
-machine and load. Then all tables of the folder go into FOLDER/README.md, between the marks <!-- figures -->; what stands around
-them is kept. `--series` without names measures nothing and writes the tables again. Run it on an idle machine, as root.
+Each series is one run of tools/benchmark_overlap.py; its JSON output goes to FOLDER/SERIES.json, with command, commit,
+machine and load. Then all tables of the folder go into FOLDER/README.md, between the marks <!-- figures -->; the text outside
+the marks is kept. `--series` without names measures nothing and writes the tables again. Run it on an idle machine, as root.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _shown(row: dict[str, Any] | None) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what is asked for, then write the tables of everything that was ever measured into the folder."""
+    """Measure the series of the command line, then write the tables of all series in the folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -3,18 +3,18 @@
     python tools/autotune.py --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64 --output tuned
     sbatch tuned/launch.sbatch      (or: python pretrain_moe.py --nproc-per-node N @tuned/megatron_args.txt)
 
-What the flags say of the layout is the baseline, and binds nothing. --target megatron-lm answers with flags that unmodified
-Megatron-LM accepts; --target both searches for both, writes the answer for Megatron-LM to DIR/megatron-lm and prints the gain.
+The layout in the flags is only the baseline. --target megatron-lm answers with flags that unmodified Megatron-LM accepts;
+--target both searches for both, writes the answer for Megatron-LM to DIR/megatron-lm and prints the gain.
 --num-gpus 32,64,128 prints a table of the best plans and writes each to DIR/<n>-gpus. Written to --output: megatron_args.txt,
 launch.sbatch, plan.json, report.html, and trace.json (the predicted step with few micro-batches, for ui.perfetto.dev).
-docs/searching.md says what is searched.
+docs/searching.md describes the search.
 
     python tools/autotune.py --overlap-only --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64 --output tuned
     python tools/autotune.py --overlap-only ... --refine measured.json --output tuned2
 
---overlap-only keeps the layout of the flags and decides how it hides all-to-all. With traces of runs of the same job
-(pretrain_moe.py --trace), whatever they overlap, its prices are refined by what was measured; the plan that was measured stays
-where nothing is predicted to be faster. A trace is of a run's last step: let it make a few.
+--overlap-only keeps the layout of the flags and decides how it hides all-to-alls. Traces of runs of the same job with any overlap
+(pretrain_moe.py --trace) refine its prices; the measured plan stays unless another one is predicted to be faster. A trace is of
+a run's last step: run a few steps.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from moe_overlap.commands.job_arguments import (
     cluster_of,
     clusters_of,
     expert_load_of,
+    job_flags,
     margin_of,
     name_of,
     notes_of,
     on_standard_error,
     token_count,
-    words_of,
 )
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.files import printable
@@ -71,11 +71,11 @@ if TYPE_CHECKING:
     from moe_overlap.tuner.search.uniform import RankedLayout
 
 MOST_PER_CORE = 8
-"""Processes of --jobs for each core: more take memory, and search no faster."""
+"""Most processes of --jobs for each core: more need memory without searching faster."""
 JOBS = 4
-"""Most processes that search unless more are asked for: each has prices of its own, up to some GiB in the widest spaces."""
+"""Most processes without --jobs: each holds its own prices, up to some GiB in the widest spaces."""
 SOLVER_SECONDS = 5.0
-"""Seconds of solver time for each weight-gradient schedule."""
+"""Default solver time for each weight-gradient schedule."""
 
 
 @interruptible
@@ -109,10 +109,10 @@ def _overlap(arguments: argparse.Namespace) -> int:
     ):
         value, flag = getattr(arguments, option), f"--{option.replace('_', '-')}"
         if value != default:
-            rule = "is of the search of plans, and the layout is kept"
-            raise ConfigError(flag, "" if value is True else value, rule, "drop it or --overlap-only")
+            rule = "has no effect with --overlap-only, which keeps your layout"
+            raise ConfigError(flag, "" if value is True else value, rule, "drop one of them")
     if "," in str(arguments.num_gpus or ""):
-        rule = "the overlap is of one layout, on one number of GPUs"
+        rule = "--overlap-only keeps one layout, for one number of GPUs"
         raise ConfigError("--num-gpus", arguments.num_gpus, rule, "drop --overlap-only, or give one number")
     cluster = cluster_of(arguments)
     _require_writable(Path(arguments.output))
@@ -121,9 +121,9 @@ def _overlap(arguments: argparse.Namespace) -> int:
     from moe_overlap.report.trace import write_trace
     from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
 
-    given = _options(arguments, on_standard_error)
+    options = _options(arguments, on_standard_error)
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
-    tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
+    tuned = tune(job_flags(arguments), cluster, _limits(arguments), seconds, arguments.refine, **options)
     folder = Path(arguments.output)
     write_run(folder, tuned)
     put_away_others(folder, written_files(tuned), on_standard_error)
@@ -150,13 +150,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     jobs = _jobs(arguments.jobs)
     clusters_of(arguments)
-    words_of(arguments)
+    job_flags(arguments)
     limits = _limits(arguments)
-    # Before the search: it looks at overlap last, and not at all where nothing can overlap.
+    # Before the search, which evaluates overlap last, or never if nothing can overlap.
     check_limits(limits)
     from moe_overlap.plan_search.asked import SearchSettings
 
-    # Whatever is refused from here on ends the line of progress first.
+    # From here on an error first ends the line of progress.
     progress = Progress(sys.stderr)
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
@@ -179,7 +179,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _searched(
     arguments: argparse.Namespace, settings: SearchSettings, train_tokens: float | None, progress: Progress
 ) -> int:
-    """Search, write and print the answer, for one number of GPUs and one target or several."""
+    """Search, write and print the answer, for one or several numbers of GPUs and targets."""
     from moe_overlap.commands.tune_many import tune_both, tune_numbers
     from moe_overlap.plan_search.results import folder_of
     from moe_overlap.plan_search.search import search_plan
@@ -188,19 +188,19 @@ def _searched(
     from moe_overlap.report.search_folder import write_answer
     from moe_overlap.report.targets import UPSTREAM_FOLDER
 
-    given, ended = _options(arguments, progress.tell), progress.end
+    options, ended = _options(arguments, progress.tell), progress.end
     clusters = clusters_of(arguments)
     folder = Path(arguments.output)
-    for each in [folder] if len(clusters) == 1 else [folder / folder_of(cluster) for cluster in clusters]:
-        require_no_other_files(each)
+    for place in [folder] if len(clusters) == 1 else [folder / folder_of(cluster) for cluster in clusters]:
+        require_no_other_files(place)
     if arguments.target == "both":
         require_no_other_files(folder / UPSTREAM_FOLDER)
-    words = words_of(arguments, chooses_dispatcher=clusters[0].measured is None)
+    argv = job_flags(arguments, chooses_dispatcher=clusters[0].measured is None)
     if len(clusters) > 1:
-        return tune_numbers(arguments, words, clusters, settings, given, train_tokens, ended)
+        return tune_numbers(arguments, argv, clusters, settings, options, train_tokens, ended)
     if arguments.target == "both":
-        return tune_both(arguments, words, clusters[0], settings, given, train_tokens, ended)
-    search = search_plan(words, clusters[0], settings, **given)
+        return tune_both(arguments, argv, clusters[0], settings, options, train_tokens, ended)
+    search = search_plan(argv, clusters[0], settings, **options)
     ended()
     files = write_answer(folder, search, on_standard_error, train_tokens)
     if arguments.json:
@@ -214,14 +214,14 @@ def _searched(
 
 
 def _jobs(jobs: int | None) -> int:
-    """Processes that search: `jobs` where it is given, else one for each core that this process may use, `JOBS` at most.
+    """Number of searching processes: `jobs`, or one per usable core, at most `JOBS`.
 
     Raises:
         ConfigError: fewer than one, or more than `MOST_PER_CORE` for each core.
     """
     cores = usable_cores()
     if jobs is None:
-        # Elsewhere a process that has loaded its libraries should not be forked.
+        # Only on Linux is it safe to fork a process that has loaded its libraries.
         return min(JOBS, cores) if sys.platform == "linux" else 1
     require(jobs >= 1, "--jobs", jobs, "must be at least 1", "write the number of cores")
     rule = f"is more than {MOST_PER_CORE} for each of {cores} core{'s' if cores > 1 else ''}"
@@ -241,14 +241,14 @@ def _options(arguments: argparse.Namespace, tell: Tell) -> Options:
 
 
 def _require_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be written, or named in a line, before anything is searched for it."""
+    """Refuse, before the search, a folder that cannot be written or has control characters in its name."""
     if not str(folder).isprintable():
         raise ConfigError("--output", printable(str(folder)), "has control characters", "give another name")
     place = folder
     while not place.exists():
         place = place.parent
     try:
-        # Permissions do not tell: an administrator's are ignored, and file systems may be full, read-only or none.
+        # Permissions are not enough: root ignores them, and a file system may be full or read-only.
         Path(tempfile.mkdtemp(dir=place)).rmdir()
     except OSError as error:
         rule = f"{place} cannot be written ({error.strerror})"
@@ -259,35 +259,35 @@ def _limits(arguments: argparse.Namespace) -> SearchLimits:
     """The limits of the search for overlap.
 
     Raises:
-        ConfigError: a flag says one, and nothing is partitioned in the plans that are searched.
+        ConfigError: a flag sets a limit, but the search has no plans with partitions.
     """
-    said = {
+    limits = {
         name: value
         for name in ("max_partitions", "group_seconds", "range_limit")
         if (value := getattr(arguments, f"overlap_{name}")) is not None
     }
-    if said and not arguments.overlap_only and arguments.target == "megatron-lm":
-        name, value = next(iter(said.items()))
+    if limits and not arguments.overlap_only and arguments.target == "megatron-lm":
+        name, value = next(iter(limits.items()))
         rule = "partitions are this fork's overlap, which --target megatron-lm does not execute"
         raise ConfigError(f"--overlap-{name.replace('_', '-')}", value, rule, "drop it")
-    return dataclasses.replace(PLAN_SEARCH_LIMITS, **said)
+    return dataclasses.replace(PLAN_SEARCH_LIMITS, **limits)
 
 
 class Progress:
-    """Says now and then how far the search is: on one line of a terminal, else on a line every ten seconds."""
+    """Reports the progress of the search: on one live line of a terminal, otherwise on a new line every ten seconds."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._said = stream, time.monotonic()
+        self._stream, self._reported = stream, time.monotonic()
         self._line = LiveLine(stream)
-        self._line.show("reading what was recorded of the model")
+        self._line.show("reading the recorded operators of the model")
         self._has_told = False
 
     def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | MeshPlan | None) -> None:
-        """Say it, if it is time."""
+        """Report the progress if the last report is old enough."""
         is_live = self._line.is_shown
-        if time.monotonic() - self._said < (0.2 if is_live else 10.0):
+        if time.monotonic() - self._reported < (0.2 if is_live else 10.0):
             return
-        self._said = time.monotonic()
+        self._reported = time.monotonic()
         text = "nothing that fits yet" if best is None else f"best so far {best.seconds:.3f} s, {best.name}"
         text = f"{done:,} of at most {total:,} layouts evaluated; {text}"
         if is_live:
@@ -297,7 +297,7 @@ class Progress:
             self._stream.flush()
 
     def tell(self, text: str) -> None:
-        """Say what is about to take long; once where lines stay, since a search records for many layouts."""
+        """Announce a long operation; without a live line only the first one, since a search records many layouts."""
         if self._line.is_shown:
             self._line.show(text)
         elif not self._has_told:
@@ -305,7 +305,7 @@ class Progress:
         self._has_told = True
 
     def end(self) -> None:
-        """Leave an empty line for the answer."""
+        """Clear the live line before the answer is printed."""
         self._line.clear()
 
 
@@ -317,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
     job = topic(parser, "job")
-    job.add_argument("--precision", choices=PRECISIONS, help="in place of what the flags say")
+    job.add_argument("--precision", choices=PRECISIONS, help="instead of the value in the flags")
     search = topic(parser, "search", "which plans are looked at, and for how long")
     search.add_argument(
         "--target",
@@ -410,6 +410,6 @@ def _add_overlap_arguments(overlap: argparse._ArgumentGroup) -> None:
 
 def run() -> int:
     """Entry point of `moe-tune` and `tools/autotune.py`."""
-    # The search makes millions of small objects and no cycles of them: looking for some takes a quarter of its time.
+    # The search creates millions of small objects without cycles: garbage collection would take a quarter of its time.
     gc.disable()
     return main()

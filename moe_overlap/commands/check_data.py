@@ -2,8 +2,8 @@
 
     python tools/check_data.py my_text_document --vocab-size 32000
 
-A run checks samples of a large index before its first step; this reads all of it, and all tokens. The status is 2 where a dataset
-is damaged, or has ids that the vocabulary does not.
+A run checks samples of a large index before its first step; this tool reads the full index and all tokens. The status is 2 if a
+dataset is damaged or has ids outside the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from moe_overlap.describe.version import VERSION_LINE
 
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the datasets, a line each; 2 for the first that is damaged."""
+    """Check the datasets and print a line for each; 2 at the first damaged one."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("prefix", nargs="+", help="PREFIX of PREFIX.bin and PREFIX.idx")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below it")
-    words = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        for prefix in words.prefix:
+        for prefix in arguments.prefix:
             facts = check_indexed_dataset(prefix, "dataset", is_complete=True)
             _, highest = token_range(prefix, "dataset")
-            if words.vocab_size is not None and highest >= words.vocab_size:
-                rule = f"has the token id {highest}, the vocabulary has {words.vocab_size}"
+            if arguments.vocab_size is not None and highest >= arguments.vocab_size:
+                rule = f"has the token id {highest}, the vocabulary has {arguments.vocab_size}"
                 raise ConfigError("dataset", prefix, rule, f"give its tokenizer's --vocab-size, or {REBUILD}")
             print(f"{prefix}: {facts.sequences:,} sequences, {facts.tokens:,} tokens, the highest id is {highest}")
     except ConfigError as error:

@@ -21,8 +21,8 @@ from moe_overlap.report.trace import comparison_json, comparison_text, read_trac
 
 LOSSES = """Compare the losses of two runs: `tools/compare_losses.py A.jsonl B.jsonl [--bitwise | --relative 1e-5]`.
 
-The files are what `--log-json` writes; of a step that stands twice (after a resume) the later line counts. Exit status 0 when
-the runs agree, 1 when they do not, 2 for a file that cannot be read.
+The files are those of `--log-json`; if a step occurs twice (after a resume), the later line counts. Exit status 0 if the runs
+agree, 1 if they do not, 2 for a file that cannot be read.
 """
 """The help of `compare_losses`."""
 TRACES = """Compare a predicted trace with a measured one: the seconds of every kind of span, and of the step.
@@ -30,10 +30,10 @@ TRACES = """Compare a predicted trace with a measured one: the seconds of every 
     python tools/compare_trace.py predicted.json measured.json
     python tools/compare_trace.py predicted.json measured.json --json
 
-Traces are those of --trace, of pretrain_moe.py and of tools/predict.py; further ranks of a run of an earlier version (FILE.rank1,
-…) are found beside the file. Both must be of one job: the same model and layout, as far as the files say. A kind is the name of
-an operator without its layer (`moe.experts.backward`) on its channel; seconds are means over the ranks that a trace has. Errors
-are those of the prediction, relative to the measurement.
+Traces come from --trace of pretrain_moe.py and of tools/predict.py; files of other ranks from an earlier version (FILE.rank1, …)
+are read as well. Both must be of one job, with the same model and layout. A kind is the name of an operator without its layer
+(`moe.experts.backward`) and its channel; seconds are means over the ranks of a trace. Errors are errors of the prediction,
+relative to the measurement.
 """
 """The help of `compare_traces`."""
 
@@ -42,7 +42,7 @@ def read_losses(path: Path) -> dict[int, float]:
     """step -> loss.
 
     Raises:
-        ConfigError: no such file, or a line that is not one of --log-json's.
+        ConfigError: the file cannot be read, or a line is not one of --log-json.
     """
     try:
         lines = bounded_text(path).splitlines()
@@ -63,7 +63,7 @@ def read_losses(path: Path) -> dict[int, float]:
 
 
 def relative_differences(first: dict[int, float], second: dict[int, float]) -> dict[int, float]:
-    """step -> |a - b| / a over the steps both runs have; the largest number where a is too small to divide by."""
+    """step -> |a - b| / a over the steps of both runs; the largest float if a is too small to divide by."""
 
     def difference(a: float, b: float) -> float:
         if a == b:
@@ -75,7 +75,7 @@ def relative_differences(first: dict[int, float], second: dict[int, float]) -> d
 
 @interruptible
 def compare_losses(argv: Sequence[str] | None = None) -> int:
-    """Print the comparison; the exit status says whether the runs agree."""
+    """Print the comparison; 0 if the runs agree, 1 if not, 2 for a file that cannot be read."""
     parser = Parser(description=LOSSES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("first", type=Path)
@@ -120,7 +120,7 @@ def compare_losses(argv: Sequence[str] | None = None) -> int:
 
 @interruptible
 def compare_traces(argv: Sequence[str] | None = None) -> int:
-    """Print the comparison; 2 for a file that cannot be read, or traces of unlike jobs."""
+    """Print the comparison; 2 for a file that cannot be read, or traces of different jobs."""
     parser = Parser(description=TRACES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("predicted", type=Path)

@@ -6,13 +6,13 @@
     kernels loaded at the start     none                               CUDA_MODULE_LOADING, else EAGER for lists of a pipeline
     sums in a fixed order           --deterministic-mode               off
 
-A variable that is set and says something else than its flag is one line, never overwritten: the libraries would follow it.
-Lists end with any number of queues (plan/lowering/residency.py); with few of them streams hold each other up.
+A variable that contradicts its flag is an error; it is never overwritten. Lists finish with any number of queues
+(plan/lowering/residency.py), but with few of them streams delay each other.
 
-CUDA loads a kernel at its first launch unless told otherwise, and may first wait until the device has done all that it was given
-(CUDA Programming Guide, 4.7, Lazy Loading: Potential Hazards). A transfer among that may wait for what this rank launches later:
-a pipeline would stop for good, in whichever step a number of rows first asks for another product. One stage cannot stop so: its
-ranks launch the same communication in the same order. Not run on hardware.
+By default CUDA loads a kernel at its first launch, and may first wait until the device has finished all queued work (CUDA
+Programming Guide, 4.7, Lazy Loading: Potential Hazards). A queued transfer may wait for a later launch of this rank, so a
+pipeline could deadlock in any step with a new number of rows, which selects a new kernel. A single stage cannot: its ranks launch
+the same communication in the same order. Not run on hardware.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CONNECTIONS, CONNECTIONS_FLAG = "CUDA_DEVICE_MAX_CONNECTIONS", "--moe-overlap-device-connections"
 MOST_CONNECTIONS = 32
-"""Hardware queues that CUDA gives at most: one for each stream of a list, as far as it goes. CUDA's own default is 8."""
+"""Most hardware queues of CUDA, so that streams of a list share as few as possible. CUDA's default is 8."""
 LOADING, AT_START = "CUDA_MODULE_LOADING", "EAGER"
 CTAS, CTAS_FLAG = "NCCL_MAX_CTAS", "--moe-overlap-nccl-ctas"
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
@@ -39,25 +39,25 @@ IN_ORDER: Mapping[str, tuple[str, ...]] = {
     "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
 }
-"""Variables of --deterministic-mode -> values with which cuBLAS, NCCL and Transformer Engine sum in a fixed order; the first one
-is set where the variable is not. Sources: torch's notes on reproducibility, `validate_args` of Megatron-LM."""
+"""Variable of --deterministic-mode -> values with which cuBLAS, NCCL and Transformer Engine sum in a fixed order; the first is
+the default. Sources: torch's notes on reproducibility, `validate_args` of Megatron-LM."""
 
 
 def settle_environment(config: Config, environment: MutableMapping[str, str], has_unlike_stages: bool = False) -> None:
-    """Set what the flags decide, before CUDA starts.
+    """Set the environment variables that the flags decide, before CUDA starts.
 
     Args:
-        has_unlike_stages: whether a plan joins stages of unlike shape, of which the configuration says the first alone.
+        has_unlike_stages: whether a plan has stages of unlike shape; the configuration describes only the first.
     Raises:
-        ConfigError: a variable is set to another value than its flag says, or to one that --deterministic-mode does not go with.
+        ConfigError: a variable contradicts its flag, or --deterministic-mode.
     """
-    # Not above: train.py first looks whose `megatron.training` it is.
+    # Not at the top: train.py first checks that `megatron.training` is this project's.
     from megatron.training.cli.rules.moe import may_follow_lists
 
     connections = config.overlap.moe_overlap_device_connections
     if connections is not None:
-        said = _number(environment, CONNECTIONS, MOST_CONNECTIONS, f"set {connections} or unset it")
-        _require_agreement(CONNECTIONS, said, CONNECTIONS_FLAG, connections)
+        setting = _number(environment, CONNECTIONS, MOST_CONNECTIONS, f"set {connections} or unset it")
+        _require_agreement(CONNECTIONS, setting, CONNECTIONS_FLAG, connections)
         environment[CONNECTIONS] = str(connections)
     elif may_follow_lists(config):
         environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
@@ -66,10 +66,10 @@ def settle_environment(config: Config, environment: MutableMapping[str, str], ha
     if not config.training.deterministic_mode:
         return
     for name, values in IN_ORDER.items():
-        found = environment.setdefault(name, values[0])
-        if found not in values:
+        current = environment.setdefault(name, values[0])
+        if current not in values:
             raise ConfigError(
-                name, found, "--deterministic-mode does not go with it", f"set {one_of(values)} or unset it"
+                name, current, "--deterministic-mode does not go with it", f"set {one_of(values)} or unset it"
             )
 
 
@@ -80,17 +80,17 @@ def nccl_blocks(
     plan: Plan,
     communicators: Communicators | None,
 ) -> BlockLimits | None:
-    """Most thread blocks of NCCL kernels that run beside others; None: NCCL's own choice.
+    """Limits on thread blocks of concurrent NCCL kernels; None: NCCL decides.
 
     Args:
-        communicators: of the instruction lists of the run, which were checked for devices on which every kernel finds a place;
-            None where megatron-core's schedules run it.
+        communicators: of the run's instruction lists, whose deadlock check assumes that all kernels are resident together;
+            None if megatron-core's schedules run the step.
     Raises:
-        ConfigError: flag and environment disagree, or the kernels of a rank do not fit its multiprocessors together.
+        ConfigError: flag and environment contradict each other, or the kernels of a rank do not fit its multiprocessors together.
     """
-    flag, said = config.overlap.moe_overlap_nccl_ctas, _number(environment, CTAS, 64, "unset it")
-    _require_agreement(CTAS, said, CTAS_FLAG, flag)
-    chosen = flag or said
+    flag, variable = config.overlap.moe_overlap_nccl_ctas, _number(environment, CTAS, 64, "unset it")
+    _require_agreement(CTAS, variable, CTAS_FLAG, flag)
+    chosen = flag or variable
     if communicators is None:
         return None if chosen is None else BlockLimits(chosen, chosen)
     fitting = block_limits(multiprocessors, communicators)
@@ -108,29 +108,29 @@ def nccl_blocks(
 
 
 def _too_many(plan: Plan, communicators: Communicators, multiprocessors: int) -> ConfigError:
-    """The error of a plan whose ranks meet more others than a GPU has room for, by the boundary where they meet most."""
+    """The error for too many communicators on a rank; it names the boundary with most peers."""
     rule = f"{communicators.number} communicators of a rank are under way together on {multiprocessors} multiprocessors"
     if not plan.transfers:
         return ConfigError("--pipeline-model-parallel-size", len(plan.stages), rule, "use one stage or a larger GPU")
 
-    def met(transfer: Transfer) -> int:
+    def most_peers(transfer: Transfer) -> int:
         pairs = {(tile.source, tile.target) for tile in transfer.tiles}
         return max(Counter(rank for pair in pairs for rank in pair).values())
 
-    worst = max(range(len(plan.transfers)), key=lambda n: met(plan.transfers[n]))
+    worst = max(range(len(plan.transfers)), key=lambda n: most_peers(plan.transfers[n]))
     return ConfigError(f"plan.json transfers[{worst}]", "", rule, "use stages whose numbers of data ranks differ less")
 
 
 def _number(environment: Mapping[str, str], name: str, most: int, fix: str) -> int | None:
-    said = environment.get(name)
-    if not said:
+    text = environment.get(name)
+    if not text:
         return None
-    number = whole_number(said)
+    number = whole_number(text)
     if number is None or not 1 <= number <= most:
-        raise ConfigError(name, said, f"must be a number from 1 to {most}", fix)
+        raise ConfigError(name, text, f"must be a number from 1 to {most}", fix)
     return number
 
 
-def _require_agreement(name: str, said: int | None, flag: str, value: int | None) -> None:
-    if None not in (said, value) and said != value:
-        raise ConfigError(name, said, f"{flag} says {value}", "unset the variable or drop the flag")
+def _require_agreement(name: str, variable: int | None, flag: str, flag_value: int | None) -> None:
+    if None not in (variable, flag_value) and variable != flag_value:
+        raise ConfigError(name, variable, f"{flag} says {flag_value}", "unset the variable or drop the flag")

@@ -1,4 +1,4 @@
-"""The end of a process: rank 0 says why a job failed, a closed pipe ends it in silence, and no destructor runs."""
+"""How a process ends: one rank prints why a job failed, a closed pipe ends the process silently, and no destructor runs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from moe_overlap.describe.files import printable
 from moe_overlap.describe.process import end_with_parent
 
 LAUNCH_FOLDER = "MOE_OVERLAP_LAUNCH_FOLDER"
-"""Variable by which our own launcher tells its ranks where their `LaunchFolder` is."""
+"""Variable in which this project's launcher passes the path of the `LaunchFolder` to its ranks."""
 RANK_0_SPEAKS_WITHIN_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchFolder:
-    """A temporary folder in which the ranks of one machine tell their launcher how far they are, and who has spoken.
+    """A temporary folder in which the ranks of one machine record their activity, and which of them has printed an error.
 
-    One rank in trouble brings down the others, and each would say so: of these lines the user needs the first. The launcher
-    speaks for a rank that a signal ended before it could.
+    One failing rank makes the others fail, and each would print an error; the user needs only the first. The launcher prints it
+    for a rank that was ended by a signal.
     """
 
     path: Path
@@ -38,69 +38,69 @@ class LaunchFolder:
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str]) -> LaunchFolder | None:
-        """The folder of the launcher that started this rank; None where torchrun or Slurm did, or nobody."""
+        """The folder of this project's launcher; None for a rank that torchrun, Slurm or a shell started."""
         path = environment.get(LAUNCH_FOLDER)
         return cls(Path(path), environment.get("TORCHELASTIC_RESTART_COUNT", "0")) if path else None
 
     def claim(self) -> bool:
-        """Whether this rank is the first of its attempt to speak."""
+        """Whether this rank is the first of its attempt to print an error; it then counts as having done so."""
         try:
             (self.path / f"spoken-{self.attempt}").touch(exist_ok=False)
         except FileExistsError:
             return False
         except OSError:
-            return True  # Twice is better than not at all.
+            return True  # Rather a duplicate than no error at all.
         return True
 
     def of_attempt(self, number: int) -> LaunchFolder:
-        """The same folder for another start of the ranks (--max-restarts): what the one before left is not this one's."""
+        """The same folder for another start of the ranks (--max-restarts), which has separate records."""
         return LaunchFolder(self.path, str(number))
 
     def last_attempt(self) -> LaunchFolder:
-        """The folder for the latest start of which a rank has begun."""
+        """The folder for the latest start in which a rank has begun."""
         return self.of_attempt(
             max((int(path.name.partition("-")[2]) for path in self.path.glob("attempt-*")), default=0)
         )
 
     def has_spoken(self) -> bool:
-        """Whether a rank of this attempt has spoken."""
+        """Whether a rank of this attempt has printed an error."""
         return (self.path / f"spoken-{self.attempt}").exists()
 
     def begin(self) -> None:
-        """Note that a rank of this attempt has begun."""
+        """Record that a rank of this attempt has begun."""
         with contextlib.suppress(OSError):
             (self.path / f"attempt-{self.attempt}").touch()
 
     def note(self, rank: int, activity: str) -> None:
-        """Keep what a rank is doing, for the launcher to name if the rank is killed: while it writes this, too."""
-        kept = self.path / f"rank-{self.attempt}-{rank}"
+        """Record a rank's activity atomically, for the launcher's line if the rank is killed."""
+        path = self.path / f"rank-{self.attempt}-{rank}"
         with contextlib.suppress(OSError):
-            kept.with_suffix(".next").write_text(activity)
-            kept.with_suffix(".next").replace(kept)
+            path.with_suffix(".next").write_text(activity)
+            path.with_suffix(".next").replace(path)
 
     def activity(self, rank: int) -> str:
-        """The activity that a rank of this attempt has noted last; `start` before its first note."""
+        """The last recorded activity of a rank of this attempt; `start` before the first record."""
         try:
             return (self.path / f"rank-{self.attempt}-{rank}").read_text()
         except OSError:
             return "start"
 
     def finish(self, rank: int) -> None:
-        """Note that a rank has come to its end."""
+        """Record that a rank has finished."""
         with contextlib.suppress(OSError):
             (self.path / f"done-{self.attempt}-{rank}").touch()
 
     def finished(self) -> int:
-        """The number of ranks of this attempt that have come to their end."""
+        """The number of finished ranks of this attempt."""
         return len(list(self.path.glob(f"done-{self.attempt}-*")))
 
 
 def speak(line: str, waits: bool = False) -> None:
-    """Print a rank's last line, unless another rank of our own launcher has spoken before.
+    """Print a rank's error, unless another rank of this project's launcher has printed one.
 
     Args:
-        waits: the cause lies with another rank: it, or the launcher, is given time to speak first. The launcher ends this
-            process meanwhile, unless the other one hangs.
+        waits: whether another rank is the cause, so that it, or the launcher, gets time to print first. Meanwhile the launcher
+            ends this process, unless the other rank hangs.
     """
     folder = LaunchFolder.of_this_process(os.environ)
     if folder is not None and waits:
@@ -110,28 +110,28 @@ def speak(line: str, waits: bool = False) -> None:
 
 
 def leave_to_signals() -> None:
-    """Have Ctrl-C end a rank at once and in silence, as SIGTERM does: its launcher, or the shell, says what happened."""
+    """Make Ctrl-C end a rank immediately and silently, like SIGTERM: its launcher, or the shell, reports it."""
     if "RANK" in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_with_launcher() -> None:
-    """Have the kernel end this process when torchrun is killed: ranks that train on would collide with those of a restart.
+    """Make the kernel end this process when torchrun is killed: ranks that continue would collide with those of a restart.
 
-    Ranks that no torchrun started, of Slurm or a shell, end as their launcher ends them.
+    Ranks of Slurm or a shell are ended by their launcher.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
 
 
 def leave(rank: int, line: str, status: int, is_shared: bool = False) -> int:
-    """Return the status of a run that failed on this rank, mostly on all of them: rank 0 says why, the others give it time to.
+    """Print the error of a failed run and return its status. Usually all ranks fail: rank 0 prints, the others wait for it.
 
-    torchrun ends every process as soon as one has failed: if another rank went first, nobody would read the line. A rank that is
-    still there after that time has failed alone, for something that its node lacks.
+    torchrun ends all processes as soon as one has failed; if another rank ended first, rank 0 could not print. A rank that is
+    still alive after the wait has failed for a reason of its own node, and prints its error.
 
     Args:
-        is_shared: all ranks are known to fail, as they have decided it together.
+        is_shared: whether all ranks are known to fail for the same reason.
     """
     if rank == 0:
         speak(line)
@@ -143,15 +143,15 @@ def leave(rank: int, line: str, status: int, is_shared: bool = False) -> int:
 
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 _Main = TypeVar("_Main", bound=Callable[..., int])
 
 
 def interruptible(main: _Main) -> _Main:
-    """A command that ends with one line on Ctrl-C, on a path that the system refuses, and on a full disk behind its output.
+    """A command that ends with one line on Ctrl-C, on a path that the system refuses, and on an output that cannot be written.
 
-    It ends by SIGPIPE, as programs do, when the reader of its output goes away (`| head`). Of many ranks the first one says that
-    it was interrupted. Training has signals of its own.
+    It ends by SIGPIPE, as is usual, when the reader of its output closes the pipe (`| head`). Of several ranks only rank 0
+    reports Ctrl-C. Training handles signals separately.
     """
 
     @functools.wraps(main)
@@ -172,7 +172,7 @@ def interruptible(main: _Main) -> _Main:
 
 @contextlib.contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush standard output behind the block, where an error has a handler. Python's own flush at exit has none."""
+    """Flush standard output after the block, so that an error is handled; Python's flush at exit handles none."""
     try:
         yield
     finally:
@@ -180,18 +180,18 @@ def flushed_output() -> Iterator[None]:
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Errors of standard output, if they name no path: commands open every other file by its path."""
+"""Errors of standard output if they name no path; errors of all other files name one."""
 
 
 def refusal_line(error: OSError) -> str:
-    """The line that a command ends with where the system refuses a path or its output; a closed pipe ends the process by SIGPIPE.
+    """The last line of a command for a path or an output that the system refuses; a closed pipe ends the process by SIGPIPE.
 
     Raises:
-        OSError: the error itself, if it is neither.
+        OSError: the error itself, if it concerns neither.
     """
     if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
         return f"error: {system_refusal(error)}"
-    # Python would try once more at exit to write what its buffer still holds.
+    # Otherwise Python would try again at exit to write its buffer.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -200,14 +200,14 @@ def refusal_line(error: OSError) -> str:
 
 
 def end_process(status: int) -> NoReturn:
-    """End with this status, after what is registered with `atexit`, without destructors.
+    """End with this status, after the functions of `atexit`, without destructors.
 
-    torch keeps process groups in places that outlive `destroy_process_group` (the frames of an error, caches of its libraries).
-    Destroyed while the interpreter goes down, one whose threads still run aborts the process now and then, and its launcher
-    reads signal 6 in place of the status.
+    Process groups of torch may outlive `destroy_process_group` (in frames of an error, in caches of its libraries). If one with
+    running threads is destroyed during the interpreter's shutdown, the process sometimes aborts, and its launcher reads signal 6
+    instead of the status.
     """
     atexit._run_exitfuncs()
-    # A full disk behind stdout, or a reader that has gone, does not change how the run ended.
+    # A full disk or a closed pipe at stdout does not change the status of the run.
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The one line of a rank that fails: what went wrong, in which operation, on which rank and in which step.
+"""The single error line of a failing rank: the reason, the operation, the rank and the step.
 
-Errors of four kinds reach a rank. Its memory is out; a peer is lost or does not answer; another rank has failed at a common
-check and speaks for itself; or the program has a bug, whose traceback is kept in a file that the line names.
+There are four kinds of errors: out of memory; a lost or unresponsive peer; another rank that failed a common check and prints its
+own error; and a bug, whose traceback is written to a file that the line names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOST = re.compile(
     r"(closed|reset) by peer|timed out|timeout|broken pipe|gloo|nccl|socket|connection (refused|was)", re.IGNORECASE
 )
 _NOISE = re.compile(r"\[[^\]\s]*/[^\]\s]+:\d+\] |\. This is typically caused by .*")
-"""The place in torch's C++ sources that gloo writes in front of its messages, and the general advice behind them."""
+"""The position in torch's C++ sources at the start of gloo's messages, and the general advice at their end."""
 _MOST_CHARACTERS = 300
 
 
@@ -30,7 +30,7 @@ class Place:
 
     Attributes:
         activity: `step 3`, `evaluation after step 3`, `save after step 3` or `start`.
-        operation: the operator or communication that ran; None where a message names it, and outside of steps.
+        operation: the running operator or communication; None if the message names it, and outside of steps.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class Place:
 
 
 def kind_of_failure(error: BaseException) -> Kind:
-    """Tell the three kinds that a rank reports apart, by class and message."""
+    """The kind of an error that a rank reports, from its class and message."""
     import torch
     import torch.distributed as dist
 
@@ -47,10 +47,10 @@ def kind_of_failure(error: BaseException) -> Kind:
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "memory"
-    # An allocation may fail inside of a communication, too.
+    # An allocation inside a communication can fail, too.
     if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(_first_line(error)):
         return "memory"
-    # Around a communication a wrong shape, too, is raised as its failure: torch has one class for both.
+    # torch raises the same class for a wrong shape in a communication as for its failure.
     cause = error.__cause__
     if isinstance(error, CommunicationFailed) and type(cause) is RuntimeError and not _LOST.search(str(cause)):
         return "other"
@@ -68,9 +68,9 @@ def failure_line(error: BaseException, kind: Kind, place: Place) -> str:
     # These messages begin with their operation.
     is_named = isinstance(error, CommunicationFailed)
     if kind == "memory":
-        # Not the message's own head: an error of a communication begins with its operation.
-        asked = _ALLOCATION.search(reason)
-        reason = f"{int(asked[1]) / 2**20:,.1f} MiB more were asked for" if asked else reason
+        # Replaces the message, which begins with the operation if a communication failed.
+        allocation = _ALLOCATION.search(reason)
+        reason = f"{int(allocation[1]) / 2**20:,.1f} MiB more were asked for" if allocation else reason
         text = f"{named}out of memory{f': {reason}' if reason else ''}; a smaller --micro-batch-size or recomputation needs less"
     elif kind == "peer":
         text = reason if is_named else f"{named}lost a peer: {reason}"
@@ -86,7 +86,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _kept_traceback(error: BaseException, rank: int) -> str:
-    """Write the traceback to a new file; returns the words that name it, none where it cannot be written."""
+    """Write the traceback to a new file. Returns text with its path; empty if it cannot be written."""
     try:
         descriptor, path = tempfile.mkstemp(prefix=f"moe-rank{rank}-", suffix=".traceback", text=True)
         with os.fdopen(descriptor, "w") as file:

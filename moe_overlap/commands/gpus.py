@@ -1,4 +1,4 @@
-"""`--list-gpus`: the types of GPU that `--gpu` and cluster files know by name."""
+"""`--list-gpus`: the types of GPU that `--gpu` and cluster files accept by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_overlap.describe.cluster import known_gpus
 
 
 class ListGpus(argparse.Action):
-    """Prints the table and ends the program, before anything else of the command line is asked for."""
+    """Prints the table and ends the program, without checking other arguments."""
 
     def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)

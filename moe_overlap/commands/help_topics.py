@@ -1,6 +1,6 @@
-"""`--help [TOPIC]` of a tool: the flags that most calls need and the topics, the flags of one topic, or with `all` every flag.
+"""`--help [TOPIC]` of a tool: the most needed flags and the topics, the flags of one topic, or with `all` every flag.
 
-A topic is an argument group of the parser: `topic(parser, name, about)` makes it, or gives the one that is there.
+A topic is an argument group of the parser: `topic(parser, name, about)` returns it, and creates it if necessary.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ALL = "all"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are one line with a fix, and which takes no shortened flags: a run refuses those, too.
+    """A parser that reports a mistake in one line with a fix, and refuses abbreviated flags, as a run does.
 
-    The line repeats words of the command line, which move no cursor.
+    Control characters of arguments are removed from the line.
 
     Args:
-        elsewhere: what to do with a flag of training, which this tool has not.
+        elsewhere: the fix for a flag of training that this tool lacks.
     """
 
     def __init__(self, elsewhere: str = "see --help", **named: Any) -> None:
@@ -36,15 +36,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {printable(line, len(line))}\n")
 
     def _mistake(self, message: str) -> str:
-        """The flag, the rule and the fix, out of argparse's English; what is none of these three stands as it is."""
+        """The flag, the rule and the fix, parsed from argparse's message; other messages are unchanged."""
         options = [option for action in self._actions for option in action.option_strings]
         if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
-            words = unknown[1].split()
-            names = [word.partition("=")[0] for word in words if word.startswith("-")]
+            arguments = unknown[1].split()
+            names = [word.partition("=")[0] for word in arguments if word.startswith("-")]
             if not names:
-                is_file = "--megatron-args" in options and names_file(words[0])
-                fix = f"write --megatron-args {words[0]} for the flags in it" if is_file else "quote values with spaces"
-                return f"{words[0]}: a word that belongs to no flag; {fix}"
+                is_file = "--megatron-args" in options and names_file(arguments[0])
+                fix = (
+                    f"write --megatron-args {arguments[0]} for the flags in it"
+                    if is_file
+                    else "quote values with spaces"
+                )
+                return f"{arguments[0]}: a word that belongs to no flag; {fix}"
             near = difflib.get_close_matches(names[0], options, 1, 0.8)
             rule = "is no flag of this tool" if len(names) == 1 else "are no flags of this tool"
             return f"{', '.join(names)}: {rule}; {f'did you mean {near[0]}?' if near else self._elsewhere}"
@@ -69,11 +73,11 @@ def topic(parser: argparse.ArgumentParser, name: str, about: str = "") -> argpar
 def parser_with_topics(
     description: str | None, needed: Sequence[str], elsewhere: str = "see --help"
 ) -> argparse.ArgumentParser:
-    """A parser without flags but `--help [TOPIC]`.
+    """A parser with no flags except `--help [TOPIC]`.
 
     Args:
-        needed: flags that `--help` alone shows.
-        elsewhere: what to do with a flag that the tool has not.
+        needed: flags that `--help` without a topic shows.
+        elsewhere: the fix for a flag of training that the tool lacks.
     """
     parser = Parser(
         description=description,
@@ -110,14 +114,14 @@ class Removed(argparse.Action):
 
 
 class _Help(argparse.Action):
-    """Prints the help and ends the program, before anything else of the command line is asked for."""
+    """Prints the help and ends the program, without checking other arguments."""
 
     def __init__(self, option_strings: list[str], dest: str, needed: tuple[str, ...], help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs="?", metavar="TOPIC", help=help)
         self._needed = needed
 
     def __call__(self, parser: argparse.ArgumentParser, _: argparse.Namespace, name: Any, *__: Any) -> None:
-        """Print it; status 0, or 2 for a topic that there is not."""
+        """Print the help; status 0, or 2 for an unknown topic."""
         topics = {
             str(group.title): group for group in parser._action_groups if group._group_actions and group.description
         }

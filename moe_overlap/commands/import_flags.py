@@ -1,8 +1,8 @@
 """Take the flags of a Megatron-LM shell script: `python tools/import_flags.py train.sh --output train.args [--set NAME=VALUE]`.
 
-Read are assignments (`A=1`, `A="--b 1"`, `ARGS=( --a b )`, `ARGS+=( ... )`), `${A}`, `${A[@]}`, `${A:-4}`, `$((A*8))`, continued
-lines and comments. Nothing is executed. The flags are those of the command that starts a Python program
-(`torchrun ... pretrain_gpt.py FLAGS`), as `@train.args` takes them.
+The reader supports assignments (`A=1`, `A="--b 1"`, `ARGS=( --a b )`, `ARGS+=( ... )`), `${A}`, `${A[@]}`, `${A:-4}`, `$((A*8))`,
+continued lines and comments. Nothing is executed. The flags are those of the command that starts a Python program
+(`torchrun ... pretrain_gpt.py FLAGS`), in the form of an argument file (`@train.args`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_overlap.describe.version import VERSION_LINE
 
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; exit status 0, or 2 for a script that holds no flags."""
+    """Run the command; 2 for a user's mistake."""
     parser = Parser(description="Flags of a Megatron-LM shell script as an argument file.")
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("script", type=Path, help="the shell script")
@@ -30,30 +30,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the environment"
     )
-    words = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        text = bounded_text(words.script, MOST_SCRIPT_BYTES)
-        flags = script_flags(text, dict(map(_variable, words.set)), str(words.script))
+        text = bounded_text(options.script, MOST_SCRIPT_BYTES)
+        flags = script_flags(text, dict(map(_variable, options.set)), str(options.script))
         for word in flags.arguments:
             if not word.isprintable():
                 rule = "holds control characters, which an argument file may not bring to a terminal"
-                raise ConfigError(str(words.script), repr(word), rule, "correct the script")
+                raise ConfigError(str(options.script), repr(word), rule, "correct the script")
     except Unreadable as error:
-        print(f"error: {ConfigError(str(words.script), '', str(error), 'correct the path')}", file=sys.stderr)
+        print(f"error: {ConfigError(str(options.script), '', str(error), 'correct the path')}", file=sys.stderr)
         return 2
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    lines = [f"# the flags of {words.script.name}, taken by tools/import_flags.py"]
+    lines = [f"# the flags of {options.script.name}, taken by tools/import_flags.py"]
     for name in flags.unresolved:
         lines.append(f"# ${{{name}}} has no value in the script: give it by --set {name}=VALUE, or write it below")
     lines += argument_lines(flags.arguments)
-    # At once: what is told on the other stream stands behind it, and nobody is told about flags that nobody read.
-    if words.output is None:
+    # Flushed, so that lines on stderr follow, and are not printed if the reader has closed the pipe.
+    if options.output is None:
         print("\n".join(lines), flush=True)
     else:
-        words.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(f"{words.output}: {sum(line.startswith('-') for line in lines)} flags", flush=True)
+        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"{options.output}: {sum(line.startswith('-') for line in lines)} flags", flush=True)
     for name in flags.unresolved:
         print(f"unresolved: ${{{name}}}", file=sys.stderr)
     return 0
@@ -66,10 +66,10 @@ def _variable(pair: str) -> tuple[str, str]:
     return name, value
 
 
-def argument_lines(words: tuple[str, ...]) -> list[str]:
-    """One flag a line, values quoted as a shell needs it."""
+def argument_lines(arguments: tuple[str, ...]) -> list[str]:
+    """One flag with its values per line, quoted for a shell."""
     lines: list[str] = []
-    for word in words:
+    for word in arguments:
         if word.startswith("--") or not lines:
             lines.append(shlex.quote(word))
         else:

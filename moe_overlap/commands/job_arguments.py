@@ -1,4 +1,4 @@
-"""The arguments that describe a job to the tools that predict and tune: its flags and its machines."""
+"""The arguments for a job of the tools that predict and tune: its flags and its machines."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ USUAL = (
     "--micro-batch-size",
     "1",
 )
-USUAL_SAID = (
+USUAL_SENTENCE = (
     "ZeRO-1 with overlapped reductions and gathers, micro-batches of 1, and for experts all-to-all dispatch and grouped "
     "products; --megatron-args sets others"
 )
-"""The flags above, and those that --model adds for experts, in words."""
+"""A sentence on the flags above and those that --model adds for experts."""
 PRECISIONS = tuple(name for name in get_args(Precision) if name != "fp32")
 """Precisions that a flag of training asks for, and so --precision."""
 PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
-"""Flags of the precision that a config.json names by `torch_dtype`."""
+"""`torch_dtype` of a config.json -> flags of the precision."""
 PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
-"""Flags that say a precision; prefixes."""
+"""Prefixes of flags that set the precision."""
 ELSEWHERE = "see --help all; flags of the training go into a file that --megatron-args names"
-"""The fix that a refusal names for a flag that these tools have not."""
+"""The fix for a flag that these tools lack."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 PRICES = "what seconds and bytes are computed from"
 DISPATCHER, MOE = ("--moe-token-dispatcher-type", "alltoall"), ("--moe-grouped-gemm",)
 
 
 def on_standard_error(text: str) -> None:
-    """Say a line at once, beside the answer."""
+    """Print a line immediately, separate from the answer."""
     print(text, file=sys.stderr, flush=True)
 
 
 class _Once(argparse.Action):
-    """A file that may be named once: of two the first would be lost."""
+    """An argument that may be given only once, because a second one would silently replace the first."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        said = getattr(namespace, self.dest)
-        if said is not None:
-            raise argparse.ArgumentError(self, f"was given before as {said}; put the flags of both into one file")
+        earlier = getattr(namespace, self.dest)
+        if earlier is not None:
+            raise argparse.ArgumentError(self, f"was given before as {earlier}; put the flags of both into one file")
         setattr(namespace, self.dest, values)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `words_of` and `cluster_of` read."""
+    """Add the options for `job_flags` and `cluster_of`."""
     job = topic(parser, "job", "what is trained")
     job.add_argument("--megatron-args", metavar="FILE", action=_Once, help="flags of the run, or its shell script")
     job.add_argument(
@@ -69,17 +69,17 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="model file (examples/models) or a Hugging Face config.json; its flags come first",
     )
-    job.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
-    job.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
+    job.add_argument("--global-batch-size", metavar="B", type=int, help="instead of the value in the flags")
+    job.add_argument("--seq-length", metavar="S", type=int, help="instead of the value in the flags")
     machines = topic(parser, "machines", "what it runs on")
     machines.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
     machines.add_argument("--gpu", help="type of GPU, in place of --cluster; --list-gpus prints the known ones")
-    machines.add_argument("--num-gpus", metavar="N", help="how many of them; default those of the script")
+    machines.add_argument("--num-gpus", metavar="N", help="number of GPUs; default: as in the script")
     machines.add_argument("--list-gpus", action=ListGpus, help="print the known types of GPU and stop")
 
 
 def add_margin_argument(parser: argparse.ArgumentParser) -> None:
-    """The option that `margin_of` reads."""
+    """Add the option for `margin_of`."""
     topic(parser, "prices", PRICES).add_argument(
         "--memory-margin",
         metavar="QUANTILE",
@@ -89,14 +89,14 @@ def add_margin_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def margin_of(arguments: argparse.Namespace) -> float | None:
-    """The quantile of `--memory-margin`; ConfigError where it is none."""
+    """The quantile of `--memory-margin`; ConfigError if it is no valid quantile."""
     margin: float | None = arguments.memory_margin
     require_margin(margin)
     return margin
 
 
 def add_routing_arguments(prices: argparse._ArgumentGroup) -> None:
-    """The options that `expert_load_of` reads."""
+    """Add the options for `expert_load_of`."""
     prices.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
     prices.add_argument(
         "--routing",
@@ -107,13 +107,13 @@ def add_routing_arguments(prices: argparse._ArgumentGroup) -> None:
 
 
 def expert_load_of(arguments: argparse.Namespace) -> str | None:
-    """`api.Options.expert_load` of a command line; ConfigError where it says two."""
+    """The value of `api.Options.expert_load`; ConfigError if the command line has two."""
     load: str | None = arguments.expert_load
     routing: str | None = arguments.routing
     if routing is not None and load is not None:
         raise ConfigError("--routing", routing, "stands beside --expert-load", "use one of them")
     if load == NATURAL:
-        # A file of that name would be taken for the word.
+        # A file with this name would be taken for the choice of --routing.
         raise ConfigError("--expert-load", load, "is the word of --routing", "write --routing natural, or ./natural")
     if routing in (None, "balanced"):
         return load
@@ -139,7 +139,7 @@ def token_count(text: str, flag: str = "--train-tokens") -> float:
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
-    """The machines that a command line names; ConfigError where it names none, or two."""
+    """The machines of a command line; ConfigError if it has none, or two descriptions."""
     if arguments.cluster is not None:
         if arguments.gpu is not None or arguments.num_gpus is not None:
             raise ConfigError("--cluster", arguments.cluster, "stands beside --gpu or --num-gpus", "use one of them")
@@ -150,7 +150,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     if arguments.gpu is None:
         raise ConfigError("--gpu", "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster")
     if arguments.num_gpus is None:
-        shipped_cluster(arguments.gpu, 1)  # A GPU that nobody knows is named first.
+        shipped_cluster(arguments.gpu, 1)  # An unknown GPU is reported first.
         raise ConfigError("--num-gpus", "", "is missing, and the flags are no script that says it", "add --num-gpus N")
     if "," in arguments.num_gpus:
         rule = "only a search of plans (tools/autotune.py) compares numbers of GPUs"
@@ -159,10 +159,10 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def clusters_of(arguments: argparse.Namespace) -> list[Cluster]:
-    """The machines of every number in `--num-gpus`, the fewest first.
+    """The machines for every number in `--num-gpus`, the smallest first.
 
     Raises:
-        ConfigError: as `cluster_of`; or a number is given twice.
+        ConfigError: as `cluster_of`; or a number occurs twice.
     """
     text = arguments.num_gpus
     if arguments.cluster is not None or arguments.gpu is None or "," not in (text or ""):
@@ -175,7 +175,7 @@ def clusters_of(arguments: argparse.Namespace) -> list[Cluster]:
 
 
 def _count(part: str, text: str) -> int:
-    """One number of GPUs out of the text of `--num-gpus`."""
+    """One of the numbers in the text of `--num-gpus`."""
     count = whole_number(part)
     if not count:
         rule = "must be a whole number from 1" if part == text else f"{part or 'nothing'} is no number of GPUs"
@@ -183,44 +183,44 @@ def _count(part: str, text: str) -> int:
     return count
 
 
-def words_of(arguments: argparse.Namespace, is_predicted: bool = False, chooses_dispatcher: bool = False) -> list[str]:
-    """Flags of the model file, then those of the argument file, then those of the tool's own options: later ones win.
+def job_flags(arguments: argparse.Namespace, is_predicted: bool = False, chooses_dispatcher: bool = False) -> list[str]:
+    """The flags of a job: from the model file, the argument file, and the tool's own options; later ones override earlier ones.
 
     Args:
-        is_predicted: whether nothing is run, so that layers which nothing here computes may stand as lines in `notes_of`.
-        chooses_dispatcher: whether a dispatcher that no file names stays open.
+        is_predicted: whether the job is only predicted: unsupported features of the model may become notes (`notes_of`).
+        chooses_dispatcher: whether to leave the dispatcher open if no file sets it.
     Raises:
-        ConfigError: neither file is given, or the model file is none.
+        ConfigError: neither file is given, or the model file is not one.
     """
     if arguments.model is None and arguments.megatron_args is None:
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
-    given = [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
-    words = []
+    run_flags = [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
+    flags = []
     if arguments.model is not None:
         of_experts = MOE if chooses_dispatcher else (*DISPATCHER, *MOE)
-        words = _model_words(arguments.model, given, of_experts, arguments.precision, is_predicted)
-    words += given
+        flags = _model_flags(arguments.model, run_flags, of_experts, arguments.precision, is_predicted)
+    flags += run_flags
     for option in ("global_batch_size", "seq_length"):
         value = getattr(arguments, option, None)
-        words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
-    return words
+        flags += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    return flags
 
 
 def name_of(arguments: argparse.Namespace) -> str | None:
-    """The name of the model file, where there is one."""
+    """The name in the model file; None without one."""
     return None if arguments.model is None else read_model(arguments.model, is_predicted=True).name
 
 
 def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
-    """Lines on what the model file says and the flags of `words_of` do not."""
+    """Lines on properties of the model file that the flags of `job_flags` do not express."""
     return () if arguments.model is None else read_model(arguments.model, is_predicted=is_predicted).notes
 
 
 def assumed_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
-    """Sentences on what is assumed: natural routing; what a model file leaves open: how a run trains it, and on which samples.
+    """Sentences on assumptions: natural routing; training flags and length of samples, which a model file lacks.
 
     Args:
-        is_predicted: whether one run is predicted; a search decides by itself how to train.
+        is_predicted: whether a single run is predicted; a search decides the training flags.
     """
     return (*_assumed_routing(arguments), *_assumed_training(arguments, is_predicted))
 
@@ -236,36 +236,36 @@ def _assumed_routing(arguments: argparse.Namespace) -> tuple[str, ...]:
 def _assumed_training(arguments: argparse.Namespace, is_predicted: bool) -> tuple[str, ...]:
     if arguments.model is None or getattr(arguments, "plan", None) is not None:
         return ()
-    assumed = (USUAL_SAID,) if is_predicted and arguments.megatron_args is None else ()
+    assumed = (USUAL_SENTENCE,) if is_predicted and arguments.megatron_args is None else ()
     if arguments.seq_length is not None:
         return assumed
     described = read_model(arguments.model, is_predicted=is_predicted)
-    given = expand_files([f"@{arguments.megatron_args}"]) if arguments.megatron_args is not None else ()
-    if not described.is_config or any(word.partition("=")[0] == "--seq-length" for word in given):
+    run_flags = expand_files([f"@{arguments.megatron_args}"]) if arguments.megatron_args is not None else ()
+    if not described.is_config or any(word.partition("=")[0] == "--seq-length" for word in run_flags):
         return assumed
     tokens = described.flags["seq-length"]
     return (*assumed, f"samples of {tokens} tokens, as a config.json says none; --seq-length says another")
 
 
-def _model_words(
-    path: str, given: Sequence[str], of_experts: Sequence[str], precision: str | None, is_predicted: bool
+def _model_flags(
+    path: str, run_flags: Sequence[str], of_experts: Sequence[str], precision: str | None, is_predicted: bool
 ) -> list[str]:
     """The flags of a model file.
 
     Args:
-        of_experts: what nearly every run of a model with experts sets.
-        given: flags of a run that stand beside it. Where there are none, the file gets what nearly every run sets, as a
-            config.json says nothing of training.
-        precision: of the tool's own option.
+        run_flags: flags of the run from another file. Without any, USUAL flags are added, because a config.json has no training
+            flags.
+        of_experts: usual flags of a model with experts.
+        precision: value of the tool's --precision.
     Raises:
-        ConfigError: the file is none, or its `torch_dtype` is no precision of a run and nothing else says one.
+        ConfigError: the file is no model file, or its `torch_dtype` is no precision of a run and no flag sets one.
     """
     described = read_model(path, is_predicted=is_predicted)
-    usual = [] if given else [*USUAL, *(of_experts if "num-experts" in described.flags else ())]
+    usual = [] if run_flags else [*USUAL, *(of_experts if "num-experts" in described.flags else ())]
     is_said = precision is not None or any(
-        word.startswith(PRECISE) for word in (*described.arguments, *expand_files(given))
+        word.startswith(PRECISE) for word in (*described.arguments, *expand_files(run_flags))
     )
-    if is_said or (given and described.dtype is None):
+    if is_said or (run_flags and described.dtype is None):
         return [*usual, *described.arguments]
     dtype = described.dtype or "bfloat16"
     if dtype not in PRECISIONS_OF_DTYPES:

@@ -1,8 +1,8 @@
-"""`pretrain_moe.py --nproc-per-node N`: start the ranks of this machine, and say in one line how they ended.
+"""`pretrain_moe.py --nproc-per-node N`: start the ranks of this machine, and report in one line how they ended.
 
-torch's elastic agent, which is torchrun's, starts and watches the ranks, starts them again (`--max-restarts`) and passes signals
-on. What it logs and raises is left out. A rank that fails says so itself, the first one alone (`exits.LaunchFolder`); for a rank
-that a signal ended, this process does. Should this process be killed, the kernel ends the ranks (`exits.end_with_launcher`).
+torch's elastic agent (the one of torchrun) starts and watches the ranks, restarts them (`--max-restarts`) and forwards signals.
+Its log messages and errors are suppressed. The first failing rank prints its error (`exits.LaunchFolder`); for a rank that a
+signal ended, this process does. If this process is killed, the kernel ends the ranks (`exits.end_with_launcher`).
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 ENDED_BY_SIGNAL = 128
-"""The status of a process that a signal ended, as shells count it: this and the signal's number."""
+"""The status of a process that a signal ended is this plus the signal's number, as in shells."""
 STOPS_WITHIN = datetime.timedelta(seconds=30)
-"""Time for a rank to end after a signal; one that saves first (--exit-signal-handler) has as long as a collective."""
+"""Time for a rank to end after a signal; with --exit-signal-handler, which saves first, the timeout of a collective."""
 
 
-def start_ranks(launch: Launch, words: Sequence[str], config: Config) -> int:
-    """Start this machine's ranks and wait for them; returns the exit status.
+def start_ranks(launch: Launch, argv: Sequence[str], config: Config) -> int:
+    """Start this machine's ranks and wait for them.
 
     Args:
-        words: the command line of a rank: everything but the launcher's flags. It has been checked.
+        argv: the checked command line of a rank, without the launcher's flags.
     Returns:
-        0, or that of the rank that failed; 128 and the number of the signal that ended it, or that ended this process.
+        The exit status: 0, the failed rank's status, or 128 plus the number of the signal that ended it or this process.
     """
     folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="moe-launch-")))
     try:
-        return _watch(launch, words, config, folder)
+        return _watch(launch, argv, config, folder)
     except KeyboardInterrupt:  # before the agent listens to signals
         return _stopped(signal.SIGINT)
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _watch(launch: Launch, words: Sequence[str], config: Config, folder: LaunchFolder) -> int:
+def _watch(launch: Launch, argv: Sequence[str], config: Config, folder: LaunchFolder) -> int:
     os.environ[LAUNCH_FOLDER] = str(folder.path)
-    # As torchrun does: every rank would start a thread for every core.
+    # As in torchrun: otherwise every rank would start a thread per core.
     if launch.processes_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -63,21 +63,21 @@ def _watch(launch: Launch, words: Sequence[str], config: Config, folder: LaunchF
     meeting.register()
     if launch.nodes == 1:
         meeting.stay_on_this_machine()
-    # The agent logs every failure in several lines; this process has nothing else to log.
+    # The agent logs every failure in several lines; nothing else in this process logs.
     logging.disable(logging.CRITICAL)
     program = str(Path(sys.argv[0]).resolve())
     try:
-        elastic_launch(elastic_config(launch, config), sys.executable)("-u", program, *words)
+        elastic_launch(elastic_config(launch, config), sys.executable)("-u", program, *argv)
     except ChildFailedError as error:
-        # The agent gives up after the last start that it may make: of another one nothing must be told.
+        # The agent raises only after the last allowed start, so the line is about that one.
         last = folder.of_attempt(launch.max_restarts)
         return _failed({rank: failure.exitcode for rank, failure in error.failures.items()}, launch, last)
     except SignalException as stopped:
-        # Ranks that save before they go (--exit-signal-handler) have said so themselves.
+        # Ranks that save before they end (--exit-signal-handler) have already reported it.
         if folder.last_attempt().finished() == launch.processes_per_node:
             return 0
         return _stopped(signal.Signals(stopped.sigval))
-    except Exception as error:  # The meeting of several machines fails in many ways, each with a class of its own.
+    except Exception as error:  # The rendezvous of several machines fails in many ways, with many classes of errors.
         reason = " ".join(str(error).split()) or type(error).__name__
         where = f"the {launch.nodes} machines did not meet at {launch.endpoint}" if launch.nodes > 1 else "cannot start"
         print(f"error: {where}: {reason[:300]}", file=sys.stderr, flush=True)
@@ -86,7 +86,7 @@ def _watch(launch: Launch, words: Sequence[str], config: Config, folder: LaunchF
 
 
 def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
-    """torchrun's description of the same start."""
+    """torchrun's configuration for this launch."""
     from torch.distributed.launcher.api import LaunchConfig
 
     from moe_overlap.commands.meeting import BACKEND, THIS_MACHINE
@@ -95,8 +95,8 @@ def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
     configs: dict[str, Any] = {"timeout": max(1, int(patience.total_seconds()))}
     if launch.backend == "static":
         configs["rank"] = launch.node_rank
-    # A job of one machine meets on the loopback interface, whatever name it was given: nobody else has to find it.
-    is_alone = launch.nodes == 1
+    # The ranks of a single machine meet on the loopback interface, whatever endpoint is given: no other machine connects.
+    is_single = launch.nodes == 1
     port = launch.endpoint.rpartition(":")[2] or 0
     return LaunchConfig(
         min_nodes=launch.nodes,
@@ -104,9 +104,9 @@ def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
         nproc_per_node=launch.processes_per_node,
         run_id=launch.job if launch.endpoint else str(uuid.uuid4()),
         rdzv_backend=BACKEND,
-        rdzv_endpoint=f"{THIS_MACHINE}:{port}" if is_alone else launch.endpoint,
-        # Else the agent asks for the address of this machine's own name, which not every machine can resolve.
-        local_addr=THIS_MACHINE if is_alone else None,
+        rdzv_endpoint=f"{THIS_MACHINE}:{port}" if is_single else launch.endpoint,
+        # Otherwise the agent resolves this machine's own name, which fails on some machines.
+        local_addr=THIS_MACHINE if is_single else None,
         rdzv_configs=configs,
         max_restarts=launch.max_restarts,
         shutdown_timeout=int((patience if config.training.exit_signal_handler else STOPS_WITHIN).total_seconds()),
@@ -114,26 +114,27 @@ def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
 
 
 def _failed(statuses: Mapping[int, int], launch: Launch, folder: LaunchFolder) -> int:
-    """Say which rank a signal ended, unless a rank has said why; returns the status of the rank that failed first."""
-    # The agent ends the others by SIGTERM as soon as it sees a failure: these are consequences.
+    """Report the rank that a signal ended, unless a rank has printed an error. Returns the status of the rank that failed
+    first."""
+    # After a failure the agent ends the other ranks by SIGTERM: these are consequences.
     causes = {rank: status for rank, status in statuses.items() if status != -signal.SIGTERM} or dict(statuses)
-    # A rank that was killed says nothing, and is the reason why others lose their peer in the same moment.
+    # A killed rank prints nothing, and is the reason why others lose their peer at the same time.
     rank = min(causes, key=lambda rank: (causes[rank] >= 0, rank))
     status = causes[rank]
     if status < 0:
-        known = {number.value: number.name for number in signal.Signals}  # Real-time signals have no name.
-        name = known.get(-status, f"signal {-status}")
+        names = {number.value: number.name for number in signal.Signals}  # Real-time signals have no name.
+        name = names.get(-status, f"signal {-status}")
         hint = "; the kernel does so where memory is out" if -status == signal.SIGKILL else ""
         line = f"error: rank {rank} was ended by {name} ({folder.activity(rank)}){hint}"
         print(line, file=sys.stderr, flush=True)
         return ENDED_BY_SIGNAL - status
-    # Ranks leave quietly where rank 0 speaks, which may run on another machine.
+    # With several machines rank 0 may have printed the error on another one.
     if launch.nodes == 1 and not folder.has_spoken():
         print(f"error: rank {rank} ended with status {status} ({folder.activity(rank)})", file=sys.stderr, flush=True)
     return status
 
 
 def _stopped(number: signal.Signals) -> int:
-    what = "Ctrl-C" if number == signal.SIGINT else number.name
-    print(f"stopped by {what}: every rank has ended", file=sys.stderr, flush=True)
+    cause = "Ctrl-C" if number == signal.SIGINT else number.name
+    print(f"stopped by {cause}: every rank has ended", file=sys.stderr, flush=True)
     return ENDED_BY_SIGNAL + number

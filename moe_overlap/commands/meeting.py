@@ -1,12 +1,12 @@
 """Rendezvous stores of `--nproc-per-node` that listen on one address, not on all interfaces.
 
-torch's stores listen on every interface without a password, and torch's agent unpickles what it reads from them: whoever reached
-the port ran code. The stores here are bound to the address by which the other processes find them:
-1. one machine: 127.0.0.1; gloo and NCCL open their own sockets on the loopback interface, too (`LOOPBACK`);
-2. several machines: the address of `--rdzv-endpoint` or `--master-addr`. If that name resolves to the loopback interface here
-   (Debian maps a machine's own name to 127.0.1.1), or to an address of another device (NAT), the store listens on all interfaces.
+torch's stores listen on every interface without a password, and torch's agent unpickles data from them: anyone who reaches the
+port can run code. The stores of this file are bound to the address that the other processes use:
+1. one machine: 127.0.0.1; the sockets of gloo and NCCL are on the loopback interface, too (`LOOPBACK`);
+2. several machines: the address of `--rdzv-endpoint` or `--master-addr`. If that name resolves to the loopback interface (Debian
+   maps a machine's own name to 127.0.1.1), or to an address of another device (NAT), the store listens on all interfaces.
 
-`register` adds a rendezvous to torch's agent that differs from torch's two, `c10d` and `static`, in these stores alone.
+`register` adds a rendezvous to torch's agent that differs from torch's `c10d` and `static` only in these stores.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 BACKEND = "bound"
-"""The name of our rendezvous at torch's agent; with `rank` among its settings it is the static kind."""
+"""The name of this rendezvous in torch's agent; with `rank` among its settings it is static."""
 THIS_MACHINE = "127.0.0.1"
-"""The address of a job on one machine: an address rather than a name, as a machine's own name may not resolve."""
+"""The address of a job on one machine; not a name, because a machine's own name may not resolve."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-"""Variables by which ranks of one machine reach each other's sockets, where the user's do not say otherwise."""
+"""Default variables for the sockets between ranks of one machine."""
 STORE_SECONDS = datetime.timedelta(seconds=60)
-"""torch's own patience with a store at the meeting."""
+"""Timeout of a store during the rendezvous, as in torch."""
 
 
 def register() -> None:
-    """Make BACKEND known to torch's agent; once in a process."""
+    """Register BACKEND with torch's agent; once per process."""
     rendezvous_handler_registry.register(BACKEND, _handler)
 
 
@@ -56,7 +56,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens on a host's address; port 0 takes a free one."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     places = [address, ("", *address[1:])]
-    # A name for the loopback interface is another address on other machines.
+    # A name that resolves to the loopback interface here resolves to another address on other machines.
     if ipaddress.ip_address(address[0]).is_loopback and host != THIS_MACHINE:
         places = places[1:]
     listening = socket.socket(family, kind, protocol)
@@ -76,13 +76,13 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def listening_store(host: str, port: int, machines: int | None = None) -> TCPStore:
-    """A store, hosted by this process, that listens on a host's address.
+    """A store of this process that listens on a host's address.
 
     Args:
-        machines: number of machines whose connections it waits for; None: it does not wait.
+        machines: number of machines to wait for; None: no wait.
     """
     listening = listening_socket(host, port)
-    # The store closes the descriptor that it is given.
+    # The store takes ownership of the descriptor.
     return TCPStore(
         host,
         listening.getsockname()[1],
@@ -94,7 +94,7 @@ def listening_store(host: str, port: int, machines: int | None = None) -> TCPSto
 
 
 class _Numbering(C10dRendezvousBackend):
-    """torch's backend of machines that number themselves, under our name."""
+    """torch's backend of machines that number themselves, with the name BACKEND."""
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class _Numbering(C10dRendezvousBackend):
 
 
 class _Numbered(StaticTCPRendezvous):
-    """torch's meeting of machines that know their numbers, under our name; the first holds the store."""
+    """torch's rendezvous of numbered machines, with the name BACKEND; the first machine hosts the store."""
 
     _store: Store | None
 
@@ -120,11 +120,11 @@ def _handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _dynamic(params: RendezvousParameters) -> RendezvousHandler:
-    """Machines that number themselves: the one that the endpoint names holds the store; else this is another."""
+    """Machines that number themselves: the machine of the endpoint hosts the store, the others connect to it."""
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
     store = _store_of(host, port) if _matches_machine_hostname(host) else _connected(host, port)
     handler: Any = create_handler(store, _Numbering(store, params.run_id), params)
-    # The store that this machine's agent makes for the ranks of all machines.
+    # The agent uses this function to create the store for the ranks of all machines.
     handler._create_tcp_store_server = listening_store
     return handler  # type: ignore[no-any-return]
 
@@ -135,7 +135,7 @@ def _store_of(host: str, port: int) -> Store:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        # Another agent of this machine holds it already.
+        # Another agent of this machine already hosts it.
         return _connected(host, port)
 
 

@@ -1,4 +1,4 @@
-"""One line where a command is started by a Python that lacks its packages: most often the one outside of `.venv`."""
+"""One line for a command started by a Python without its packages, usually the one outside of `.venv`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from moe_overlap.commands.exits import INTERRUPTED
 from moe_overlap.describe.errors import ConfigError
 
 OURS = ("moe_overlap", "megatron.training", "tools")
-"""Roots of this project's own modules: one that is missing is a defect, and its traceback stands."""
+"""Roots of this project's modules: a missing one is a bug, and its traceback is printed."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextlib.contextmanager
 def says_what_is_missing(root: Path = ROOT, answers_ctrl_c: bool = True) -> Iterator[None]:
-    """End with one line and status 2 where the block imports a package that this Python lacks; with 130 after Ctrl-C.
+    """End with one line and status 2 if the block imports a missing package, with status 130 after Ctrl-C.
 
     Args:
-        root: the checkout, in which `make train` makes `.venv`.
-        answers_ctrl_c: whether Ctrl-C ends the block with a line; training has an end of its own.
+        root: the checkout, in which `make train` creates `.venv`.
+        answers_ctrl_c: whether Ctrl-C ends the block with a line; training handles Ctrl-C separately.
     """
     try:
         yield
     except ModuleNotFoundError as error:
         name = error.name or ""
-        if not name or any(name == own or name.startswith(f"{own}.") for own in OURS):
+        if not name or any(name == package or name.startswith(f"{package}.") for package in OURS):
             raise
         print(f"error: {_missing(name, root)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         if not answers_ctrl_c:
             raise
-        # Commands answer Ctrl-C themselves; this is while their packages are loaded, which takes a second.
+        # Commands handle Ctrl-C themselves; this is for the second in which their packages are loaded.
         if os.environ.get("RANK", "0") == "0":
             print("error: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -2,9 +2,9 @@
 
     python tools/predict.py --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64
 
-Reads Megatron flags and prints the answer in about ten lines; --verbose adds every figure behind it, --json prints all of it for
-programs. --trace FILE writes the step as it is simulated, for ui.perfetto.dev and tools/compare_trace.py. torch is imported only
-to capture a layout that is not cached.
+Reads Megatron flags and prints the answer in about ten lines; --verbose adds all figures, --json prints everything as JSON.
+--trace FILE writes the simulated step, for ui.perfetto.dev and tools/compare_trace.py. torch is imported only to capture a layout
+that is not cached.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from moe_overlap.commands.job_arguments import (
     assumed_of,
     cluster_of,
     expert_load_of,
+    job_flags,
     margin_of,
     name_of,
     notes_of,
     on_standard_error,
     token_count,
-    words_of,
 )
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.version import VERSION_LINE
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 2 for a user's mistake. A plan that does not fit is an answer, not a mistake."""
+    """Run the command; 2 for a user's mistake. A plan that does not fit is no mistake."""
     arguments = _parser().parse_args(argv)
     try:
         cluster = cluster_of(arguments)
-        words, notes = words_of(arguments, is_predicted=True), notes_of(arguments, is_predicted=True)
+        flags, notes = job_flags(arguments, is_predicted=True), notes_of(arguments, is_predicted=True)
         _require_plan_alone(arguments)
-        given: Options = {
+        options: Options = {
             "precision": arguments.precision,
             "software": arguments.software,
             "expert_load": expert_load_of(arguments),
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "tell": on_standard_error,
         }
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
-        _answer(arguments, cluster, words, notes, given, train_tokens)
+        _answer(arguments, cluster, flags, notes, options, train_tokens)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(
     arguments: argparse.Namespace,
     cluster: Cluster,
-    words: Sequence[str],
+    flags: Sequence[str],
     notes: Sequence[str],
     options: Options,
     train_tokens: float | None,
@@ -87,7 +87,7 @@ def _answer(
     from moe_overlap.report.trace import write_trace
     from moe_overlap.tuner.cost.simulate.step import simulate_step
 
-    predicted = predict_job(words, cluster, options)
+    predicted = predict_job(flags, cluster, options)
     plan, problem, prediction = predicted.problem.plan, predicted.problem, predicted.prediction
     assumed = (*assumed_of(arguments, is_predicted=True), *prediction.assumed, *notes)
     prediction = dataclasses.replace(prediction, assumed=assumed)
@@ -108,25 +108,25 @@ def _answer(
     if arguments.verbose:
         print(f"\n{prediction_text(prediction, cluster)}")
     if seconds is not None:
-        print(f"simulated: {seconds:.3f} s, with what the plan overlaps; {arguments.trace}")
+        print(f"simulated: {seconds:.3f} s, with the overlap of the plan; {arguments.trace}")
 
 
 def _require_plan_alone(arguments: argparse.Namespace) -> None:
-    """Refuse an option that says another batch, length or precision than the file of `--plan`, which decides all three."""
+    """Refuse an option whose batch, length or precision contradicts the file of `--plan`, which decides all three."""
     if arguments.plan is None:
         return
     plan = plan_of_flag(arguments.plan)
-    for flag, said, planned in (
+    for flag, value, planned in (
         ("--global-batch-size", arguments.global_batch_size, plan.global_batch_size),
         ("--seq-length", arguments.seq_length, plan.sequence_length),
         ("--precision", arguments.precision, plan.precision),
     ):
         fix = f"drop {flag}, or write another plan"
-        require(said in (None, planned), flag, said, f"--plan {arguments.plan} decides it, and says {planned}", fix)
+        require(value in (None, planned), flag, value, f"--plan {arguments.plan} decides it, and says {planned}", fix)
 
 
 def implied_tokens(job: Job, plan: Plan) -> float | None:
-    """Tokens of the whole training, where the flags say its length."""
+    """Tokens of the full training; None if the flags have no length of the training."""
     training = job.config.training
     if training.train_samples is not None:
         return float(training.train_samples * plan.sequence_length)
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add_job_arguments(parser)
     job = topic(parser, "job")
     job.add_argument("--plan", metavar="FILE", help="a plan that decides in place of the flags")
-    job.add_argument("--precision", choices=PRECISIONS, help="in place of what the flags say")
+    job.add_argument("--precision", choices=PRECISIONS, help="instead of the value in the flags")
     prices = topic(parser, "prices", PRICES)
     prices.add_argument(
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     add_routing_arguments(prices)
     add_margin_argument(parser)
     answer = topic(parser, "answer", "what is printed and written")
-    answer.add_argument("--train-tokens", metavar="N", help="tokens to train, as 300B; default what the flags train")
+    answer.add_argument("--train-tokens", metavar="N", help="tokens to train, as 300B; default: as in the flags")
     answer.add_argument("--verbose", action="store_true", help="every figure behind the answer")
     answer.add_argument("--json", action="store_true", help="everything, as JSON")
     answer.add_argument(

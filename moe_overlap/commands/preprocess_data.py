@@ -2,10 +2,10 @@
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8
 
-Inputs are told apart by their ending: .jsonl, .ndjson, .json (one JSON object per line; each of --json-keys becomes a
-dataset) and .txt (one document per file, or per line with --txt-documents line), all of them also with .gz, and .parquet (one
-document per row; --json-keys names columns). The flags are upstream's. The output appears when it is complete, and not at all
-after an error or a kill (a kill leaves PREFIX…partial-* files, which may be deleted).
+The ending of a file decides its format: .jsonl, .ndjson, .json (one JSON object per line; each of --json-keys becomes a dataset)
+and .txt (one document per file, or per line with --txt-documents line), all of them also with .gz, and .parquet (one document per
+row; --json-keys are columns). The flags are upstream's. The output is written atomically: after an error or a kill there is none
+(a kill leaves PREFIX…partial-* files, which may be deleted).
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.version import VERSION_LINE
 
 TASK_BYTES, TASK_DOCUMENTS = 1 << 20, 1000
-"""A worker gets documents until one of these is reached."""
+"""Size of a worker's task: documents are added until one of these is reached."""
 MOST_LINE_BYTES, MOST_FILE_BYTES, MOST_BLANK_LINES = 1 << 26, 1 << 30, 1 << 20
-"""Bytes of the longest line, and of the largest file that is one document; a packed file may unpack to any length."""
+"""Longest line and largest single-document file, in bytes, and longest run of blank lines; a .gz file may unpack to any
+length."""
 PARQUET = ".parquet"
 UNSUPPORTED = {
     "--split-sentences": "sentences are for BERT and T5",
@@ -54,7 +55,7 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document as it stands in its file; `place` is FILE or FILE:LINE."""
+    """An undecoded document; `place` is FILE or FILE:LINE."""
 
     place: str
     raw: bytes
@@ -63,7 +64,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The settings with which a worker turns documents into ids."""
+    """The settings of a worker that tokenizes documents."""
 
     tokenizer_type: str | None
     files: TokenizerFiles
@@ -74,25 +75,25 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Ids per document and key (int32; empty where the text is)."""
+    """Ids per document and key (int32; empty for an empty text)."""
 
     documents: list[list[numpy.ndarray]]
     text_bytes: int
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Flags of the tool.
+    """The parsed flags of the tool.
 
     Raises:
-        ConfigError: an unsupported flag, or a value that cannot be.
-        SystemExit: an unknown flag, or what the parser refuses by itself.
+        ConfigError: an unsupported flag, or an invalid value.
+        SystemExit: the parser refuses the arguments.
     """
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     group = parser.add_argument_group("input")
     group.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files: .jsonl, .txt, .parquet")
     group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take; default text")
-    group.add_argument("--txt-documents", choices=["file", "line"], default="file", help="what is a document of a .txt")
+    group.add_argument("--txt-documents", choices=["file", "line"], default="file", help="unit of a document in a .txt")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", metavar="TYPE", help=f"{', '.join(TYPES)}; default the first")
     group.add_argument(
@@ -126,12 +127,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def open_text(path: str) -> IO[bytes] | gzip.GzipFile:
-    """The bytes of a file, unpacked when it ends in .gz."""
+    """A file opened for reading bytes, unpacked if its name ends in .gz."""
     return gzip.open(path, "rb") if path.endswith(".gz") else Path(path).open("rb")
 
 
 def check_inputs(paths: Sequence[str], keys: Sequence[str]) -> None:
-    """Raises ConfigError for a file that is not there, or of a kind that is not read."""
+    """Raise ConfigError for a missing file, or one of an unknown format."""
     for path in paths:
         if not Path(path).is_file():
             fix = "give its files" if Path(path).is_dir() else "check the path"
@@ -149,7 +150,7 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str]) -> None:
 
 
 def read_parquet(path: str, keys: Sequence[str]) -> Iterator[Document]:
-    """The rows of a parquet file as JSON records of the wanted columns, a portion of the file at a time.
+    """The rows of a parquet file as JSON records of the columns `keys`, read batch by batch.
 
     Raises:
         ConfigError: a column is missing, or the file is no parquet.
@@ -175,10 +176,10 @@ def read_parquet(path: str, keys: Sequence[str]) -> Iterator[Document]:
 
 
 def read_documents(paths: Sequence[str], txt_documents: str, keys: Sequence[str]) -> Iterator[Document]:
-    """Documents of the files, in order, undecoded; blank lines are no documents.
+    """The undecoded documents of the files, in order; blank lines are skipped.
 
     Raises:
-        ConfigError: a file that cannot be read or unpacked.
+        ConfigError: a file cannot be read or unpacked, or exceeds a limit.
     """
     for path in paths:
         if path.endswith(PARQUET):
@@ -188,7 +189,7 @@ def read_documents(paths: Sequence[str], txt_documents: str, keys: Sequence[str]
         try:
             with open_text(path) as file:
                 if not is_json and txt_documents == "file":
-                    # What a packed file holds is seen only while it is unpacked.
+                    # The size of a packed file is known only while it is unpacked, hence the smaller limit.
                     most = MOST_LINE_BYTES if path.endswith(".gz") else MOST_FILE_BYTES
                     yield Document(path, _at_most(file.read(most + 1), most, path), False)
                     continue
@@ -200,7 +201,7 @@ def read_documents(paths: Sequence[str], txt_documents: str, keys: Sequence[str]
                         yield Document(place, line.rstrip(b"\r\n"), is_json)
                         last = number
                     elif number - last > MOST_BLANK_LINES:
-                        # A small packed file may hold them by the billion.
+                        # A small packed file may contain billions of them.
                         rule = f"{MOST_BLANK_LINES} lines in a row are blank"
                         raise ConfigError("--input", place, rule, "check or replace the file")
         except (OSError, EOFError, zlib.error) as error:
@@ -226,7 +227,7 @@ def texts_of(document: Document, keys: Sequence[str]) -> list[str]:
     """The document's text for each key.
 
     Raises:
-        ConfigError: not UTF-8, not JSON, or a key that is missing or no text.
+        ConfigError: the document is not UTF-8 or not JSON, or the value of a key is missing or no text.
     """
     try:
         text = document.raw.decode("utf-8")
@@ -249,10 +250,10 @@ def texts_of(document: Document, keys: Sequence[str]) -> list[str]:
 
 
 def encode(encoding: Encoding, documents: Sequence[Document]) -> Encoded:
-    """Ids of documents.
+    """Tokenize documents.
 
     Raises:
-        ConfigError: a document holds no text, or what the tokenizer does not take.
+        ConfigError: as `texts_of`, or the tokenizer refuses a text.
     """
     encoded: list[list[numpy.ndarray]] = []
     tokenizer = tokenizer_of(encoding)
@@ -264,7 +265,7 @@ def encode(encoding: Encoding, documents: Sequence[Document]) -> Encoded:
 
 
 def tasks(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in portions worth sending to a worker."""
+    """Documents in portions of a worker's task (TASK_BYTES, TASK_DOCUMENTS)."""
     portion: list[Document] = []
     size = 0
     for document in documents:
@@ -278,10 +279,10 @@ def tasks(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def encode_all(encoding: Encoding, documents: Iterator[Document], workers: int) -> Iterator[Encoded]:
-    """Results in the order of the input; only a few portions are in memory, however large the input.
+    """The results in the order of the input. Only a few portions are in memory, whatever the size of the input.
 
     Raises:
-        ConfigError: the first mistake in the input, or a worker that died.
+        ConfigError: the first mistake in the input, or a killed worker.
     """
     if workers == 1:
         yield from (encode(encoding, portion) for portion in tasks(documents))
@@ -303,7 +304,7 @@ def encode_all(encoding: Encoding, documents: Iterator[Document], workers: int) 
 
 
 def write(options: argparse.Namespace, encoding: Encoding) -> None:
-    """Tokenize everything and write one dataset per key, with progress on stderr and a summary on stdout."""
+    """Tokenize all inputs and write one dataset per key, with progress on stderr and a summary on stdout."""
     quiet_libraries()
     from megatron.training.data.indexed import indexed_dataset
 
@@ -343,7 +344,7 @@ def write(options: argparse.Namespace, encoding: Encoding) -> None:
 
 @interruptible
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The tool; returns the exit status, 2 for a mistake of the user. Interrupted, it has written nothing."""
+    """Run the command; 2 for a user's mistake. If interrupted, it has written nothing."""
     try:
         options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         check_inputs(options.input, options.json_keys)

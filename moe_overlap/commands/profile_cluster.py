@@ -3,11 +3,11 @@
     python tools/profile_cluster.py --output here.json
     torchrun --standalone --nproc-per-node 2 tools/profile_cluster.py --output here.json --quick
 
-Writes a cluster description for --cluster of tools/predict.py, and beside it the database it names (here.measured.jsonl). What
-the database has is not measured again: a run that was stopped goes on, and --megatron-args adds what a configuration needs.
-Links need torchrun with as many ranks as will train. On a CPU all ranks measure at once: they share its caches and memory.
-There, unless --quick, two small jobs are trained for some steps, too, on one machine with a thread for each rank: what steps take
-beside their operators (tools/bench/machine.py) then counts in every prediction.
+Writes a cluster description for --cluster of tools/predict.py, and in the same folder its database (here.measured.jsonl). Entries
+of the database are not measured again: a stopped run can be continued, and --megatron-args adds the operators of a configuration.
+Links need torchrun with as many ranks as will train. On a CPU all ranks measure at the same time, because they share its caches
+and memory. There, without --quick, on one machine with one thread per rank, two small jobs are trained for some steps, too: their
+host time per step (tools/bench/machine.py) is added to every prediction.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HOST_COPY_BYTES = tuple(1 << power for power in range(16, 29, 3))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those of the job."""
+    """The place of this process in the job."""
 
     rank: int
     world: int
@@ -55,22 +55,22 @@ class Ranks:
 
     @staticmethod
     def of_environment() -> Ranks:
-        """The place that torchrun gave this process; a single process without it.
+        """The place from torchrun's variables; a single process without them.
 
         Raises:
-            ConfigError: a variable of the launcher is no whole number, or the rank is none of the job's.
+            ConfigError: a variable of the launcher is no whole number, or out of range.
         """
         rank, world = place_among_ranks(os.environ)
-        local, said = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("LOCAL_WORLD_SIZE", "1")
-        per_node = whole_number(said)
+        local, text = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        per_node = whole_number(text)
         if per_node is None or not 1 <= per_node <= world:
             rule = f"must be a whole number from 1 to WORLD_SIZE, {world}"
-            raise ConfigError("LOCAL_WORLD_SIZE", said, rule, "start by torchrun, which sets it, or unset it")
+            raise ConfigError("LOCAL_WORLD_SIZE", text, rule, "start by torchrun, which sets it, or unset it")
         return Ranks(rank, world, local, per_node)
 
     @property
     def nodes(self) -> int:
-        """Machines of the job."""
+        """Number of machines of the job."""
         return self.world // self.per_node
 
 
@@ -83,11 +83,11 @@ def run(measure_host_time: Callable[[Database, Cluster], None] | None = None) ->
 def main(
     argv: Sequence[str] | None = None, measure_host_time: Callable[[Database, Cluster], None] | None = None
 ) -> int:
-    """Run the command; 2 for a user's mistake, said by the first rank alone.
+    """Run the command; 2 for a user's mistake, which only the first rank prints.
 
     Args:
-        measure_host_time: trains two small jobs and adds the host's seconds per step; None where a source checkout, which has
-            the jobs, is not at hand (the installed `moe-profile`).
+        measure_host_time: trains two small jobs and adds the host's seconds per step to the database; None outside a source
+            checkout, which has the jobs (the installed `moe-profile`).
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -148,7 +148,7 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks, database: Database, ex
     from moe_overlap.tuner.profile.measure.links import measure_rates
     from moe_overlap.tuner.profile.measure.operators import measure_operators
 
-    # Collectives under names that every supported torch has; the newest one warns of some.
+    # The names of collectives that all supported releases of torch have; the newest release deprecates some.
     warnings.simplefilter("ignore", FutureWarning)
     device = database.device
     if device.kind == "cuda":
@@ -157,11 +157,11 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks, database: Database, ex
         dist.init_process_group("nccl" if device.kind == "cuda" else "gloo", timeout=timedelta(minutes=30))
     seconds = SECONDS_EACH["quick" if arguments.quick else "thorough"]
     dtype = arguments.dtype or ("bfloat16" if device.kind == "cuda" else "float32")
-    wanted = distinct([*operator_grid(dtype, device.kind, arguments.quick), *filter(can_be_measured, extra)])
-    # The first rank alone has read the database: it says what is missing, and everyone measures a share.
-    mine = _missing(wanted, database.operators, ranks)[ranks.rank :: ranks.world]
-    bar = progress("operators", len(mine), ranks.rank == 0)
-    measure_operators(database, mine, seconds, lambda _: bar())
+    keys = distinct([*operator_grid(dtype, device.kind, arguments.quick), *filter(can_be_measured, extra)])
+    # Only the first rank has read the database: it broadcasts the missing keys, and every rank measures a share.
+    share = _missing(keys, database.operators, ranks)[ranks.rank :: ranks.world]
+    bar = progress("operators", len(share), ranks.rank == 0)
+    measure_operators(database, share, seconds, lambda _: bar())
     if ranks.nodes > 1:
         _take_over(database, ranks)
     if ranks.rank == 0:
@@ -175,31 +175,33 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks, database: Database, ex
 
 
 def _take_over(database: Database, ranks: Ranks) -> None:
-    """Keep on the first rank what ranks of other machines have measured and not written."""
+    """Add to the first rank's database the measurements of ranks on other machines, which write no file."""
     from megatron.training.messages import of_all
 
     operators = {} if database.is_kept else database.operators
-    measured = of_all([(as_values(key), taken) for key, taken in operators.items()])
+    measured = of_all([(as_values(key), measurement) for key, measurement in operators.items()])
     if ranks.rank == 0:
         for of_rank in measured:
-            for key, taken in of_rank:
-                database.add_operator(read_record(OperatorKey, key, "another rank"), taken)
+            for key, measurement in of_rank:
+                database.add_operator(read_record(OperatorKey, key, "another rank"), measurement)
 
 
-def _missing(every: Sequence[Key], known: Container[Key], ranks: Ranks) -> list[Key]:
-    """The keys that the first rank has not measured yet.
+def _missing(every: Sequence[Key], measured: Container[Key], ranks: Ranks) -> list[Key]:
+    """The keys that are missing in the first rank's database.
 
     Args:
-        every: the same on all ranks.
+        every: all keys, equal on all ranks.
+        measured: the keys in this rank's database.
     """
     from megatron.training.messages import from_first
 
-    places = [place for place, key in enumerate(every) if key not in known]
+    places = [place for place, key in enumerate(every) if key not in measured]
     return [every[place] for place in (from_first(places) if ranks.world > 1 else places)]
 
 
 def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Database, seconds: float) -> None:
-    """Collectives inside a node, then between nodes with one rank of each; then an all-to-all beside products."""
+    """Measure collectives inside a node, then between nodes with one rank of each; then an all-to-all concurrent with
+    products."""
     import torch.distributed as dist
 
     from moe_overlap.tuner.profile.measure.links import COLLECTIVES, collective_seconds, slowdown_of_both
@@ -221,9 +223,9 @@ def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Databa
     bar = progress("links", len(missing), ranks.rank == 0)
     for key, group in grid:
         if key in missing:
-            taken = collective_seconds(key, group, kind, seconds)
+            measurement = collective_seconds(key, group, kind, seconds)
             if ranks.rank == 0:
-                database.add_link(key, taken)
+                database.add_link(key, measurement)
             bar()
     if _missing(("overlap_slowdown",), database.rates, ranks):
         exchanged, product = (1 << 20, 128) if kind == "cpu" else (1 << 26, 4096)
@@ -235,7 +237,7 @@ def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Databa
 
 
 def _measure_copies(database: Database, seconds: float) -> None:
-    """Copies between GPU and host. Not run on hardware."""
+    """Measure copies between GPU and host. Not run on hardware."""
     from moe_overlap.tuner.profile.measure.links import COPIES, copy_seconds
 
     for kind in COPIES:
@@ -245,8 +247,8 @@ def _measure_copies(database: Database, seconds: float) -> None:
                 database.add_link(key, copy_seconds(key, seconds))
 
 
-def progress(what: str, total: int, shown: bool) -> Callable[[], None]:
-    """A bar on stderr that each call moves on by one; on what is no terminal, a line per quarter."""
+def progress(name: str, total: int, shown: bool) -> Callable[[], None]:
+    """A progress bar on stderr, advanced by one with each call; without a terminal a line per quarter."""
     done, width, terminal = 0, 30, sys.stderr.isatty()
 
     def step() -> None:
@@ -257,8 +259,8 @@ def progress(what: str, total: int, shown: bool) -> Callable[[], None]:
         if terminal:
             filled = "█" * (width * done // total)
             end = "\n" if done == total else ""
-            print(f"\r{what:<10}{filled:<{width}} {done}/{total}", end=end, file=sys.stderr, flush=True)
+            print(f"\r{name:<10}{filled:<{width}} {done}/{total}", end=end, file=sys.stderr, flush=True)
         elif done == total or 4 * done // total > 4 * (done - 1) // total:
-            print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
+            print(f"{name} {done}/{total}", file=sys.stderr, flush=True)
 
     return step

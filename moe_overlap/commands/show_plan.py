@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
-from moe_overlap.commands.job_arguments import name_of, words_of
+from moe_overlap.commands.job_arguments import job_flags, name_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription, model_parameters
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 MOST_LISTED = 50_000
-"""Most passes of a micro-batch through a layer whose instructions are listed: beyond, it takes minutes and gigabytes."""
+"""Most layer passes (micro-batches times layers) that are listed; more would take minutes and gigabytes."""
 
 
 MOST_PIECES = 5_000
-"""Most pieces of gradients whose reductions are listed."""
+"""Most buckets of gradients that are listed."""
 
 
 def _require_listable(plan: Plan, model: ModelDescription) -> None:
@@ -89,21 +89,21 @@ def _require_listable(plan: Plan, model: ModelDescription) -> None:
 
 
 def model_of(chosen: argparse.Namespace, plan: Plan) -> ModelDescription | None:
-    """The model that the command line describes, as its flags do for predictions, or field by field; None where it does not.
+    """The model of the command line, from flags or from a description with all fields; None if it has none.
 
     Raises:
-        ConfigError: a file is none, or the plan is of another model.
+        ConfigError: a file has another format, or the plan is for another model.
     """
     if chosen.model is None and chosen.megatron_args is None:
         return None
     if chosen.megatron_args is None and (described := load_model(chosen.model)) is not None:
         return described
-    given = argparse.Namespace(model=chosen.model, megatron_args=chosen.megatron_args, precision=plan.precision)
-    return model_of_plan(words_of(given, is_predicted=True), plan, chosen.file, name_of(given))
+    options = argparse.Namespace(model=chosen.model, megatron_args=chosen.megatron_args, precision=plan.precision)
+    return model_of_plan(job_flags(options, is_predicted=True), plan, chosen.file, name_of(options))
 
 
 def load_model(path: str) -> ModelDescription | None:
-    """The description in a JSON file with the fields of ModelDescription; None where it may be a model file or a config.json."""
+    """The description in a JSON file with the fields of ModelDescription; None for a model file or a config.json."""
     try:
         values = bounded_json(path)
     except Unreadable as error:

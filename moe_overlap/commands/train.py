@@ -1,11 +1,11 @@
 """Train a Mixture-of-Experts language model: `pretrain_moe.py --nproc-per-node N @examples/FILE.args [flags]`.
 
-Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts, so that
-mistakes in flags are answered at once. With `--nproc-per-node` this process checks the command line and starts the ranks, which
-torchrun and Slurm start as well.
+Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts, so
+mistakes in flags are reported immediately. With `--nproc-per-node` this process checks the command line and starts the ranks;
+torchrun and Slurm can start them as well.
 
-This command is where the training package and the runtime meet, which do not import each other: `main` reads and checks flags,
-`train` starts and ends the process, `assemble` ties plan, model, data, checkpoint and reports to a training loop.
+This command connects the training package and the runtime, which do not import each other: `main` parses and checks flags,
+`train` starts and ends the process, `assemble` builds a training loop from plan, model, data, checkpoint and reports.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Execute the command; returns the exit status: 0, 1 for a run that failed, 2 for a user's mistake."""
+    """Run the command; 1 for a failed run, 2 for a user's mistake."""
     rank = 0
     try:
         rank, world_size = place_among_ranks(os.environ)
@@ -74,30 +74,30 @@ def main(argv: Sequence[str]) -> int:
         from megatron.training.cli.validation import validate
         from megatron.training.plan_argument import with_plan
 
-        launch, words = split_launch(argv, os.environ)
+        launch, arguments = split_launch(argv, os.environ)
         world_size = launch.world_size if launch else world_size
         if launch is not None and launch.max_restarts:
-            # As torch's agent tells the ranks: the checks here then allow what the ranks will do.
+            # As torch's agent sets it for the ranks, so that the checks here agree with those of the ranks.
             os.environ[RESTARTS] = str(launch.max_restarts)
         with flushed_output():
-            parsed = with_plan(with_checkpoint_arguments(parse(words)), world_size)
+            parsed = with_plan(with_checkpoint_arguments(parse(arguments)), world_size)
             require_bounded_layers("--mtp-num-layers", parsed.config.model.mtp_num_layers)
             if parsed.dry_run:
                 require_one_size(parsed.world_size, launch)
                 page = io.StringIO()
                 dry_run(parsed, launch.world_size if launch else parsed.world_size, page)
-                # Values of flags may come from a file that somebody else wrote.
+                # Values of flags may come from an untrusted file.
                 lines = page.getvalue().removesuffix("\n").split("\n")
                 print("\n".join(printable(line, len(line)) for line in lines))
                 return 0
         validate(parsed.config, parsed.layout_world or world_size)
         require_startable(parsed, this_machine())
         if launch is None:
-            return train(parsed, words)
+            return train(parsed, arguments)
         require_launchable(parsed, launch)
         from moe_overlap.commands.launcher import start_ranks
 
-        return start_ranks(launch, words, parsed.config)
+        return start_ranks(launch, arguments, parsed.config)
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
     except OSError as error:
@@ -105,10 +105,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Rank and number of ranks, as the launcher set them.
+    """Rank and number of ranks, from the launcher's variables.
 
     Raises:
-        ConfigError: a variable of the launcher is no whole number, or the rank is none of the job's.
+        ConfigError: a variable of the launcher is no whole number, or out of range.
     """
     numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     for name, least in numbers.items():
@@ -131,38 +131,38 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def require_one_size(world_size: int | None, launch: Launch | None) -> None:
-    """Refuse a dry run whose --world-size is not that of its launcher's flags."""
+    """Refuse a dry run whose --world-size contradicts the launcher's flags."""
     if launch is not None and world_size not in (None, launch.world_size):
         rule = f"--nproc-per-node says {launch.world_size} processes in all"
         raise ConfigError("--world-size", world_size, rule, "drop one of them")
 
 
 def require_our_portion() -> None:
-    """Refuse another package's `megatron.training`, before anything is imported from it."""
+    """Refuse another package's `megatron.training` before importing from it."""
     if getattr(megatron.training, "PORTION", None) != "moe-overlap":
         found_at = getattr(megatron.training, "__file__", "")
         raise ConfigError("megatron.training", found_at, "belongs to another package", "install megatron-core==0.16.1")
 
 
 def require_usable_gpu() -> None:
-    """Refuse a machine whose GPUs torch cannot use: its ranks would train on the CPU, or wait for those that do not.
+    """Refuse a machine whose GPUs torch cannot use: its ranks would train on the CPU, or block ranks of other machines.
 
-    CUDA_VISIBLE_DEVICES= asks for the CPU.
+    CUDA_VISIBLE_DEVICES= selects the CPU explicitly.
     """
     import torch
 
     from megatron.training.cli.start import cuda_is_there
 
-    is_asked_for = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    if is_asked_for and cuda_is_there() and not torch.cuda.is_available():
+    is_requested = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if is_requested and cuda_is_there() and not torch.cuda.is_available():
         rule = "torch cannot use them: see nvidia-smi for the driver, and for the fabric manager of an NVLink switch"
         fix = "repair or exclude the machine; CUDA_VISIBLE_DEVICES= trains on its CPU"
         raise ConfigError("the GPUs", f"of {socket.gethostname()}", rule, fix)
 
 
 def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
-    """Train from the import of torch to the last evaluation; returns the exit status."""
-    # What torch says in C++ of a peer that it looks for again and again comes before our one line; its errors are raised as well.
+    """Train, from the import of torch to the last evaluation; returns the exit status."""
+    # Suppresses torch's repeated C++ messages about unreachable peers; its errors are raised anyway.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -186,7 +186,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     from moe_overlap.commands.failures import Place, failure_line, kind_of_failure
     from moe_overlap.runtime.weight_grad.queue import DeferredBytesExceeded
 
-    # torch's own operators then take their forms of a fixed order; one that has none is an error that names it.
+    # torch's operators then sum in a fixed order; an operator that cannot raises an error with its name.
     torch.use_deterministic_algorithms(parsed.config.training.deterministic_mode)
     folder = LaunchFolder.of_this_process(os.environ)
     process, loop = start_process(parsed.config), None
@@ -211,7 +211,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         speak(f"error: {error} (rank {process.rank}, {loop.activity if loop else 'start'})")
         return 1
     except Exception as error:
-        # Each rank speaks for itself: rank 0 may be the one that is gone, and they do not all miss the same peer.
+        # Every rank reports its own error: rank 0 may be the lost one, and ranks may have lost different peers.
         kind = kind_of_failure(error)
         in_step = loop is not None and loop.activity.startswith("step")
         place = Place(
@@ -221,7 +221,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         )
         speak(failure_line(error, kind, place), waits=kind == "peer")
         return 1
-    # A rank that has failed leaves without: NCCL would wait for collectives that it never joins, until its peers time out.
+    # Not after a failure: NCCL would wait for collectives that this rank never joins, until its peers time out.
     dist.destroy_process_group()
     return 0
 
@@ -229,10 +229,10 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
 def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     """Build a run from its flags. Collective over the default process group.
 
-    0. Every output is written to: a run that cannot save does not begin.
-    1. Tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
-    2. The plan gives the machinery: groups, model, optimizer, runner.
-    3. Data, then the checkpoint: loading moves the machinery to where the run continues.
+    0. Check that every output can be written: a run that cannot save does not begin.
+    1. Tokenizer and flags determine the model; flags, or --plan, the plan; the plan this rank's instructions.
+    2. The plan determines the machinery: groups, model, optimizer, runner.
+    3. Data, then the checkpoint: loading sets the machinery to the state in which the run continues.
     4. Reports.
     """
     import torch.distributed as dist
@@ -260,7 +260,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     rows = None if FIELD in parsed.written_fields() else saved_rows(config.checkpoint)
     padded = None if rows is None else config_for_rows(config, plan, vocabulary, rows)
     if padded is not None:
-        # For the model alone: a resume compares, and a save keeps, the flags that the user wrote.
+        # Only for the model: saving and resuming use the user's flags.
         model = describe_model(padded, vocabulary, parsed.name)
         plan = on_device(plan_of_run(padded, model, dist.get_world_size()), padded, device_of_this_process())
     if plan.transfers:
@@ -268,12 +268,12 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
 
     lists = lower_together(plan, model, rank)  # A plan that cannot be lowered is refused before anything is built.
-    known = {plan.global_batch_size: lists[rank]}
+    lists_by_size = {plan.global_batch_size: lists[rank]}
 
     def lowered(size: int) -> Sequence[Instruction]:
-        if size not in known:
-            known[size] = lower(plan.with_global_batch(size), model, rank)
-        return known[size]
+        if size not in lists_by_size:
+            lists_by_size[size] = lower(plan.with_global_batch(size), model, rank)
+        return lists_by_size[size]
 
     blocks = _nccl_blocks(config, plan, lists)
     total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
@@ -300,14 +300,14 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
 
 
 def on_device(plan: Plan, config: Config, device: torch.device) -> Plan:
-    """The plan that is executed: of flags, which do not tell the device, for this one; of a file as it stands."""
+    """The plan to execute: a plan from flags is adapted to this device, a plan from a file is unchanged."""
     from moe_overlap.runtime.step import computes_later
 
     return plan if config.overlap.plan else dataclasses.replace(plan, host_runs_ahead=computes_later(device))
 
 
 def settings_of(config: Config, plan: Plan, blocks: BlockLimits | None) -> Settings:
-    """The training settings that the runtime reads beside the plan."""
+    """The training settings of the runtime that are not in the plan."""
     from megatron.training.plan_flags import gate_of_run
     from moe_overlap.runtime.build import Settings
 
@@ -337,7 +337,7 @@ def _nccl_blocks(config: Config, plan: Plan, lists: Lists) -> BlockLimits | None
 
 
 def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders:
-    """The builders of the training package, bound to a run's plan and flags."""
+    """The builders of the training package for a run's plan and flags."""
     from megatron.training.initialize import seed_everything
     from megatron.training.model.build import build_model
     from megatron.training.optimizer import make_optimizer, wrap_chunks
@@ -352,7 +352,7 @@ def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders
 
 
 def machinery_of(config: Config, context: RunContext, total_steps: int) -> Machinery:
-    """The runner of a context and the learning-rate schedule beside it."""
+    """The runner of a context, its optimizer, and the learning-rate schedule."""
     from megatron.training.job import Machinery
     from megatron.training.optimizer import make_scheduler
     from moe_overlap.runtime.build import make_runner
@@ -370,7 +370,7 @@ def machinery_of(config: Config, context: RunContext, total_steps: int) -> Machi
 
 
 def batches_of(config: Config, context: RunContext, tokenizer: Tokenizer, total_steps: int) -> BatchSource:
-    """The micro-batches of this rank's place among the replicas and among the ranks that share a sequence."""
+    """The micro-batches of this rank, by its data rank and its context rank."""
     from megatron.training.data.datasets import BatchSource
     from megatron.training.initialize import device_of_this_process
 
@@ -392,7 +392,7 @@ def batches_of(config: Config, context: RunContext, tokenizer: Tokenizer, total_
 def reporting_of(
     parsed: ParsedArguments, context: RunContext, rank: int, total_steps: int, data_description: str
 ) -> Reporting:
-    """The run's log, opened and with its first lines, and what is reported beside the steps."""
+    """The run's opened log with its first lines, and the reports in addition to the steps."""
 
     from megatron.training.job import Reporting
     from megatron.training.report.metrics import MetricsLog

@@ -1,4 +1,4 @@
-"""The searches of tools/autotune.py for more than one plan: `--target both`, or several numbers of GPUs."""
+"""The searches of tools/autotune.py for several plans: `--target both`, or several numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from moe_overlap.report.targets import UPSTREAM_FOLDER, both_json, both_lines
 
 def tune_both(
     arguments: argparse.Namespace,
-    words: Sequence[str],
+    argv: Sequence[str],
     cluster: Cluster,
     settings: SearchSettings,
-    given: Options,
+    options: Options,
     train_tokens: float | None,
     ended: Callable[[], None],
 ) -> int:
-    """Search for both targets, write both answers and print the gain; `ended` is called behind the search."""
-    both = search_both(words, cluster, settings, **given)
+    """Search for both targets, write both answers and print the gain; `ended` is called after the search."""
+    both = search_both(argv, cluster, settings, **options)
     ended()
     folder = Path(arguments.output)
     write_answer(folder / UPSTREAM_FOLDER, both.upstream, on_standard_error, train_tokens)
-    files = write_answer(folder, both.here, on_standard_error, train_tokens)
+    files = write_answer(folder, both.runtime, on_standard_error, train_tokens)
     if arguments.json:
         print(json.dumps(both_json(both, train_tokens), indent=1))
         return 0
     print("\n".join(both_lines(both, folder, files, train_tokens)))
-    for search in (both.upstream, both.here) if arguments.verbose else ():
+    for search in (both.upstream, both.runtime) if arguments.verbose else ():
         print(f"\n{search.target}: {search.chosen.name}\n{prediction_text(search.prediction, search.cluster)}")
         print("\n".join(detail_lines(search)))
     return 0
@@ -48,25 +48,25 @@ def tune_both(
 
 def tune_numbers(
     arguments: argparse.Namespace,
-    words: Sequence[str],
+    argv: Sequence[str],
     clusters: Sequence[Cluster],
     settings: SearchSettings,
-    given: Options,
+    options: Options,
     train_tokens: float | None,
     ended: Callable[[], None],
 ) -> int:
-    """Search for every number of GPUs, write every plan and print the table; `ended` is called behind the search."""
+    """Search for every number of GPUs, write every plan and print the table; `ended` is called after the search."""
     if arguments.target == "both":
         rule = "several numbers of GPUs are compared for one target"
         raise ConfigError("--target", "both", rule, "give one number, or --target moe-overlap or megatron-lm")
-    rows = search_numbers(words, clusters, settings, **given)
+    rows = search_numbers(argv, clusters, settings, **options)
     ended()
     folder = Path(arguments.output)
     for row in rows:
         if row.search is not None:
             write_answer(folder / row.folder, row.search, on_standard_error, train_tokens)
         else:
-            # Its folder may hold the answer of other flags, and the table says that there is none.
+            # There is no plan, but the folder may hold an earlier answer.
             put_away_others(folder / row.folder, (), on_standard_error)
     if arguments.json:
         print(json.dumps(scaling_json(rows, train_tokens), indent=1))

@@ -22,8 +22,8 @@ class ConfigError(Exception):
     Args:
         subject: the flag, field or file, as the user wrote it (`--num-experts`, `plan.json stages[1].data`).
         value: its value; the empty string when the subject alone is the mistake.
-        rule: the violated rule, or what is wrong.
-        fix: what the user can do.
+        rule: the violated rule, or the error.
+        fix: advice to the user.
     """
 
     def __init__(self, subject: str, value: object, rule: str, fix: str) -> None:

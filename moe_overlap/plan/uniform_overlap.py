@@ -209,5 +209,5 @@ def _check(request: OverlapWords, stage: StagePlan, model: ModelDescription) -> 
     if request.partitions > 1 and request.gate is not None:
         require_partitionable(request.gate, request.range_word)
     if request.defer and request.max_deferred_bytes < 1:
-        rule = "deferred weight gradients hold what they are computed from"
+        rule = "deferred weight gradients hold their inputs"
         raise ConfigError(BYTES_FLAG, request.max_deferred_bytes, rule, "allow at least 1 byte")

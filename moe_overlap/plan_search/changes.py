@@ -94,7 +94,7 @@ def changes_of(
                 name=decision,
                 before={name: values for name, values in old.items() if name not in same},
                 after={name: values for name, values in new.items() if name not in same},
-                alone=alone,
+                prediction=alone,
                 rule=rule,
             )
         )

@@ -234,7 +234,7 @@ class PlansAsFlags:
             problem=problem,
             prediction=estimate_plan(problem.plan, problem),
             arguments=tuple(flags.arguments),
-            said=flags.said,
+            plan_arguments=flags.said,
             in_file=flags.in_file,
             is_staged=is_staged,
             lacks_lists=moves_states(problem.plan),

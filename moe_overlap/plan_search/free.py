@@ -321,7 +321,7 @@ def free_finalist(
         problem=problem,
         prediction=prediction,
         arguments=tuple(said.arguments),
-        said=said.said,
+        plan_arguments=said.said,
         in_file=said.in_file,
         is_staged=isinstance(candidate, StagedPlan | MeshPlan),
         refusal=refusal,

@@ -45,7 +45,7 @@ class Finalist:
     Attributes:
         problem: the run with this plan, as parsed from the flags.
         arguments: all flags of the run.
-        said: the flags among them that express the plan.
+        plan_arguments: the flags among them that express the plan.
         in_file: flags whose decisions are in the plan's file instead: no flag expresses the recomputation of single stages.
         is_staged: whether layers and recomputation were chosen separately for each stage.
         refusal: why pretrain_moe.py refuses the plan; None if it, or the target, executes it.
@@ -58,7 +58,7 @@ class Finalist:
     problem: Problem
     prediction: Prediction
     arguments: tuple[str, ...]
-    said: tuple[str, ...]
+    plan_arguments: tuple[str, ...]
     in_file: tuple[str, ...] = ()
     is_staged: bool = False
     refusal: str | None = None
@@ -196,14 +196,14 @@ class Change:
     Attributes:
         name: of the decision, such as "micro-batch".
         before, after: flag -> values, in the user's flags and in the plan; a flag in only one of them is removed or added.
-        alone: the prediction of the user's flags with only this change; None if a rule refuses them.
+        prediction: the prediction of the user's flags with only this change; None if a rule refuses them.
         rule: the rule that refuses them.
     """
 
     name: str
     before: Mapping[str, tuple[str, ...]]
     after: Mapping[str, tuple[str, ...]]
-    alone: Prediction | None
+    prediction: Prediction | None
     rule: str = ""
 
     @property
@@ -222,18 +222,20 @@ class Change:
 
     def gain(self, baseline: Prediction) -> float:
         """Seconds of a step that the change saves by itself; 0 if it is not possible by itself."""
-        return 0.0 if self.alone is None else baseline.predicted.step_seconds - self.alone.predicted.step_seconds
+        return (
+            0.0 if self.prediction is None else baseline.predicted.step_seconds - self.prediction.predicted.step_seconds
+        )
 
     def effect(self, baseline: Prediction) -> str:
         """The predicted effect of only this change, as text."""
-        if self.alone is None:
+        if self.prediction is None:
             return f"only together with others: {self.rule}"
-        seconds = self.alone.predicted.step_seconds - baseline.predicted.step_seconds
-        memory = self.alone.fullest.needed_bytes - baseline.fullest.needed_bytes
-        fits = "" if self.alone.fits else f"; {self.alone.memory_verdict}"
+        seconds = self.prediction.predicted.step_seconds - baseline.predicted.step_seconds
+        memory = self.prediction.fullest.needed_bytes - baseline.fullest.needed_bytes
+        fits = "" if self.prediction.fits else f"; {self.prediction.memory_verdict}"
         space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "the same memory"
         # A change that costs time or memory by itself needs another reason.
-        others = "" if seconds < 0 and self.alone.fits else "; chosen for its effect together with the others"
+        others = "" if seconds < 0 and self.prediction.fits else "; chosen for its effect together with the others"
         return f"alone {difference(seconds)} a step and {space}{fits}{others}"
 
 
@@ -330,7 +332,7 @@ class PlanSearch:
     @property
     def written(self) -> WrittenFlags:
         """The flags that run the plan."""
-        plan_file, arguments, plan_arguments = None, self.words, self.chosen.said
+        plan_file, arguments, plan_arguments = None, self.words, self.chosen.plan_arguments
         in_file = self.chosen.in_file
         if in_file:
             plan_file = "plan.json"
@@ -424,16 +426,16 @@ class BothTargets:
 
     Attributes:
         upstream: the search for unmodified Megatron-LM.
-        here: the search for this runtime; it has the baseline.
+        runtime: the search for this runtime; it has the baseline.
         tie: largest difference that predictions cannot resolve, as a share of a step.
     """
 
     upstream: PlanSearch
-    here: PlanSearch
+    runtime: PlanSearch
     tie: float
 
     @property
     def gain(self) -> float:
         """Speedup of this runtime's plan over Megatron-LM's."""
-        upstream, runtime = (search.prediction.predicted.step_seconds for search in (self.upstream, self.here))
+        upstream, runtime = (search.prediction.predicted.step_seconds for search in (self.upstream, self.runtime))
         return upstream / runtime

@@ -32,7 +32,7 @@ def search_both(
     upstream = search_plan(words, cluster, of_upstream, libraries, **options)
     of_this_runtime = dataclasses.replace(settings, target="moe-overlap")
     here = search_plan(words, cluster, of_this_runtime, libraries, **options)
-    return BothTargets(upstream=upstream, here=here, tie=TIE)
+    return BothTargets(upstream=upstream, runtime=here, tie=TIE)
 
 
 def search_numbers(

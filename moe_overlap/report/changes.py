@@ -13,7 +13,7 @@ from moe_overlap.tuner.cost.analytic import Prediction
 def helpful(changes: Sequence[Change], baseline: Prediction) -> list[Change]:
     """The changes that save time by themselves, in order; those that do not fit by themselves come last."""
     gaining = [change for change in changes if change.gain(baseline) > 0.0]
-    return sorted(gaining, key=lambda change: change.alone is None or not change.alone.fits)
+    return sorted(gaining, key=lambda change: change.prediction is None or not change.prediction.fits)
 
 
 def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
@@ -23,9 +23,9 @@ def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
             "name": change.name,
             "before": [word for flag, values in change.before.items() for word in (flag, *values)],
             "after": [word for flag, values in change.after.items() for word in (flag, *values)],
-            "alone_step_seconds": None if change.alone is None else change.alone.predicted.step_seconds,
-            "alone_needed_bytes": None if change.alone is None else change.alone.fullest.needed_bytes,
-            "alone_fits": None if change.alone is None else change.alone.fits,
+            "alone_step_seconds": None if change.prediction is None else change.prediction.predicted.step_seconds,
+            "alone_needed_bytes": None if change.prediction is None else change.prediction.fullest.needed_bytes,
+            "alone_fits": None if change.prediction is None else change.prediction.fits,
             "rule": change.rule,
         }
         for change in changes

@@ -84,7 +84,7 @@ def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[s
                     "simulated_step_seconds": simulated_json(other),
                     "needed_bytes": other.prediction.fullest.needed_bytes,
                     "fits": other.prediction.fits,
-                    "arguments": list(other.said),
+                    "arguments": list(other.plan_arguments),
                     "not_executed": other.refusal,
                 }
                 for other in search.others
@@ -171,7 +171,9 @@ def search_sentence(search: PlanSearch) -> str:
     sentence = search.chosen.name if search.plan.transfers else plan_sentence(search.plan)
     if not search.is_upstream:
         return sentence
-    overlap = ", overlap: two micro-batches at a time" if PAIRED[0] in (*search.words, *search.chosen.said) else ""
+    overlap = (
+        ", overlap: two micro-batches at a time" if PAIRED[0] in (*search.words, *search.chosen.plan_arguments) else ""
+    )
     return f"{sentence}{overlap}, for unmodified Megatron-LM"
 
 

@@ -16,7 +16,7 @@ UPSTREAM_FOLDER = "megatron-lm"
 
 def both_json(both: BothTargets, train_tokens: float | None) -> dict[str, Any]:
     """The JSON of the search for this runtime, with the other search under `megatron_lm`, and the gain."""
-    runtime, upstream = (search_json(search, train_tokens) for search in (both.here, both.upstream))
+    runtime, upstream = (search_json(search, train_tokens) for search in (both.runtime, both.upstream))
     return runtime | {"megatron_lm": upstream, "gain": both.gain}
 
 
@@ -27,7 +27,7 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
         folder, files: the folder of this runtime's answer, and the names of its files; the other answer is in UPSTREAM_FOLDER.
     """
     lines = []
-    for name, search in ((UPSTREAM_FOLDER, both.upstream), (both.here.target, both.here)):
+    for name, search in ((UPSTREAM_FOLDER, both.upstream), (both.runtime.target, both.runtime)):
         chosen = search_sentence(search) if search is both.upstream else f"{search_sentence(search)}, for this runtime"
         answer = Answer(
             plan=search.plan,
@@ -38,10 +38,10 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
         )
         lines += figure_lines(answer, name)
     # Both plans are for one job on the same machines, so most warnings are the same.
-    warnings = [*beware_lines(both.upstream.prediction), *beware_lines(both.here.prediction)]
+    warnings = [*beware_lines(both.upstream.prediction), *beware_lines(both.runtime.prediction)]
     lines += dict.fromkeys(warnings)
     lines.append(line("gain", gain_sentence(both)))
-    lines += closing_lines(both.here, folder, files)
+    lines += closing_lines(both.runtime, folder, files)
     at_written = next(index for index, text in enumerate(lines) if text.startswith("written "))
     lines[at_written] += f"; the same for Megatron-LM in {folder / UPSTREAM_FOLDER}"
     return lines
@@ -49,9 +49,9 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
 
 def gain_sentence(both: BothTargets) -> str:
     """One sentence on the gain: the reason to use this fork for this job, or that there is none."""
-    upstream, runtime = (search.prediction.predicted.step_seconds for search in (both.upstream, both.here))
+    upstream, runtime = (search.prediction.predicted.step_seconds for search in (both.upstream, both.runtime))
     seconds = f"{runtime:.3f} s a step in place of {upstream:.3f} s"
-    early = [search.target for search in (both.upstream, both.here) if search.ended_early]
+    early = [search.target for search in (both.upstream, both.runtime) if search.ended_early]
     if early:
         seconds += f"; but the search for {' and '.join(early)} {EARLY}"
     if both.gain > 1 + both.tie:

@@ -1,7 +1,7 @@
 """Traces of a step: a simulated one as a file, and a predicted one compared with a measured one.
 
 A kind of span is the name of an operator without its layer (`moe.experts.backward`) and its channel; seconds are means over the
-ranks of a trace. Errors are those of the prediction, relative to the measurement.
+ranks of a trace. Errors are errors of the prediction, relative to the measurement.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Trace:
 
     Attributes:
         seconds: (kind, channel) -> seconds, the mean over the ranks.
-        whole: the same with collectives inside operators counted as computation; None if there are none.
+        merged_seconds: the same with collectives inside operators counted as computation; None if there are none.
         step_seconds: from the first start to the last end, on the slowest rank.
         about: plan and model of the run from the file; empty if it has none.
     """
@@ -55,7 +55,7 @@ class Trace:
     seconds: dict[tuple[str, str], float]
     step_seconds: float
     about: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    whole: dict[tuple[str, str], float] | None = None
+    merged_seconds: dict[tuple[str, str], float] | None = None
 
 
 def read_trace(path: Path) -> Trace:
@@ -134,8 +134,10 @@ def rows_of(predicted: Trace, measured: Trace) -> list[dict[str, Any]]:
     Collectives inside operators have rows if both traces separate them; otherwise they count as computation in both.
     """
     rows, sums = [], [predicted.seconds, measured.seconds]
-    if predicted.whole is None or measured.whole is None:
-        sums = [trace.seconds if trace.whole is None else trace.whole for trace in (predicted, measured)]
+    if predicted.merged_seconds is None or measured.merged_seconds is None:
+        sums = [
+            trace.seconds if trace.merged_seconds is None else trace.merged_seconds for trace in (predicted, measured)
+        ]
     for name, channel in sums[0].keys() | sums[1].keys():
         seconds, real = (by_kind.get((name, channel), 0.0) for by_kind in sums)
         rows.append(_row(name, channel, seconds, real))

@@ -1,4 +1,4 @@
-"""Models, layouts and the score of the closed loop (tools/benchmark_closed_loop.py): what was chosen against what was run.
+"""Models, layouts and the score of the closed loop (tools/benchmark_closed_loop.py): chosen plan against executed layouts.
 
 A cell is one model on links of one rate. Its rows are all layouts of a grid, each predicted and run, or refused with the rule
 that refuses it, and the plan that the tuner chose.
@@ -144,12 +144,12 @@ class Cell:
 
 
 def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Spearman's rank correlation: that of the ranks, where equal values share the mean of theirs."""
+    """Spearman's correlation of the ranks; equal values share the mean rank."""
     return statistics.correlation(ranks_of(predicted), ranks_of(measured))
 
 
 def ranks_of(values: Sequence[float]) -> list[float]:
-    """The rank of every value, from 1; equal values share the mean of theirs."""
+    """The rank of every value, from 1; equal values share the mean rank."""
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
 

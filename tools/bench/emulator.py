@@ -57,7 +57,7 @@ class EgressClock:
         self._free_at = 0.0
 
     def send(self, count: int) -> float:
-        """Send bytes now, behind what is already on its way out.
+        """Send bytes now; they leave after all bytes that were sent earlier.
 
         Returns:
             The moment at which the last of them has left.
@@ -69,9 +69,9 @@ class EgressClock:
         return self._free_at
 
     def overtake(self, count: int) -> float:
-        """Send a few bytes over a connection of their own: they pass what another one holds back, not what it has handed over.
+        """Send a few bytes over a separate connection: they overtake queued bytes, but not bytes that the link already has.
 
-        What they take from the rate of the others is neglected.
+        Their share of the link's rate is neglected.
 
         Returns:
             The moment at which the last of them has left.

@@ -1,7 +1,7 @@
 """The answer of the first run: a plain and a tuned training, each predicted and measured, as JSON, as a table and as a page.
 
-`RunFacts` are the figures of one of the two trainings, `Facts` those of the whole; `table` and `page` are made of them alone, so
-that a record of a run can be shown again.
+`RunFacts` are the figures of one training, `Facts` the figures of both; `table` and `page` read nothing else, so a recorded run
+can be shown again.
 """
 
 from __future__ import annotations

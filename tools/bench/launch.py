@@ -171,7 +171,7 @@ class Ranks:
         return [answers[rank] for rank in range(len(self._processes))]
 
     def kill(self) -> None:
-        """End every process, and what it started."""
+        """End every process and its children."""
         kill_sessions(self._processes)
         for process in self._processes:
             if process.stdin is not None:
@@ -232,7 +232,7 @@ class RanksOnBed:
 
     Args:
         bed: None: emulated links.
-        jobs: told by name of their variants; where there is one, it is told everything.
+        jobs: (names of variants, ranks): an order goes to the job that has its variant; a single job gets all orders.
         mbit: rate of every rank's exit in 10^6 bit/s; None: not limited.
     """
 

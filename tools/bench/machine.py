@@ -1,7 +1,7 @@
 """A bed as a cluster of measured machines, one node per rank: its operators and links in a database that is kept.
 
-`MeasuredBed` fills the database. `measure_host_time` measures what a step on a CPU takes beside its operators. An operator is
-timed alone, again and again; in a step its operands are colder, and Python, autograd and the runtime come between it and the next
+`MeasuredBed` fills the database. `measure_host_time` measures the host's overhead per step on a CPU. An operator is timed
+alone, again and again; in a step its operands are colder, and Python, autograd and the runtime come between it and the next
 one. So the real runtime executes two jobs without all-to-alls: one of tiny operators, which the host dominates, and one of larger
 ones. For both holds
 
@@ -273,7 +273,7 @@ class MeasuredBed:
             self.database.add_rate("overlap_slowdown", max(lost, 1e-6))
 
     def measure_host_time(self) -> None:
-        """Measure what a step takes beside its operators; the ranks must have the jobs of `calibrating`."""
+        """Measure the host's overhead per step; the ranks must have the jobs of `calibrating`."""
         if IN_STEP not in self.database.rates or CALL_SECONDS not in self.database.rates:
             self._say("measuring the host's time")
             measure_host_time(self.database, self.cluster(), self._tell)

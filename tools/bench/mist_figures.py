@@ -74,7 +74,7 @@ def length(tokens: int) -> tuple[str, ...]:
 
 
 def _with_and_without(size: str, machines: Machines, flags: tuple[str, ...], paper: str) -> tuple[Case, ...]:
-    """A job with fused attention and without: the paper's section 3 does not say which it is of."""
+    """A job with fused attention and without: the paper's section 3 does not say which of both it used."""
     unfused = (*flags, *UNFUSED)
     name = f"GPT-{size.upper()}, unfused attention"
     return (
@@ -163,7 +163,7 @@ def figure_14() -> Figure:
 
 
 def figure_15() -> Figure:
-    """GPT-22B with other batches on 32 L4; each beside what a tuner that averages micro-batches finds."""
+    """GPT-22B with other batches on 32 L4, against a tuner that averages micro-batches."""
     machines, paper = Machines(gpu=L4, gpus=32), "imbalance-aware tuning 1.13 on average"
     cases = tuple(
         job("gpt", "22b", machines, "--global-batch-size", str(batch), name=f"GPT-22B, batch {batch}", paper=paper)

@@ -27,13 +27,13 @@ class Inside:
 
 
 class PaddedClock(HostClock):
-    """The recorder's clock: before it is read where a computing span ends, that span is given what it lacks.
+    """The recorder's clock: at the end of a computing span it first sleeps until the span has its profiled seconds.
 
     Args:
-        recorder: the recorder whose clock this is; collectives inside operators are handed to the clock from now on, and split
-            no span: the seconds of an operator are those of one span.
+        recorder: the recorder of this clock; the clock takes over collectives inside operators, which no longer split a span: the
+            seconds of an operator are the seconds of one span.
         seconds: operator -> seconds of one of its instructions.
-        slower: how many times as long as here the device computes.
+        slower: seconds of an operator on the device over seconds on this machine.
     Attributes:
         late: by how much operators took longer than their profile, by name, since the last `reset`.
         unknown: operators of passes that computed and have no seconds.
@@ -48,7 +48,7 @@ class PaddedClock(HostClock):
         recorder.start_inside, recorder.wait_inside = self.start_inside, self.wait_inside
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Reset the counts."""
         self.late, self._padded = {}, None
 
     def mark(self) -> float:
@@ -65,7 +65,7 @@ class PaddedClock(HostClock):
         return Inside(time.perf_counter(), blocks)
 
     def wait_inside(self, opened: Inside, wait: Callable[..., Any], *timeout: Any) -> Any:
-        """Wait for a collective of `start_inside`: these seconds are none of its operator."""
+        """Wait for a collective of `start_inside`: the wait does not count for its operator."""
         begun = opened.begun
         if not opened.blocks:
             overlapped = time.perf_counter() - begun
@@ -76,7 +76,7 @@ class PaddedClock(HostClock):
         return answer
 
     def _remaining(self) -> float:
-        """Seconds that the operator lacks which computes now; below zero where it is late."""
+        """Seconds until the current operator reaches its profiled time; negative if it is late."""
         current = self._recorder._current
         if current is None or current.channel != COMPUTE or current.name not in self._seconds:
             return 0.0
@@ -88,7 +88,7 @@ class PaddedClock(HostClock):
 
     def _pad(self, name: str) -> None:
         if is_state_key(name):
-            return  # an update takes what it takes: no profile is asked for it
+            return  # an update has no profile
         if name not in self._seconds:
             self.unknown.add(name)
             return

@@ -1,7 +1,7 @@
 """Ranks that train any layout for real, on a device that is slower than this machine: operators compute, then sleep.
 
-A span that computes ends when its operator has had the seconds that a profile gives it: the executed operator takes a part of
-them, and the rank sleeps for the rest. Communication is what the run itself sends, so tensor, pipeline, expert and data
+A computing span ends after the profiled seconds of its operator: the executed operator takes a part of them, and the rank sleeps
+for the rest. Communication is real, so tensor, pipeline, expert and data
 parallelism wait as in training. Ranks need a fraction of a processor each, and there may be more of them than cores.
 padded_clock.py has the sleeps.
 

@@ -1,4 +1,4 @@
-"""Rows of the papers' comparisons: what one case gives beside what the paper says, as data and as a Markdown table."""
+"""Rows of the papers' comparisons: the figures of a case and the paper's figures, as data and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Row:
     """One comparison.
 
     Attributes:
-        case: what is trained, on which GPUs.
+        case: model and GPUs.
         figures: name -> value; seconds are named so, all others are ratios or counts.
         paper: the paper's text on it.
-        notes: what limits the comparison.
+        notes: limits of the comparison.
     """
 
     figure: str

@@ -1,11 +1,11 @@
 """Searches of plans for the papers' comparisons: each in a process of its own, under a limit of processor time, and kept.
 
 1. `Search` says one search as data: flags, cluster, space. `run` searches in a forked process, so that its processor seconds and
-   its memory are its own. When its share of processor time is over it gets what Ctrl-C gives a user: the best plan so far.
+   its memory are its own. At its limit of processor time the search returns the best plan so far, as after Ctrl-C.
 2. `KeptSearches` writes every outcome into a file as soon as there is one, and reads it again: a comparison that was cut off
-   goes on where it was. A search that was asked for differently (other flags, another limit) is another one.
+   continues after its last search. Other flags or another limit make another search.
 
-Processor seconds count, not those of the clock: other programs may run beside.
+Limits are in processor seconds, because other programs may run at the same time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Search:
 
     Attributes:
         words: Megatron flags, or `@FILE`.
-        averages: whether all micro-batches of a stage are taken for their mean.
+        averages: whether the search prices all micro-batches of a stage as their mean.
     """
 
     words: tuple[str, ...]
@@ -97,10 +97,10 @@ class Outcome:
     """The outcome of a search.
 
     Attributes:
-        seconds: step of the plan, as simulated where it was, by which searches order plans; None without one.
-        predicted: the same by analytic costs.
-        objective: the step in the terms of the search: that of mean micro-batches where it averages them.
-        plan: its name, or why there is none.
+        seconds: step of the plan, simulated if the search simulated it; searches order plans by it. None without a plan.
+        predicted: step of the plan by analytic costs.
+        objective: the step that the search minimized: with `averages` it has mean micro-batches.
+        plan: its name, or the reason for none.
         status: how the search ended.
         cpu_seconds: of the search; `capture_cpu_seconds` of the processes that captured for it.
         points: complete stages under one decision each that were priced.
@@ -129,7 +129,7 @@ def points_of(result: PlanSearch) -> int:
 
 
 def answered(search: Search) -> Outcome:
-    """The outcome of a search in this process, without what it took.
+    """The outcome of a search in this process, without processor seconds and memory.
 
     Raises:
         KeyboardInterrupt: its time was over before any plan was found.
@@ -208,8 +208,8 @@ class KeptSearches:
     Attributes:
         path: of a file with a line of JSON for each outcome; None: none is kept.
         cpu_seconds: limit of each search.
-        only_kept: whether what is not there yet stays unknown, instead of being searched.
-        budget: processor seconds of all searches together, behind which what is not there yet stays unknown as well.
+        only_kept: whether to search nothing: outcomes that are not in the file stay unknown.
+        budget: processor seconds of all searches together; after that, outcomes that are not in the file stay unknown.
     """
 
     path: Path | None = None
@@ -228,8 +228,8 @@ class KeptSearches:
             self._known[_key(row["search"], row["limit"])] = Outcome(**row["outcome"])
 
     def outcome(self, search: Search) -> Outcome | None:
-        """The outcome of a search, from the file or from now; None where only kept ones are asked for."""
-        # Wherever the repository lies, the search is the same.
+        """The outcome of a search, from the file or by searching now; None if it is not in the file and may not be searched."""
+        # The key does not depend on the repository's folder.
         facts = asdict(search) | {"words": [word.replace(f"@{ROOT}/", "@") for word in search.words]}
         key = _key(facts, self.cpu_seconds)
         if key not in self._known:

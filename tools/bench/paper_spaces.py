@@ -62,7 +62,7 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job of a figure: flags and GPUs, and what the paper's text says of it."""
+    """A job of a figure: flags, GPUs and the paper's text on it."""
 
     name: str
     words: tuple[str, ...]
@@ -91,7 +91,7 @@ class Figure:
 
 
 def rows(figure: Figure, searches: KeptSearches, most_gpus: int) -> Iterator[Row]:
-    """A row for each case on no more than so many GPUs; what is not known yet is searched, one after the other."""
+    """A row for each case on at most `most_gpus` GPUs; missing outcomes are searched one after the other."""
     for case in figure.cases:
         if case.machines.gpus > most_gpus:
             continue
@@ -110,7 +110,7 @@ def rows(figure: Figure, searches: KeptSearches, most_gpus: int) -> Iterator[Row
 
 
 def search_all(figures: Sequence[Figure], searches: KeptSearches, most_gpus: int) -> None:
-    """Search what is not known yet of several figures, on few GPUs first: those searches take less."""
+    """Search the missing outcomes of several figures, those on few GPUs first, because they are faster."""
     cases = [(case, space) for figure in figures for case in figure.cases for space in figure.spaces]
     for case, space in sorted(cases, key=lambda pair: pair[0].machines.gpus):
         if case.machines.gpus <= most_gpus:
@@ -130,7 +130,7 @@ def gains(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
 
 
 def seconds_and_gains(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
-    """The same with the steps of all spaces: for figures whose first space may have no plan."""
+    """Steps of all spaces, and `gains`: for figures whose first space may have no plan."""
     steps = {f"{name} seconds": outcome.seconds for name, outcome in outcomes.items()}
     return steps | gains(outcomes)
 
@@ -157,7 +157,7 @@ def against(outcomes: Sequence[Outcome | None]) -> float | None:
 
 
 def is_worse(row: Row) -> bool:
-    """Whether the widest space's plan is slower than another's by more than what predictions tell apart."""
+    """Whether the widest space's plan is slower than another space's by more than the predictions' resolution."""
     least = row.figures.get(AGAINST)
     return least is not None and least < 1.0 - TIE
 

@@ -105,7 +105,7 @@ def given_seconds(sleeps: Sequence[tuple[str, float]], instructions: Sequence[In
     Args:
         sleeps: name and seconds of every operator of the passes.
     Raises:
-        ValueError: they are those of another list.
+        ValueError: the seconds belong to another list.
     """
     computed = computation_of(instructions)
     if [name for name, _ in sleeps] != [i.name for i in computed]:
@@ -143,5 +143,5 @@ def _whole_seconds(name: str, profile: Mapping[str, float], listed: set[str]) ->
 
 
 def _is_gradient_of(name: str, backward: str) -> bool:
-    """Whether a name is that of a weight gradient of a backward operator."""
+    """Whether an operator is a weight gradient of a backward operator."""
     return parse_operator(name).phase is WEIGHT_GRADIENT and backward_of(name) == backward

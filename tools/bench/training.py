@@ -1,8 +1,8 @@
 """Training on the hosts of a bed: the ranks of pretrain_moe.py itself, each where `launch.placed` puts it.
 
-`train` starts them, hands on what the first one prints, and ends them all when one fails. Without namespaces a rank is this file,
-which is pretrain_moe.py with one change: between the assembly of the run and its first step the wires of the dispatcher are put
-on an emulated link (emulator.py). Gradients and parameters of replicas do not cross that link.
+`train` starts them, forwards the output of the first one, and ends them all when one fails. Without namespaces a rank is this
+file, which is pretrain_moe.py with one change: between the assembly of the run and its first step the wires of the dispatcher are
+put on an emulated link (emulator.py). Gradients and parameters of replicas do not cross that link.
 
     python -m tools.bench.training --bytes-per-second 4e7 flags of pretrain_moe.py …
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.training.training import TrainingLoop
 
 LOOK_SECONDS = 0.1
-"""Pause between two looks at what the ranks have printed."""
+"""Seconds between two reads of the ranks' output."""
 RATE = "--bytes-per-second"
 
 
@@ -117,7 +117,7 @@ def _show_new(lines: TextIO, show: Callable[[str], None]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train over an emulated link; the exit status is that of pretrain_moe.py."""
+    """Train over an emulated link; returns the exit status of pretrain_moe.py."""
     from tools.bench.emulator import EgressClock, emulate
     from tools.bench.worker import wires_of
 

@@ -20,13 +20,13 @@ from moe_overlap.plan.overlap import LayerOverlap, Place, needs_whole_batch
 from moe_overlap.plan.plan import Plan, StagePlan
 
 Reduction = Literal["as listed", "none", "in gaps", "at once", "at the end"]
-"""How a list reduces gradients, to measure what the places that lowering chooses are worth.
+"""How a list reduces gradients, to measure the gain of the places that lowering chooses.
 
     as listed     every parameter group, as the plan says
     none          nothing is reduced
     in gaps       the head alone, as the plan says
     at once       the head alone, in one collective that starts when its gradient is complete
-    at the end    the head alone, in one collective behind the last backward pass
+    at the end    the head alone, in one collective after the last backward pass
 """
 HEAD = "gradients.head"
 
@@ -83,11 +83,11 @@ class Variant:
     """One way to execute the job.
 
     Attributes:
-        flags: behind the job's own.
+        flags: follow the job's flags.
         plain: megatron-core's own dispatcher; runs in processes that import no overlap code.
         receive_first: its all-to-all is replaced by point-to-point.
         waits: every all-to-all is waited for where it starts.
-        reach: operators on each side of a MoE layer that run in its partitions; None: what the flags say.
+        reach: operators on each side of a MoE layer that run in its partitions; None: as the flags say.
         reduction: how gradients are reduced; timer compute only.
     """
 

@@ -1,14 +1,14 @@
-"""One rank of the overlap benchmark: it assembles the runs of all variants, then executes a step of the one it is told to.
+"""One rank of the overlap benchmark: it assembles the runs of all variants, then executes steps of the variants in its orders.
 
 Orders come as JSON lines, each gets one answer:
 
     {"do": "profile", "steps": N}                      real steps; processor seconds of every operator
     {"do": "use", "profile": {…}, "scale": X}          timer compute sleeps that long from now on
-    {"do": "add", "variant": {…}, "sleeps": [[name, seconds], …]}    one more variant over timer compute; what it sleeps
+    {"do": "add", "variant": {…}, "sleeps": [[name, seconds], …]}    one more variant over timer compute, and its sleeps
     {"do": "step", "variant": …, "bytes_per_second": …, "scale": …, "trace": FILE or null}
-    {"do": "operators", …}                             see measuring.py: what a rank computes,
+    {"do": "operators", …}                             see measuring.py: seconds of operators,
     {"do": "links", "kind": …, "held_bytes": …}        seconds of a collective,
-    {"do": "slowdown", "held_bytes": …}                and of an all-to-all beside products
+    {"do": "slowdown", "held_bytes": …}                slowdown of products during an all-to-all
 """
 
 from __future__ import annotations

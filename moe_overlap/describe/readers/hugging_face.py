@@ -73,7 +73,7 @@ def _mixtral(fields: Fields, notes: list[str]) -> Flags:
     flags = _decoder(fields, norm_epsilon=1e-5) | rotary_flags(fields, 1e6) | _biases(everywhere=False)
     window = fields.integer("sliding_window", None)
     flags |= {} if window is None else {"window-size": f"{window - 1},0"}
-    rule = "Hugging Face shakes what the experts read as well"
+    rule = "Hugging Face also applies the jitter to the input of the experts"
     fields.only("router_jitter_noise", 0.0, (0.0,), rule)
     flags |= _experts(fields.integer("num_local_experts", 8), fields.integer("num_experts_per_tok", 2), None)
     return flags | _balancing(fields, 0.001, notes)
@@ -227,7 +227,7 @@ def _dbrx(fields: Fields, notes: list[str]) -> Flags:
     activation = mlp.get("ffn_act_fn", None)
     if activation not in (None, {"name": "silu"}):
         raise mlp.error("ffn_act_fn", activation, "another activation", "only silu can be trained here")
-    mlp.built("moe_jitter_eps", None, (None, 0.0), "Hugging Face shakes what the experts read as well")
+    mlp.built("moe_jitter_eps", None, (None, 0.0), "Hugging Face also applies the jitter to the input of the experts")
     normalized = mlp.only("moe_normalize_expert_weights", 1.0, (1.0, None), "another norm of an expert's weights")
     flags: Flags = {
         "num-layers": fields.layers("n_layers"),

@@ -54,7 +54,7 @@ def read_model(path: str, subject: str = "--model", *, is_predicted: bool = Fals
     except Unreadable as error:
         raise ConfigError(subject, path, str(error), error.fix) from None
     if isinstance(values, dict) and "flags" in values:
-        return _own(values, path)
+        return _read_model(values, path)
     if isinstance(values, dict) and "model_type" in values:
         flags, notes = flags_of_config(values, path, is_predicted)
         dtype = values.get("torch_dtype") or values.get("dtype")
@@ -75,7 +75,7 @@ def flags_with_values(flags: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     return written
 
 
-def _own(values: Mapping[str, Any], path: str) -> ModelFile:
+def _read_model(values: Mapping[str, Any], path: str) -> ModelFile:
     flags, unknown = values["flags"], sorted(set(values) - {"name", "source", "flags"})
     if unknown:
         raise ConfigError(f"{path} {unknown[0]}", "", "unknown field", "a model file has name, source and flags")

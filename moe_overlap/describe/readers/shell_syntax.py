@@ -45,7 +45,7 @@ class SyntaxProblem(Exception):
 
     Args:
         line: its number, from 1.
-        rule: what is wrong.
+        rule: the error.
     """
 
     def __init__(self, line: int, rule: str) -> None:
@@ -87,7 +87,7 @@ class _Parser:
     def __init__(self, text: str, line: int = 1) -> None:
         self._text, self._place, self._nested = text, 0, 0
         self._counted, self._lines = 0, line
-        self._behind: dict[int, int] = {}
+        self._after_documents: dict[int, int] = {}
         """Place of a line end -> the place after the here-documents that follow it."""
 
     @property
@@ -186,7 +186,7 @@ class _Parser:
             self._place += 1
             node = Group(self._until(")"), is_subshell=True)
         elif keyword in _CLOSING:
-            raise SyntaxProblem(self.line, f"has {keyword} without what it belongs to")
+            raise SyntaxProblem(self.line, f"has {keyword} without its opening keyword")
         else:
             return self._simple()
         while self._redirection()[0]:
@@ -248,7 +248,10 @@ class _Parser:
         """The here-document after the current line; the parser skips it when it reads the line end."""
         end = "".join(piece.text for piece in target.pieces if isinstance(piece, Text))
         line_end = self._text.find("\n", self._place)
-        place, lines = self._behind.get(line_end, line_end + 1) if line_end >= 0 else len(self._text), list[str]()
+        place, lines = (
+            self._after_documents.get(line_end, line_end + 1) if line_end >= 0 else len(self._text),
+            list[str](),
+        )
         while True:
             if place >= len(self._text):
                 raise SyntaxProblem(target.line, f"begins a here-document that {end!r} does not end")
@@ -258,7 +261,7 @@ class _Parser:
             if (content.lstrip("\t") if strips else content) == end:
                 break
             lines.append(content)
-        self._behind[line_end] = place
+        self._after_documents[line_end] = place
         text = "\n".join(lines)
         return Word(
             target.line,
@@ -593,4 +596,4 @@ class _Parser:
 
     def _line_end(self) -> None:
         """Read a line end and the here-documents after it."""
-        self._place = self._behind.get(self._place, self._place + 1)
+        self._place = self._after_documents.get(self._place, self._place + 1)

@@ -307,7 +307,7 @@ class LayerLowering:
 
     def deferred(self, part: OperatorKind, layer: int | None = None) -> list[OperatorId]:
         """Weight gradients of an operator that are separate instructions."""
-        # Weight gradients of both fused kernels are named with EXPERTS; each kernel takes those of its own weight.
+        # Weight gradients of both fused kernels are named with EXPERTS; each kernel takes the gradients of its own weight.
         gradients = self._deferred.get((named_part(part), layer), [])
         return [gradient for gradient in gradients if gradient.weight in split_weights(part, self._model)]
 

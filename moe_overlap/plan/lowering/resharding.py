@@ -67,7 +67,7 @@ class Crossing:
         return self.piece is None or self.piece.source == rank
 
 
-def crossings_behind(plan: Plan, stage: int, pieces: Pieces) -> tuple[Crossing, ...]:
+def crossings_with_next(plan: Plan, stage: int, pieces: Pieces) -> tuple[Crossing, ...]:
     """The transfers of all ranks of a stage with the next stage, in the order of the next stage's passes."""
     takes: dict[int, list[Crossing]] = defaultdict(list)
     if (stage, stage + 1) in pieces:
@@ -108,8 +108,10 @@ class TransferLowering:
         self._stage = plan.stages[stage_index]
         self._width = model.hidden_size * payload.ACTIVATION_BYTES[plan.precision]
         follows = in_order and bool(plan.transfers) and stage_index + 1 < len(plan.stages)
-        self._behind = crossings_behind(plan, stage_index, pieces) if follows else ()
-        self._last_of = {(crossing.backward, crossing.micro_batch): n for n, crossing in enumerate(self._behind)}
+        self._next_crossings = crossings_with_next(plan, stage_index, pieces) if follows else ()
+        self._last_of = {
+            (crossing.backward, crossing.micro_batch): n for n, crossing in enumerate(self._next_crossings)
+        }
         self._written = 0
 
     def write(
@@ -124,12 +126,12 @@ class TransferLowering:
         """
         other = (self.stage_index + step) % len(self.plan.stages)
         ends = (self.stage_index, other) if step > 0 else (other, self.stage_index)
-        if step > 0 and self._behind:
+        if step > 0 and self._next_crossings:
             yield from self._up_to((backward, place[1]), ends, place[0], buffer)
             return
         name = boundary_operator(action, *ends, backward)
         if ends not in self._pieces:
-            yield self._whole(name, place, buffer)
+            yield self._undivided(name, place, buffer)
             return
         transfer = next(t for t in self.plan.transfers if (t.from_stage, t.to_stage) == ends)
         gather = transfer.all_gather if action is OperatorKind.RECEIVE and not backward else None
@@ -152,17 +154,17 @@ class TransferLowering:
         until, hidden = self._last_of[last] + 1, replace(parse_buffer(buffer), role=BufferRole.HIDDEN)
         moved = {False: str(hidden), True: str(replace(hidden, role=BufferRole.D_HIDDEN))}
         # Up to the last transfer of all ranks: between two collectives of the stage every rank writes the same crossings.
-        for crossing in filter(lambda crossing: crossing.is_of(self.rank), self._behind[self._written : until]):
+        for crossing in filter(lambda crossing: crossing.is_of(self.rank), self._next_crossings[self._written : until]):
             action = OperatorKind.RECEIVE if crossing.backward else OperatorKind.SEND
             name = boundary_operator(action, *ends, crossing.backward)
             place, tensor = (chunk, crossing.micro_batch), moved[crossing.backward]
             if crossing.piece is None:
-                yield self._whole(name, place, tensor)
+                yield self._undivided(name, place, tensor)
             else:
                 yield self._piece(name, place, tensor, crossing.piece)
         self._written = max(self._written, until)
 
-    def _whole(self, name: str, place: tuple[int, int], buffer: str) -> Draft:
+    def _undivided(self, name: str, place: tuple[int, int], buffer: str) -> Draft:
         """A boundary tensor between equal stages: the rank at the same place holds the same samples and tokens."""
         ends = parse_operator(name).stages
         assert ends is not None

@@ -218,7 +218,7 @@ def _slot(slot: str, layer: LayerOverlap, send: str, subject: str) -> OperatorId
 
 
 def _check_gradient(gradient: OperatorId, model: ModelDescription | None, subject: str) -> None:
-    """Check that a name is that of a weight gradient which is a separate operator in this model."""
+    """Check that a name belongs to a weight gradient that is a separate operator in this model."""
     if gradient.phase != WEIGHT_GRADIENT:
         raise ConfigError(subject, str(gradient), "not a weight gradient", "use a name that ends in .dW")
     if gradient.layer is None and gradient.kind != HEAD_LOSS:

@@ -176,7 +176,7 @@ def check_owners(plan: Plan, transfer: Transfer, subject: str) -> None:
                 has = stage.devices.ranks.index(rank) // (stage.tensor * stage.context)
                 owner = first % samples_of(stage) // stage.micro_batch_size
                 if owner != has:
-                    rule = f"sample {first} is that of data rank {owner}, and it is data rank {has}"
+                    rule = f"sample {first} belongs to data rank {owner}, but the {field} is data rank {has}"
                     raise ConfigError(
                         f"{subject}.tiles[{index}].{field}", rank, rule, "name a rank that has the samples"
                     )

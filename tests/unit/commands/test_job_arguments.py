@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.commands import autotune
-from moe_overlap.commands.job_arguments import assumed_of, words_of
+from moe_overlap.commands.job_arguments import assumed_of, job_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import read_job
 
@@ -27,7 +27,7 @@ def words(folder: Path, flags: str | None = None, precision: str | None = None, 
     if flags is not None:
         file = str(folder / "job.args")
         Path(file).write_text(flags)
-    return words_of(argparse.Namespace(routing=None, model=str(model), megatron_args=file, precision=precision))
+    return job_flags(argparse.Namespace(routing=None, model=str(model), megatron_args=file, precision=precision))
 
 
 def precisions(said: list[str]) -> list[str]:

@@ -286,7 +286,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama-3.1-8b", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: the field is missing"),
     ("llama-3.1-8b", {"rope_scaling": {"type": "linear", "factor": 1.5}}, "factor 1.5: megatron-core interpolates by whole"),
     ("llama-3.1-8b", {"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, "rope_scaling x 1: unknown field"),
-    ("mixtral-8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1: Hugging Face shakes what the experts read"),
+    ("mixtral-8x7b", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1: Hugging Face also applies the jitter to the input"),
     ("qwen1.5-moe-a2.7b", {"use_sliding_window": True}, "use_sliding_window true: windows of some layers are not translated"),
     ("qwen3-30b-a3b", {"mlp_only_layers": "none"}, "mlp_only_layers none: must be a list of layers"),
     ("qwen3-30b-a3b", {"attention_bias": True}, "attention_bias true: megatron-core has biases in all linear layers"),

@@ -152,7 +152,7 @@ def test_ways_of_writing(script: str, words: str) -> None:
         ("if true; then\npython p.py", "x.sh line 1: begins a command that lacks fi"),
         ("A=(1\n2\npython p.py", "x.sh line 1: opens the array A, which is not closed"),
         ("A=1\ncat <<EOF\npython p.py", "x.sh line 2: begins a here-document that 'EOF' does not end"),
-        ("done\npython p.py", "x.sh line 1: has done without what it belongs to"),
+        ("done\npython p.py", "x.sh line 1: has done without its opening keyword"),
         ("f() { f; }\nf\npython p.py", "x.sh line 1: grows without end"),
         (
             "python p.py --a 1 \\\n  --b 2\n  --c 3 \\\n  --d 4",

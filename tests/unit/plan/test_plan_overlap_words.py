@@ -227,7 +227,7 @@ def test_a_tied_head_on_the_stage_of_its_embedding_is_not_deferred() -> None:
             OverlapWords(defer=True),
             "mm",
             EP2,
-            "--max-deferred-bytes 0: deferred weight gradients hold what they are computed from; allow at least 1 byte",
+            "--max-deferred-bytes 0: deferred weight gradients hold their inputs; allow at least 1 byte",
         ),
     ],
 )

@@ -180,7 +180,7 @@ def test_tiles_of_other_ranks_samples_are_refused() -> None:
     wrong = dataclasses.replace(plan, transfers=(dataclasses.replace(transfer, tiles=swapped),))
     with pytest.raises(ConfigError) as caught:
         validate_plan(wrong, model)
-    message = "plan.json transfers[0].tiles[0].source 1: sample 0 is that of data rank 0, and it is data rank 1"
+    message = "plan.json transfers[0].tiles[0].source 1: sample 0 belongs to data rank 0, but the source is data rank 1"
     assert str(caught.value) == f"{message}; name a rank that has the samples"
 
 

@@ -38,8 +38,8 @@ def test_each_decision_is_predicted_alone_and_the_largest_gain_comes_first() -> 
     for change in changes:
         words = [word for flag, values in change.after.items() for word in (flag, *values)]
         alone = predict([*SMALL, "--pipeline-model-parallel-size", "1", *words], H100, **OPTIONS)
-        assert change.alone is not None
-        assert change.alone.predicted.step_seconds == alone.predicted.step_seconds
+        assert change.prediction is not None
+        assert change.prediction.predicted.step_seconds == alone.predicted.step_seconds
         assert change.gain(baseline) == baseline.predicted.step_seconds - alone.predicted.step_seconds != 0.0
     gains = [change.gain(baseline) for change in changes]
     assert gains == sorted(gains, reverse=True)
@@ -47,7 +47,7 @@ def test_each_decision_is_predicted_alone_and_the_largest_gain_comes_first() -> 
 
 def test_what_is_refused_alone_says_why() -> None:
     changes, baseline = changed(SMALL, [*PLAN, "--num-virtual-stages-per-pipeline-rank", "5"])
-    (refused,) = (change for change in changes if change.alone is None)
+    (refused,) = (change for change in changes if change.prediction is None)
     assert refused.name == "pipeline" and refused.gain(baseline) == 0.0
     assert "--num-virtual-stages-per-pipeline-rank 5: " in refused.effect(baseline)
     assert refused.effect(baseline).startswith("only together with others: ")
@@ -67,13 +67,13 @@ def test_what_megatron_does_not_run_alone_is_no_reason() -> None:
 def test_what_costs_alone_is_said_to_be_of_others() -> None:
     changes, baseline = changed([*SMALL, "--pipeline-model-parallel-size", "1"], PLAN)
     change = changes[0]
-    assert change.alone is not None
+    assert change.prediction is not None
     seconds = baseline.predicted.step_seconds
     for factor, said in ((0.5, ""), (1.5, "; chosen for its effect together with the others")):
-        step = dataclasses.replace(change.alone.predicted, step_seconds=factor * seconds)
-        alone = dataclasses.replace(change.alone, predicted=step)
-        assert dataclasses.replace(change, alone=alone).effect(baseline).endswith(f" on the fullest stage{said}")
-    full = dataclasses.replace(change, alone=dataclasses.replace(change.alone, capacity_bytes=1))
+        step = dataclasses.replace(change.prediction.predicted, step_seconds=factor * seconds)
+        alone = dataclasses.replace(change.prediction, predicted=step)
+        assert dataclasses.replace(change, prediction=alone).effect(baseline).endswith(f" on the fullest stage{said}")
+    full = dataclasses.replace(change, prediction=dataclasses.replace(change.prediction, capacity_bytes=1))
     assert full.effect(baseline).endswith("; does not fit; chosen for its effect together with the others")
 
 

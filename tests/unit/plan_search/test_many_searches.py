@@ -90,7 +90,7 @@ def test_the_gain_is_said_as_far_as_predictions_tell() -> None:
     search = searched("megatron-lm")
 
     def sentence(by: float) -> str:
-        return gain_sentence(BothTargets(upstream=slower(search, by), here=search, tie=0.01))
+        return gain_sentence(BothTargets(upstream=slower(search, by), runtime=search, tie=0.01))
 
     assert sentence(1.25).startswith("1.25 times as fast, ") and sentence(1.25).endswith("the reason to use this fork")
     assert sentence(1.005).startswith("none that predictions can tell: ")
@@ -182,8 +182,8 @@ def test_where_no_number_has_a_plan_the_last_reason_is_the_error() -> None:
         (["--num-gpus", "8,12"], "--num-gpus 12: nodes of H100 have 8 GPUs"),
         (["--num-gpus", "many"], "--num-gpus many: must be a whole number from 1"),
         (["--num-gpus", "8,16", "--target", "both"], "--target both: several numbers of GPUs are compared for one"),
-        (["--num-gpus", "8,16", "--overlap-only"], "--num-gpus 8,16: the overlap is of one layout"),
-        (["--num-gpus", "8", "--target", "both", "--overlap-only"], "--target both: is of the search of plans"),
+        (["--num-gpus", "8,16", "--overlap-only"], "--num-gpus 8,16: --overlap-only keeps one layout"),
+        (["--num-gpus", "8", "--target", "both", "--overlap-only"], "--target both: has no effect with --overlap-only"),
     ],
 )
 def test_mistakes(

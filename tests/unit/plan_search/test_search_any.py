@@ -56,7 +56,7 @@ def test_this_runtimes_overlap_is_its_answer_where_that_is_faster(tmp_path: Path
         found.tuned is not None and found.tuned.chosen.name != PLAIN and search_sentence(found) == search_sentence(ours)
     )
     # Its runners-up are of both.
-    assert {PAIRED[0] in other.said for other in found.others} == {False, True}
+    assert {PAIRED[0] in other.plan_arguments for other in found.others} == {False, True}
     assert found.written.text == ours.written.text
     assert "plan.json" in write_search(tmp_path, found) and found.written_for == "moe-overlap"
 

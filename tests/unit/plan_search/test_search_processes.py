@@ -194,9 +194,9 @@ def test_a_search_uses_the_cores_that_it_has(
     [
         (["--jobs", "0"], "--jobs 0: must be at least 1"),
         (["--jobs", "17"], "--jobs 17: is more than 8 for each of 2 cores; write 2, or drop it"),
-        (["--jobs", "2", "--overlap-only"], "--jobs 2: is of the search of plans"),
-        (["--no-imbalance", "--overlap-only"], "--no-imbalance: is of the search of plans"),
-        (["--num-gpus", "2,4", "--overlap-only"], "--num-gpus 2,4: the overlap is of one layout"),
+        (["--jobs", "2", "--overlap-only"], "--jobs 2: has no effect with --overlap-only"),
+        (["--no-imbalance", "--overlap-only"], "--no-imbalance: has no effect with --overlap-only"),
+        (["--num-gpus", "2,4", "--overlap-only"], "--num-gpus 2,4: --overlap-only keeps one layout"),
     ],
 )
 def test_mistakes(

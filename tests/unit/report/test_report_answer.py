@@ -234,7 +234,7 @@ def test_small_differences_are_not_nothing() -> None:
     baseline = predicted()
     faster = dataclasses.replace(baseline.predicted, step_seconds=baseline.predicted.step_seconds - 0.0071)
     alone = dataclasses.replace(baseline, predicted=faster)
-    change = Decision(name="a", before={}, after={}, alone=alone)
+    change = Decision(name="a", before={}, after={}, prediction=alone)
     assert [difference(seconds) for seconds in (-0.0, 1e-17, -4e-7, 0.0101)] == ["+0 ms", "+0 ms", "+0 ms", "+0.010 s"]
     assert change.effect(baseline) == "alone -7.1 ms a step and the same memory"
 
@@ -246,10 +246,10 @@ def test_a_change_that_alone_does_not_fit_is_not_the_first_that_is_told() -> Non
         faster = dataclasses.replace(baseline.predicted, step_seconds=baseline.predicted.step_seconds - saved)
         memory = baseline.memory if fits else MemoryQuantiles(high=9.0, low=8.0)
         return Decision(
-            name=name, before={}, after={}, alone=dataclasses.replace(baseline, predicted=faster, memory=memory)
+            name=name, before={}, after={}, prediction=dataclasses.replace(baseline, predicted=faster, memory=memory)
         )
 
-    refused = Decision(name="refused", before={}, after={}, alone=None, rule="a rule")
+    refused = Decision(name="refused", before={}, after={}, prediction=None, rule="a rule")
     changes = [
         change("large", 0.3, fits=False),
         change("small", 0.1),

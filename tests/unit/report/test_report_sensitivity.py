@@ -106,7 +106,7 @@ def searched() -> tuple[PlanSearch, list[Competitor]]:
             problem=each.problem,
             prediction=predict_plan(each.plan, each.problem),
             arguments=(),
-            said=(),
+            plan_arguments=(),
         )
         for each in plans
     ]

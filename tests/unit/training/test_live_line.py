@@ -77,7 +77,7 @@ def test_the_answer_of_a_search_follows_an_empty_line(
     monkeypatch.setattr("sys.stderr", stream)
 
     def search(words: object, cluster: object, settings: SearchSettings, **named: object) -> RankedLayout:
-        assert screen(stream)[0].startswith("reading what was recorded of the model")
+        assert screen(stream)[0].startswith("reading the recorded operators of the model")
         named["tell"]("recording the operators of a layout")  # type: ignore[operator]
         assert screen(stream) == ["recording the operators of a layout"]
         monkeypatch.setattr(autotune.time, "monotonic", lambda: 1e9)

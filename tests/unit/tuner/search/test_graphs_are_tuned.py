@@ -143,7 +143,7 @@ def finalist(name: str, seconds: float) -> Finalist:
     prediction = predict_plan(problem.plan, problem)
     faster = dataclasses.replace(prediction.predicted, step_seconds=seconds)
     prediction = dataclasses.replace(prediction, predicted=faster)
-    return Finalist(name=name, problem=problem, prediction=prediction, arguments=SHORT, said=())
+    return Finalist(name=name, problem=problem, prediction=prediction, arguments=SHORT, plan_arguments=())
 
 
 def test_a_search_that_overlaps_nothing_still_names_graphs() -> None:
