@@ -3,10 +3,9 @@
 Kinds are those of DeepSeek-V3 with prediction layers, as captured (a first run captures them, in about 20 s): embedding, dense
 and MoE layers, as they are and recomputed, prediction layer, head.
 
-shared: 5,952 strategies (ZeRO 1 to 3 and four offload ratios) times 2,816 shapes: dense layers, layers, recomputed layers,
-micro-batches in flight; a call prices so many of them as the stages of one layout have (LOT). It is the call that searches make
-for every layout and micro-batch, and predictions for their one strategy. The evaluator is made anew in every repeat.
-apart: 2,000 strategies at one shape, so that no play of a stage serves two shapes.
+5,952 strategies (ZeRO 1 to 3 and four offload ratios) times 2,816 shapes: dense layers, layers, recomputed layers, micro-batches
+in flight; a call prices so many of them as the stages of one layout have (LOT). Searches make this call for every layout and
+micro-batch, and predictions for their one strategy. The evaluator is made anew in every repeat.
 A complete stage has all seconds of `pipeline.StageTimes`, those of its optimizer, its bytes by category and their sum.
 """
 
@@ -22,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
@@ -42,7 +40,6 @@ RATIOS = {
 }
 """The ratios of Mist's search; weights are offloaded only where gradients are: 31 pairs."""
 MOST_DENSE, MOST_LAYERS, MOST_IN_FLIGHT = 3, 8, 16
-APART = 2000
 LOT = 64
 """Shapes of a call: sixteen stages with four choices of recomputation."""
 
@@ -81,8 +78,9 @@ def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes,
     kinds = list(dict.fromkeys(runs))
     assert len(kinds) == len(family.tables)
     # A stage with so many dense layers in front, with the embedding if there are any; the first layers are recomputed.
-    of_layers = [row for row, part in enumerate(kinds) if part.is_layer and not part.held_once]
-    embedding = next(row for row, part in enumerate(kinds) if part.is_embedding)
+    names = [table.part.kind for table in family.tables]
+    embedding = names.index("embedding")
+    of_layers = [row for row, part in enumerate(kinds) if row != embedding and not part.held_once]
     grid = [
         (dense, count, again, in_flight)
         for dense, count in itertools.product(range(MOST_DENSE + 1), range(1, MOST_LAYERS + 1))
@@ -98,8 +96,6 @@ def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes,
         runs=tuple(kinds),
         counts=counts,
         in_flight=flying,
-        is_first=False,
-        is_last=False,
         boundary_bytes=family.boundary_bytes,
     )
 
@@ -107,11 +103,6 @@ def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes,
         return stage_evaluator(plan, problem.model, family, problem.machine, problem.features, strategy)
 
     return make_evaluator, shapes, strategies(float(stage.data * stage.context), float(stage.expert_data))
-
-
-def some(strategy: Strategy, members: NDArray[np.intp]) -> Strategy:
-    """Some of the strategies."""
-    return Strategy(**{name: getattr(strategy, name)[members] for name in Strategy.__dataclass_fields__})
 
 
 def measure(run: Callable[[], object], stages_priced: int, repeats: int) -> dict[str, float]:
@@ -133,28 +124,18 @@ def main() -> None:
     arguments = parser.parse_args()
     make_evaluator, shapes, strategy = stages(arguments.gpu)
     count, size = len(strategy.data), len(shapes.in_flight)
-    # Kinds are priced once for a layout, before any strategy.
-    chosen = np.random.default_rng(1).permutation(count)[:APART]
-    evaluator, separate = make_evaluator(strategy), make_evaluator(some(strategy, chosen))
 
-    def together() -> None:
-        priced = evaluator.anew()
+    def price() -> None:
+        evaluator = make_evaluator(strategy)
         for start in range(0, size, LOT):
-            assert priced.costs(shapes.some(slice(start, start + LOT))).peak_bytes.all()
+            assert evaluator.costs(shapes.some(slice(start, start + LOT))).peak_bytes.all()
 
-    def one_by_one() -> None:
-        assert separate.anew().costs(shapes.some(slice(0, 1))).peak_bytes.all()
-
-    figures = {
-        "shared": measure(together, count * size, arguments.repeats),
-        "apart": measure(one_by_one, len(chosen), arguments.repeats),
-    }
+    figures = measure(price, count * size, arguments.repeats)
     if arguments.json:
         print(json.dumps(figures))
         return
     print(f"{len(shapes.runs)} kinds, {count} strategies, {size} shapes; million stages per CPU second")
-    for name, row in figures.items():
-        print(f"{name:<8}" + "  ".join(f"{key} {value / 1e6:6.3f}" for key, value in row.items()))
+    print("  ".join(f"{key} {value / 1e6:6.3f}" for key, value in figures.items()))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ UNLIKE = 3
 """Most plans on unlike meshes that are simulated: the lists of all their ranks are."""
 LONG_LISTS = 6
 """Most plans that are simulated where states may wait on the host: their lists are long."""
+MOVED = 0.03
+"""Share of a step by which the closed form of a plan that moves states may be too long for it to be simulated nevertheless."""
 
 
 def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.inf, jobs: int = 1) -> list[Finalist]:
@@ -99,8 +101,11 @@ def simulated_until_ahead(
     ahead, asked, unlike = math.inf, 0, 0
     for index in by_prediction:
         finalist = finalists[index]
-        if math.isfinite(ahead) and (asked >= most or finalist.seconds > ahead * (1.0 + TIE)):
+        if math.isfinite(ahead) and asked >= most:
             break
+        is_rough = finalist.lacks_lists and not _is_unlike(finalist)
+        if finalist.seconds > ahead * (1.0 + (MOVED if is_rough else TIE)):
+            continue
         if _is_unlike(finalist) and (unlike == UNLIKE or time.monotonic() >= deadline):
             continue
         asked, unlike = asked + 1, unlike + _is_unlike(finalist)

@@ -1,7 +1,7 @@
 """Plans beyond what a runtime executes (`--target any`): searched, predicted, and marked with what refuses them.
 
 1. Uniform plans of the wide space, without model chunks: only layouts whose bound is below the best plan of the narrow one are
-   looked at (`search_beyond`). A narrow search is cheap: nothing has to be played where no parameter group steps by itself.
+   looked at (`search_beyond`).
 2. Plans of unlike stages, for the layouts of the fastest uniform ones (`freed_layouts`, tuner/search/pipeline/per_stage.py), and
    plans whose stages stand on sub-meshes of unlike size (tuner/search/pipeline/sub_meshes.py).
 3. No command line says such plans: each is predicted as it is (`free_finalists`). The rule of plan/capabilities.py that refuses

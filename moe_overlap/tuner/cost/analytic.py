@@ -37,17 +37,14 @@ from moe_overlap.tuner.cost.feasibility import (
 )
 from moe_overlap.tuner.cost.hardware import REFERENCE, Features, Software
 from moe_overlap.tuner.cost.host import UNLISTED, Launching, replays_of
-from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, cost_of, lead_seconds, token_use
+from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, cost_of, token_use
 from moe_overlap.tuner.cost.links import (
-    NO_LINK,
     boundary_group,
     collective_seconds,
     host_seconds,
     link_use,
     pair_group,
     point_to_point_seconds,
-    point_to_point_use,
     stage_groups,
 )
 from moe_overlap.tuner.cost.machine import Machine, concurrency
@@ -55,9 +52,8 @@ from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import OpTable, peak_tflops, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, lone_share, pipeline_seconds, spent_on
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
-from moe_overlap.tuner.cost.stage_parts import ordered_parts, part_counts
+from moe_overlap.tuner.cost.stage_parts import StagePart, ordered_parts, part_counts
 from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
-from moe_overlap.tuner.cost.use_slowdowns import Part as StagePart
 
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
@@ -267,9 +263,9 @@ def price(
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
     """Costs of stages of one layout."""
-    setting, factors = setting_of(plan, model, family.stage, machine, features)
+    setting = setting_of(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
-    evaluator = evaluator_of(family, parts, setting, factors, machine, _strategy(family.stage))
+    evaluator = evaluator_of(family, parts, setting, machine, _strategy(family.stage))
     # The only stage of a pipeline sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     shapes = (
@@ -277,11 +273,9 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
             runs=runs,
             counts=np.array(counts)[:, None],
             in_flight=family.in_flight[column : column + 1],
-            is_first=index == 0,
-            is_last=index == len(plan.stages) - 1,
             boundary_bytes=boundary,
         )
-        for column, index in enumerate(family.stages)
+        for column in range(len(family.stages))
         for runs, counts in [runs_of(family.parts[column])]
     )
     summed = joined([evaluator.costs(shape) for shape in shapes])
@@ -296,19 +290,17 @@ def stage_evaluator(
     Args:
         strategy: [N]; its `data` and `expert_data` are those of the layout.
     """
-    setting, factors = setting_of(plan, model, family.stage, machine, features)
+    setting = setting_of(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
-    return evaluator_of(family, parts, setting, factors, machine, strategy)
+    return evaluator_of(family, parts, setting, machine, strategy)
 
 
-def setting_of(
-    plan: Plan, model: ModelDescription, stage: StagePlan, machine: Machine, features: Features
-) -> tuple[Setting, Interference]:
-    """The hardware and the settings of a stage, and how what runs at the same time on it slows down."""
+def setting_of(plan: Plan, model: ModelDescription, stage: StagePlan, machine: Machine, features: Features) -> Setting:
+    """The hardware and the settings of a stage."""
     links = machine.cluster.group_of(stage.devices.ranks[0])
     groups = stage_groups(plan, stage, machine.cluster)
-    concurrent, factors = concurrency(machine, groups["dp_cp"])
-    setting = Setting(
+    concurrent, _ = concurrency(machine, groups["dp_cp"])
+    return Setting(
         gpu=links.gpu,
         groups=groups,
         features=features,
@@ -323,14 +315,12 @@ def setting_of(
         alone=lone_share(len(plan.stages), len(stage.chunks), stage.gradient_accumulation_steps),
         two_at_work=features.overlap_experts or plan.has_pairs,
     )
-    return setting, factors
 
 
 def evaluator_of(
     family: Family,
     parts: Sequence[PartCost],
     setting: Setting,
-    factors: Interference,
     machine: Machine,
     strategy: Strategy,
 ) -> StageEvaluator:
@@ -341,16 +331,16 @@ def evaluator_of(
         strategy: [N]; its `data` and `expert_data` are those of the layout.
     """
     links = machine.cluster.group_of(family.stage.devices.ranks[0])
-    rates = _state_rates(setting, links, len(strategy.data), family.boundary_bytes)
-    kinds = _kind_terms(parts, family, setting, bool((strategy.offload_gradients > 0).any()))
-    return StageEvaluator(kinds, strategy, rates, setting.concurrent, factors, machine.fragmentation)
+    rates = _state_rates(setting, links, len(strategy.data))
+    return StageEvaluator(
+        _kind_terms(parts, family, setting), strategy, rates, setting.concurrent, machine.fragmentation
+    )
 
 
-def _state_rates(setting: Setting, links: NodeGroup, strategies: int, boundary_bytes: float) -> StateRates:
+def _state_rates(setting: Setting, links: NodeGroup, strategies: int) -> StateRates:
     groups, constants, features = setting.groups, setting.constants, setting.features
     # A rate is taken at so many bytes that the latency, which is added once per collective, is a negligible part of it.
     one, unit, rates = np.ones(strategies), 1 << 30, constants.link_rates
-    pair = groups.get("pp")
     return StateRates(
         dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
         expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
@@ -367,19 +357,15 @@ def _state_rates(setting: Setting, links: NodeGroup, strategies: int, boundary_b
         gathered_bytes=features.gathered_bytes,
         overlap_grad_reduce=features.overlap_grad_reduce,
         overlap_param_gather=features.overlap_param_gather,
-        transfer_seconds=float(point_to_point_seconds(boundary_bytes, pair, rates)) if pair else 0.0,
-        transfer_use=point_to_point_use(pair) if pair else NO_LINK,
-        transfers_wait=not features.overlap_transfers,
     )
 
 
-def _kind_terms(costs: Sequence[PartCost], family: Family, setting: Setting, waits: bool) -> KindTerms:
-    """Costs of the parts before any strategy; `waits`: whether uses may wait for gradient sums: `lead_seconds` is 0 where not."""
+def _kind_terms(costs: Sequence[PartCost], family: Family, setting: Setting) -> KindTerms:
+    """Costs of the parts before any strategy."""
     sizes = family.sizes
     heads = [table.part.kind == "head" for table in family.tables]
     saved, working = stage_sizes(sizes, heads, setting.two_at_work)
     kinds = [table.part.kind for table in family.tables]
-    leads = (lead_seconds(table, setting, cost) for table, cost in zip(family.tables, costs, strict=True))
     return KindTerms(
         forward_seconds=np.array([cost.forward.seconds for cost in costs]),
         backward_seconds=np.array([cost.backward.seconds for cost in costs]),
@@ -387,9 +373,6 @@ def _kind_terms(costs: Sequence[PartCost], family: Family, setting: Setting, wai
         working_bytes=working,
         dense_parameters=np.array([size.dense_parameters for size in sizes]),
         expert_parameters=np.array([size.expert_parameters for size in sizes]),
-        sent_forward_seconds=np.array([cost.forward.exposed.get("expert", 0.0) for cost in costs]),
-        sent_backward_seconds=np.array([cost.backward.exposed.get("expert", 0.0) for cost in costs]),
-        lead_seconds=np.fromiter(leads, np.float64) if waits else np.zeros(len(kinds)),
         is_layer=np.array([kind not in ("embedding", "head") for kind in kinds]),
     )
 
@@ -505,8 +488,8 @@ def _stage(priced: Priced, column: int, times: StageTimes, transfer: float, prov
     peaks = {name: int(values[0, column]) for name, values in priced.costs.peaks.items()}
     return PredictedStage(
         stable_seconds=float(times.stable),
-        first_seconds=float(times.stable + times.first + times.turn),
-        last_seconds=float(times.stable + times.drain + times.tail),
+        first_seconds=float(times.stable + times.first),
+        last_seconds=float(times.stable + times.tail),
         peak_bytes=sum(peaks.values()),
         peak_bytes_by_category=PeakBytes(**peaks),
         exposed_communication_seconds=sum(float(priced.exposed(kind)[column]) for kind in KINDS) + transfer,

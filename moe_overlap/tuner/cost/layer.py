@@ -29,7 +29,6 @@ from moe_overlap.plan.operators import (
     EXCHANGE_PARTS,
     EXPERTS,
     GATE,
-    MERGE,
     RECOMPUTE,
     SHARED,
     WEIGHT_GRADIENT,
@@ -482,23 +481,6 @@ def operator_seconds(
         key = (op.operator, "", suffix_of(op)) if op.operator in EXCHANGE_PARTS else _key(table.part, op)
         total[key] += exposed
     return dict(total)
-
-
-def lead_seconds(table: OpTable, setting: Setting, cost: PartCost) -> float:
-    """Seconds of a part's backward pass before the first operator that adds to the part's weight gradients.
-
-    These are the recomputation of a complete layer and, in an MoE layer, the operators that send gradients of tokens to their
-    experts. A prediction layer has none, because it begins with its loss.
-    """
-    part = table.part
-    if part.kind.startswith("mtp"):
-        return 0.0
-    leads = [
-        op.phase == "backward" and (op.operator in (COMBINE, MERGE) or op.is_recomputed and part.variant == "full")
-        for op in part.ops
-    ]
-    sent = sum(exposed for op, _, exposed in _exposed_collectives(table, setting, cost) if leads[op.id])
-    return float(computing_seconds(table, setting, cost)[leads].sum()) + sent
 
 
 def collective_seconds_inside(table: OpTable, setting: Setting, cost: PartCost) -> dict[Key, dict[str, float]]:

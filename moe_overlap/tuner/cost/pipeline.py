@@ -1,14 +1,13 @@
 """The step of a pipeline from the seconds of its stages, under 1F1B and interleaved 1F1B.
 
-A stage has these seconds (`StageTimes`): a stable micro-batch takes F_i + B_i = t_i, and passes at the ends of a step and behind
-a wait take more or less than that. A step is as long as the longest chain of passes that wait for each other. For each stage s
+A stage has these seconds (`StageTimes`): a stable micro-batch takes F_i + B_i = t_i, and passes at the ends of a step take more
+than that. A step is as long as the longest chain of passes that wait for each other. For each stage s
 the chains are counted that pass there between its first and its last micro-batch. With G micro-batches, S stages of v chunks,
 passes of a chunk f = F / v and b = B / v, and what first and last passes take beyond them left out:
 
     in       the first micro-batch comes through the stages in front:          Σ_(j<=s) f_j
     rounds   the first S micro-batches pass all chunks but the last, here, once around all stages, or on a stage in front, from
              which the last chunk's first pass comes:                          max((v - 1) S f_s, (v - 1) Σ f_j)
-             (with the short passes of the first stage's beginning: min(0, enter_0) of the first stage's passes in it)
     warm-up  q_s more forward passes, or the first one's way there and back:   max(q_s f_s, Σ_(j>s) f_j + b_j)
     steady   backward and forward passes in turn:                              (G v - 1 - (v - 1) S - q_s) · (f_s + b_s)
     out      as many backward passes, or the last one's way there and back:    b_s + max(q_s b_s, Σ_(j>s) f_j + b_j)
@@ -19,22 +18,17 @@ there and back is waited for once: the last forward pass does not wait for the f
 s. Chains that change stages elsewhere are left out: the formula is never above a step of such passes, exact for 1F1B of two
 stages and for equal stages, and within 1 % for most others (tests/unit/tuner/cost/test_cost_pipeline.py).
 
-First and last passes. The first forward pass ends late by D: `first` where its input is there from the start, and by `waited`
-where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1) + waited_i / v, first_i - Σ_(j<i) f_j). What
-updates leave behind slows down the passes after it, by `behind` in all, where the stage has not waited: stages behind see D_i,
-the passes of the stage itself max(D_i, first_i + behind_i - Σ_(j<i) f_j). With several chunks updates go on up to the last
-chunk's first pass, `enter` in all: a stage ends that pass no earlier than if it had begun with its updates at once, and no
-earlier than others let it; what it updates while it waits costs nothing, so that these passes take `enter_waited` where it has
-waited for the first one. A backward pass that goes around all stages takes longer by `round` on each, as they have waited for
-it, the last one by `drain`, and `tail` seconds later all is reduced and copied: the end is that of the latest stage.
+First and last passes. The first forward pass of a stage takes `first` longer, updates and gathered weights among it, while the
+stage waits for its input as well: D_i = max(D_(i-1), first_i - Σ_(j<i) f_j) is how late it ends. With several chunks the last
+chunk's first pass ends no earlier than all passes before it take on the stage, and no earlier than on the stage in front. `tail`
+seconds behind the last backward pass all gradients are reduced and copied: the end is that of the latest stage.
 
 Stages of unlike shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j where those
-are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer,
-but for what goes on beside the first stage's last `copies`, since the norm in front of updates waits for reductions alone.
+are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer.
 All of it is `pipeline_seconds`, which a prediction asks for one pipeline and a search for n at once: each field is a number, or
-[n] of them. Where all stages have as many micro-batches, a step is never shorter for any of a stage's seconds being longer (but
-`copies`, for which the opposite holds): a candidate for a stage that another beats in all of them is in no best pipeline that
-this other is not in. Where forward passes take nothing, the formula is Alpa's: (G - 1) · max t_i + Σ t_i.
+[n] of them. Where all stages have as many micro-batches, a step is never shorter for any of a stage's seconds being longer: a
+candidate for a stage that another beats in all of them is in no best pipeline that this other is not in. Where forward passes
+take nothing, the formula is Alpa's: (G - 1) · max t_i + Σ t_i.
 
 Source: Mist, section 5.3, equation (1), third term, which is the last stage's chain; `simulate/step.py` is the slow twin.
 """
@@ -56,34 +50,14 @@ Seconds: TypeAlias = float | NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Seconds of one stage of a pipeline. Those of single passes are what they take beyond `forward` or `backward`."""
+    """Seconds of one stage of a pipeline."""
 
     forward: Seconds
     backward: Seconds
     first: Seconds = 0.0
-    """Of the first forward pass, with the updates in front of it, where its input is there from the start."""
-    enter: Seconds = 0.0
-    """Of the forward passes behind that one, up to the first one of the last model chunk, where two micro-batches take turns."""
-    behind: Seconds = 0.0
-    """Seconds by which copies and collectives that updates have left behind slow down the passes after those."""
-    waited: Seconds = 0.0
-    """Of the first forward pass, in place of `first`, where the stage has waited for it long enough for all its updates."""
-    enter_waited: Seconds = 0.0
-    """In place of `enter` where the stage has waited for its first pass, by when it has made its updates."""
-    again: Seconds = 0.0
-    """Of a forward pass that follows another forward pass of the stage."""
-    turn: Seconds = 0.0
-    """Of the first backward pass, and of the passes behind it until they are stable."""
-    round: Seconds = 0.0
-    """Of a backward pass that the stage has waited for, on the way once around all stages."""
-    drain: Seconds = 0.0
-    """Of the last backward pass, where the stage has waited for it."""
-    rush: Seconds = 0.0
-    """Of a backward pass that follows another backward pass of the stage."""
+    """Extra seconds of the first forward pass, with the updates in front of it."""
     tail: Seconds = 0.0
     """From the end of the last backward pass to the end of all reductions and copies."""
-    copies: Seconds = 0.0
-    """Those of `tail` in which all is reduced, and copied alone. On the first stage: other stages update beside that."""
 
     @property
     def stable(self) -> Seconds:
@@ -133,7 +107,7 @@ class PipelineSeconds:
     filling: Seconds
     """Transfers that fill and drain the pipeline, beside what they add to the bubble."""
     update: Seconds
-    """The slowest optimizer behind the last copies, and what every step takes."""
+    """The slowest optimizer, and what every step takes."""
 
     @property
     def total(self) -> Seconds:
@@ -161,8 +135,8 @@ def pipeline_seconds(
         replace(stage, forward=stage.forward + transfer / 2, backward=stage.backward + transfer / 2)
         for stage, transfer in zip(stages, transfers, strict=True)
     ]
-    # Stages update at the same time, behind the norm that all of them wait for, and that waits for no copies.
-    update = np.maximum(_largest(optimizer) - stages[0].copies, 0.0) + rules.fixed
+    # Stages update at the same time, behind the norm that all of them wait for.
+    update = _largest(optimizer) + rules.fixed
     step = step_seconds(times, micro_batches, rules.virtual) * rules.uneven
     return PipelineSeconds(stages=tuple(times), transfers=tuple(transfers), step=step, filling=filling, update=update)
 
@@ -197,69 +171,55 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
     forward = [stage.forward * share for stage, share in zip(stages, shares, strict=True)]
     backward = [stage.backward * share for stage, share in zip(stages, shares, strict=True)]
     entered = _entered(stages, forward, count, virtual)
-    left, gone = _ends(stages, backward, virtual)
+    left, gone = _ends(stages, backward)
     round_back: Seconds = _left_to_right(backward)
-    if virtual > 1:
-        round_back = round_back + _left_to_right(stage.round for stage in stages) / virtual
     longest: Seconds = float("-inf")
     # Of the stages behind: forward passes of the last micro-batch, backward passes of the first.
     there: Seconds = 0.0
     back: Seconds = 0.0
     for index in range(len(stages) - 1, -1, -1):
-        f, b, stage = forward[index], backward[index], stages[index]
+        f, b = forward[index], backward[index]
         if micro_batches[index] == count:
             rounds, warm, steady = warm_up(len(stages), index, count, virtual)
-            f_again, b_again = f + stage.again / virtual, b + stage.rush / virtual
-            cycles = np.maximum(rounds * b_again, (virtual - 1) * round_back) if rounds else 0.0
-            own, last = entered[index] + warm * f_again, there + gone[-1]
-            behind = b + warm * b_again + left[index] if index < len(stages) - 1 else gone[-1]
+            cycles = np.maximum(rounds * b, (virtual - 1) * round_back) if rounds else 0.0
+            own, last = entered[index] + warm * f, there + gone[-1]
+            behind = b + warm * b + left[index] if index < len(stages) - 1 else gone[-1]
             begun = np.maximum(own, entered[-1] + back)
             if steady:
-                chain = begun + stage.turn + steady * (f + b) + np.maximum(behind, last)
+                chain = begun + steady * (f + b) + np.maximum(behind, last)
             else:
-                chain = np.maximum(begun + stage.turn + behind, own + last)
+                chain = np.maximum(begun + behind, own + last)
             longest = np.maximum(longest, cycles + chain)
-        there, back = there + f, back + (b + stage.turn / virtual)
+        there, back = there + f, back + b
     return longest
 
 
 def _entered(stages: Sequence[StageTimes], forward: Sequence[Seconds], count: int, virtual: int) -> list[Seconds]:
-    """[S] when the first forward pass of the last chunk ends, with what slows down the stage's own passes behind it."""
+    """[S] when the first forward pass of the last chunk ends."""
     rounds, _, _ = warm_up(len(stages), 0, count, virtual)
-    around: Seconds = 0.0
-    if rounds:
-        waited = _left_to_right(stage.waited for stage in stages[1:])
-        around = (virtual - 1) * (_left_to_right(forward) + waited / virtual)
-        # The first stage's passes are short there as long as nothing runs backward; what it updates is not waited for.
-        around = around + (virtual - 1) * np.minimum(stages[0].enter, 0.0) / rounds
+    around = (virtual - 1) * _left_to_right(forward) if rounds else 0.0
     passed: Seconds = 0.0
     delay: Seconds = stages[0].first
-    found: list[Seconds] = []
-    given: Seconds = 0.0
+    ends: list[Seconds] = []
     for index, (f, stage) in enumerate(zip(forward, stages, strict=True)):
         if index:
-            delay = np.maximum(delay + stage.waited / virtual, stage.first - passed)
+            delay = np.maximum(delay, stage.first - passed)
         passed = passed + f
         ended, busy = passed + delay, f + stage.first
         if rounds:
-            more = max(0, rounds - 2 * (virtual - 1)) * stage.again / virtual
-            busy = busy + (rounds * f + stage.enter + more)
-            after = np.maximum(around, rounds * f + stage.enter_waited + more) if index else around
-            ended = np.maximum(ended + after, busy)
-            ended = np.maximum(ended, given + (f + stage.waited / virtual)) if index else ended
-            given = ended
-        found.append(np.maximum(ended, busy + stage.behind))
-    return found
+            busy = busy + rounds * f
+            ended = np.maximum(ended + (np.maximum(around, rounds * f) if index else around), busy)
+            ended = np.maximum(ended, ends[-1] + f) if index else ended
+        ends.append(np.maximum(ended, busy))
+    return ends
 
 
-def _ends(
-    stages: Sequence[StageTimes], backward: Sequence[Seconds], virtual: int
-) -> tuple[list[Seconds], list[Seconds]]:
+def _ends(stages: Sequence[StageTimes], backward: Sequence[Seconds]) -> tuple[list[Seconds], list[Seconds]]:
     """[S] what is left behind each last backward pass, here and in front; and with that pass."""
-    left, gone = [stages[0].tail], [backward[0] + (stages[0].drain / virtual + stages[0].tail)]
+    left, gone = [stages[0].tail], [backward[0] + stages[0].tail]
     for b, stage in zip(backward[1:], stages[1:], strict=True):
         left.append(np.maximum(stage.tail, gone[-1]))
-        gone.append(b + (stage.drain / virtual + left[-1]))
+        gone.append(b + left[-1])
     return left, gone
 
 
@@ -307,7 +267,7 @@ def averaged(times: StageTimes, micro_batches: int) -> StageTimes:
     """The seconds of a stage whose micro-batches all take their mean."""
     return StageTimes(
         forward=times.forward + times.first / micro_batches,
-        backward=times.backward + (times.turn + times.drain + times.tail) / micro_batches,
+        backward=times.backward + times.tail / micro_batches,
     )
 
 

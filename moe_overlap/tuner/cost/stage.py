@@ -2,8 +2,8 @@
 
 Steps, so that a search pays for the first once.
 1. `layer_terms` prices each kind of layer under each strategy: data parallelism, ZeRO level, offloading.
-2. evaluate.py sums the terms over the layers of a stage. Where parameter groups step by themselves (ZeRO 2 and 3, offloading)
-   it takes the seconds of decoupled.py, which follow the waits of the list; elsewhere the sums are exact.
+   Where parameter groups step by themselves (ZeRO 2 and 3, offloading) moved_states.py prices its seconds and passing bytes.
+2. evaluate.py sums the terms over the layers of a stage.
 3. pipeline.py makes a step of stages.
 
 Legend: K kinds of part (kind and recompute variant), N strategies. Arrays broadcast: [K, N].
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.interference import Concurrent
-from moe_overlap.tuner.cost.links import NO_LINK, LinkUse, crowding, mixed_use
+from moe_overlap.tuner.cost.links import LinkUse
 
 Floats = NDArray[np.float64]
 
@@ -38,11 +38,6 @@ class KindTerms:
     """Numbers of parameters on a rank: replicated over the data ranks."""
     expert_parameters: Floats
     """Replicated over the expert-data ranks."""
-    sent_forward_seconds: Floats
-    """Those of the forward seconds in which tokens travel, maybe over links that collectives of states use as well."""
-    sent_backward_seconds: Floats
-    lead_seconds: Floats
-    """Those of the backward seconds in front of the first operator that adds to the part's gradient."""
     is_layer: NDArray[np.bool_]
     """Whether it saves activations that are worth moving: all parts but embedding and head."""
 
@@ -85,11 +80,6 @@ class StateRates:
     gathered_bytes: float
     overlap_grad_reduce: bool
     overlap_param_gather: bool
-    transfer_seconds: float = 0.0
-    """One transfer of hidden states to another stage by itself."""
-    transfer_use: LinkUse = NO_LINK
-    transfers_wait: bool = True
-    """Whether passes of several chunks wait for such transfers, as those of one chunk always do."""
     reduce_scatter: float = 1.0
     """Seconds of a reduce-scatter over those of an all-gather."""
 
@@ -184,120 +174,3 @@ def state_seconds(dense: Floats, experts: Floats, bytes_each: float, rates: Stat
     """Seconds of an all-gather of one layer's state over its replicas."""
     seconds = bytes_each * (dense * rates.dense_scatter + experts * rates.expert_scatter)
     return seconds + rates.latency_seconds * (seconds > 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UseSeconds:
-    """Seconds of the uses and the updates of each kind of part, each alone; [K, N] each."""
-
-    forward: Floats
-    backward: Floats
-    sent_forward: Floats
-    """Share of a forward use in which tokens travel."""
-    sent_backward: Floats
-    lead: Floats
-    """Of a backward use, in front of what adds to the gradient sum; infinity where that is done behind it (ZeRO 2, 3)."""
-    shared: Floats
-    """By how much collectives of the states and tokens slow each other down: 1 is as much as on one link, 0 not at all."""
-    transfer: Floats
-    """A transfer of hidden states to another stage."""
-    transfer_shared: Floats
-    """By how much collectives of the states and such a transfer slow each other down."""
-    weights: Floats
-    """The offloaded share of weights, one way."""
-    gather: Floats
-    """Shards of weights, gathered for a use (ZeRO 3)."""
-    activations: Floats
-    """The offloaded share of what one micro-batch saves, one way."""
-    gradients: Floats
-    """The offloaded share of a gradient sum, one way."""
-    scatter: Floats
-    """Gradients of one micro-batch (ZeRO 2, 3)."""
-    reduce: Floats
-    """Gradient sums, once a step (ZeRO 0, 1)."""
-    states_in: Floats
-    """States and gradients that an update takes from the host."""
-    states_out: Floats
-    sweep: Floats
-    """The optimizer step."""
-    gather_updated: Floats
-    """Updated shards of weights, gathered (ZeRO 1, 2)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UseBytes:
-    """Bytes on the device while parts of each kind are used or updated, beyond what always stays there; [K, N] each."""
-
-    weights: Floats
-    """The offloaded share of weights."""
-    gathered: Floats
-    """Weights that are gathered for a use (ZeRO 3)."""
-    activations: Floats
-    """The offloaded share of what one micro-batch saves."""
-    gradients: Floats
-    """The offloaded share of a gradient sum."""
-    own_gradients: Floats
-    """The gradient of one micro-batch until it is scattered (ZeRO 2, 3)."""
-    states: Floats
-    """The offloaded share of optimizer states."""
-    saved: Floats
-    """The activations of one micro-batch that stay on the device."""
-
-
-def use_bytes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseBytes:
-    """The bytes that move with the uses of every kind of part under every strategy."""
-    sizes, level = state_sizes(kinds, strategy, rates), strategy.zero_level
-    numbers = (kinds.dense_parameters + kinds.expert_parameters)[:, None]
-    replicated = (strategy.data > 1) | (strategy.expert_data > 1)
-    activations = kinds.saved_bytes[:, None] * kinds.is_layer[:, None] * strategy.offload_activations
-    return UseBytes(
-        weights=sizes.weights * strategy.offload_weights,
-        gathered=np.where(replicated & (level >= 3), rates.weight_bytes * numbers, 0.0),
-        activations=activations,
-        gradients=sizes.gradients * strategy.offload_gradients,
-        own_gradients=np.where(replicated & (level >= 2), rates.gradient_bytes * numbers, 0.0),
-        states=sizes.optimizer * strategy.offload_optimizer,
-        saved=kinds.saved_bytes[:, None] - activations,
-    )
-
-
-def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseSeconds:
-    """Price the uses and updates of every kind of part under every strategy."""
-    forward, backward = kinds.forward_seconds[:, None], kinds.backward_seconds[:, None]
-    sizes = state_sizes(kinds, strategy, rates)
-    dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
-    level, host = strategy.zero_level, rates.host_copy
-    gathered = state_seconds(dense, experts, rates.gathered_bytes, rates)
-    reduced = state_seconds(dense, experts, rates.gradient_bytes, rates)
-    nothing = np.zeros_like(gathered)
-    gather = np.where(level >= 3, gathered, nothing)
-    scatter = np.where(level >= 2, reduced * rates.reduce_scatter, nothing)
-    reduce = np.where(level < 2, reduced, nothing) * np.where(level == 0, 2.0, rates.reduce_scatter)
-    gather_updated = np.where((level >= 1) & (level < 3), gathered, nothing)
-    weights = host * sizes.weights * strategy.offload_weights
-    gradients = host * sizes.gradients * strategy.offload_gradients
-    states = host * sizes.optimizer * strategy.offload_optimizer
-    seconds = dense * rates.dense_scatter, experts * rates.expert_scatter
-    states_use = mixed_use(rates.dense_use, rates.expert_use, *seconds)
-    shared, transfer_shared = (crowding([states_use, use]) - 1.0 for use in (rates.token_use, rates.transfer_use))
-    activations = host * kinds.is_layer[:, None] * kinds.saved_bytes[:, None] * strategy.offload_activations
-    return UseSeconds(
-        forward=forward + nothing,
-        backward=backward + nothing,
-        sent_forward=kinds.sent_forward_seconds[:, None] / np.where(forward > 0, forward, 1.0) + nothing,
-        sent_backward=kinds.sent_backward_seconds[:, None] / np.where(backward > 0, backward, 1.0) + nothing,
-        lead=np.where(level >= 2, np.inf, kinds.lead_seconds[:, None] + nothing),
-        shared=shared + nothing,
-        transfer=rates.transfer_seconds + nothing,
-        transfer_shared=transfer_shared + nothing,
-        weights=weights,
-        gather=gather,
-        activations=activations + nothing,
-        gradients=gradients,
-        scatter=scatter,
-        reduce=reduce,
-        states_in=states + gradients,
-        states_out=states,
-        sweep=rates.optimizer_sweep * sizes.swept,
-        gather_updated=gather_updated,
-    )

@@ -7,13 +7,27 @@ recomputed. A stage's parts are counted (`part_counts`) and put in the order of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
-from moe_overlap.tuner.cost.use_slowdowns import Part as StagePart
 
 WORDS = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """A parameter group of a stage.
+
+    Attributes:
+        row: its kind.
+        chunk: its model chunk.
+        held_once: whether the activations of a single micro-batch are ever held of it, as of the head.
+    """
+
+    row: int
+    chunk: int = 0
+    held_once: bool = False
 
 
 def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part, float]]:
@@ -81,7 +95,7 @@ def ordered_parts(
     found = []
     if index == plan.embedding_stage:
         row = of_kind["embedding", graph.part("embedding", samples=samples).variant]
-        found.append(StagePart(row, is_layer=False, is_embedding=True))
+        found.append(StagePart(row))
     for chunk, (first, end) in enumerate(stage.chunks):
         found += [
             StagePart(of_kind[graph.layer_kinds[layer], layer_variant(stage, layer - first)], chunk)
@@ -93,5 +107,5 @@ def ordered_parts(
         found += [StagePart(of_kind[kind], last, held_once=True) for kind in kinds]
     if index == plan.loss_stage:
         row = of_kind["head", graph.part("head", samples=samples).variant]
-        found.append(StagePart(row, last, is_layer=False, held_once=True))
+        found.append(StagePart(row, last, held_once=True))
     return tuple(found)

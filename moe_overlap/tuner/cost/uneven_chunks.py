@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved
 from moe_overlap.tuner.cost.pipeline import StageTimes, step_seconds
-from moe_overlap.tuner.cost.use_slowdowns import Part
+from moe_overlap.tuner.cost.stage_parts import StagePart
 
 Floats = NDArray[np.float64]
 FEW = 4
@@ -57,7 +57,7 @@ def unevenness(stages: Sequence[Floats], micro_batches: int) -> Floats:
     return longer
 
 
-def chunk_seconds(parts: Sequence[Part], counts: Floats, seconds: tuple[Floats, Floats], virtual: int) -> Floats:
+def chunk_seconds(parts: Sequence[StagePart], counts: Floats, seconds: tuple[Floats, Floats], virtual: int) -> Floats:
     """[D, V, R] seconds of the passes of a stage's chunks.
 
     Args:

@@ -27,7 +27,6 @@ from moe_overlap.tuner.capture.blocks import ROUTED, block_of
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Op, Part
 from moe_overlap.tuner.cost.hardware import Dispatcher
-from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import PartCost, Setting
 from moe_overlap.tuner.cost.operators import CostClassCode, OpTable
 from moe_overlap.tuner.search.bounds import Bounds, pipelined
@@ -160,7 +159,7 @@ class Floors(UniformCosts):
     def _added(self, exchange: float) -> float:
         return 0.0 if self._is_hosted else exchange
 
-    def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
+    def _cost(self, table: OpTable, layout: UniformLayout, setting: Setting) -> PartCost:
         cost = super()._cost(table, layout, setting)
         # Beside another micro-batch the host never waits for an empty queue.
         pairs = self.task.features.overlap_experts and any(op.operator in EXCHANGE_PARTS for op in table.ops)

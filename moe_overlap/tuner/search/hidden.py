@@ -32,7 +32,6 @@ from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, MERGE
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.analytic import replays_of
 from moe_overlap.tuner.cost.host import host_work
-from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import PartCost, PassCost, Setting, hide_all_to_alls
 from moe_overlap.tuner.cost.operators import OpTable
 from moe_overlap.tuner.search.bounds import Bounds
@@ -85,20 +84,20 @@ class HiddenCosts(UniformCosts):
         """Stages, chunks and micro-batches, by which passes run in pairs or alone."""
         return pipeline_sizes(layout, self.task) if self._way is Way.PAIRS else super().paired_passes(layout)
 
-    def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> tuple[Setting, Interference]:
-        setting, factors = super()._setting(layout, plan, model)
+    def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> Setting:
+        setting = super()._setting(layout, plan, model)
         replays = replays_of(plan, self.task.features)
-        return replace(setting, replays=replays, two_at_work=self._way is Way.PAIRS), factors
+        return replace(setting, replays=replays, two_at_work=self._way is Way.PAIRS)
 
-    def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
-        cost, concurrent = super()._cost(table, layout, setting), setting[0].concurrent
-        alone = setting[0].alone if self._way is Way.PAIRS else 0.0
+    def _cost(self, table: OpTable, layout: UniformLayout, setting: Setting) -> PartCost:
+        cost, concurrent = super()._cost(table, layout, setting), setting.concurrent
+        alone = setting.alone if self._way is Way.PAIRS else 0.0
         key = id(cost), alone
         if key not in self._hidden:
             if self._way is Way.PAIRS:
                 hidden = hide_all_to_alls(cost, concurrent, alone)
             else:
-                cut = hide_all_to_alls(launched_again(cost, table, setting[0], layout.micro_batch), concurrent)
+                cut = hide_all_to_alls(launched_again(cost, table, setting, layout.micro_batch), concurrent)
                 hidden = min(cost, cut, key=lambda each: each.seconds)
             self._hidden[key] = cost, hidden
         return self._hidden[key][1]

@@ -332,6 +332,11 @@ class MemoryChoice:
     offload: Offload = Offload()
 
     @property
+    def moves_states(self) -> bool:
+        """Whether parameter groups step by themselves, as `StagePlan.is_decoupled`."""
+        return self.zero_level > 1 or self.offload != Offload()
+
+    @property
     def name(self) -> str:
         """The decisions that are none of the defaults."""
         shown = [f"recompute {', '.join(self.modules)}"] if self.modules else []

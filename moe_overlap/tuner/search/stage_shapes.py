@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.evaluate import StageEvaluator, StageShapes
-from moe_overlap.tuner.cost.stage_parts import WORDS, holding_words
-from moe_overlap.tuner.cost.use_slowdowns import Part as StagePart
+from moe_overlap.tuner.cost.stage_parts import WORDS, StagePart, holding_words
 from moe_overlap.tuner.search.space import MemoryChoice
 
 Floats = NDArray[np.float64]
@@ -54,7 +53,7 @@ class PricedParts:
 
         everywhere = [1.0] * len(recomputes)
         if index == plan.embedding_stage:
-            add(StagePart(self.rows["embedding", "none"], is_layer=False, is_embedding=True), everywhere)
+            add(StagePart(self.rows["embedding", "none"]), everywhere)
         for chunk, (first, end) in enumerate(stage.chunks):
             place = first
             for kind, layers in groupby(self.kinds[first:end]):
@@ -75,13 +74,11 @@ class PricedParts:
                         row = self.rows[_prediction_row(number, kind), variant]
                         add(StagePart(row, last, held_once=True), count)
         if index == plan.loss_stage:
-            add(StagePart(self.rows["head", "none"], last, is_layer=False, held_once=True), everywhere)
+            add(StagePart(self.rows["head", "none"], last, held_once=True), everywhere)
         return StageShapes(
             runs=tuple(runs),
             counts=np.array(counts),
             in_flight=np.full(len(recomputes), held),
-            is_first=index == 0,
-            is_last=index == len(plan.stages) - 1,
             # The only stage of a pipeline sends no hidden states.
             boundary_bytes=self.boundary_bytes if len(plan.stages) > 1 else 0.0,
         )
@@ -93,7 +90,7 @@ class PricedParts:
             held: [S] micro-batches whose activations a stage holds at once.
         """
         members: dict[object, list[int]] = {}
-        ends = {0, len(plan.stages) - 1, plan.embedding_stage, plan.mtp_stage, plan.loss_stage}
+        ends = {plan.embedding_stage, plan.mtp_stage, plan.loss_stage}
         for index, stage in enumerate(plan.stages):
             kinds = tuple(self.kinds[first:end] for first, end in stage.chunks)
             members.setdefault((kinds, index if index in ends else None), []).append(index)

@@ -27,8 +27,6 @@ from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
 from moe_overlap.tuner.search.uniform_cost import Evaluated, UniformCosts
 
 Accepts = Callable[[UniformLayout, MemoryChoice], bool]
-TOGETHER = 12
-"""Layouts whose stages are played in one go."""
 Waiting = list[tuple[float, bool, UniformLayout]]
 """A heap of layouts that are not evaluated yet: a bound, and whether it is that of the priced parts."""
 
@@ -58,8 +56,12 @@ class RankedLayout:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The ranks, stages, dispatcher and overlap of which one plan is ranked."""
-        return self.layout.ranks, self.layout.pipeline, self.layout.dispatcher, self.layout.paired
+        """The ranks, stages, dispatcher and overlap of which one plan is ranked, and one whose states move.
+
+        The closed form of the latter is rougher: where it is too short it must not hide a plan whose states stay.
+        """
+        layout = self.layout
+        return layout.ranks, layout.pipeline, layout.dispatcher, layout.paired, self.memory.moves_states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +87,7 @@ class UniformSearch:
     """The answer of a search over uniform plans.
 
     Attributes:
-        ranked: the fastest that fit, one for each choice of ranks, stages, dispatcher and overlap.
+        ranked: the fastest that fit, one for each `RankedLayout.shape`.
         smallest: of the evaluated layouts what needs the least memory; the answer where nothing fits.
         frontier: of seconds and bytes over all evaluated plans.
         is_interrupted: whether Ctrl-C ended the search.
@@ -137,7 +139,6 @@ def search_uniform(
     heapq.heapify(waiting)
     found = _Kept(keep, capacity, admits, known, shared)
     done, status, is_interrupted = 0, Status.OPTIMAL, False
-    played: set[UniformLayout] = set()
     try:
         while waiting and waiting[0][0] <= found.bar:
             if time.monotonic() > deadline:
@@ -149,10 +150,6 @@ def search_uniform(
                 # Pricing the parts is cheaper than pricing stages: most layouts go no further.
                 heapq.heapreplace(waiting, (max(bound, costs.step_bound(layout)), True, layout))
                 continue
-            if costs.plays and layout not in played:
-                together = _next(waiting, costs, found.bar)
-                costs.play_ahead(together)
-                played.update(together)
             is_short = found.add(costs.evaluate(layout), accepts)
             if is_short and costs.task.modules:
                 found.add(costs.evaluate(layout, of_modules=True), accepts)
@@ -189,22 +186,6 @@ def search_uniform(
         ),
         is_interrupted=is_interrupted,
     )
-
-
-def _next(waiting: Waiting, costs: UniformCosts, bar: float) -> list[UniformLayout]:
-    """The layouts that will be evaluated next, if no plan that is found before rules them out; they stay where they are."""
-    taken: Waiting = []
-    try:
-        while waiting and len(taken) < TOGETHER and waiting[0][0] <= bar:
-            bound, is_priced, layout = waiting[0]
-            if is_priced:
-                taken.append(heapq.heappop(waiting))
-            else:
-                heapq.heapreplace(waiting, (max(bound, costs.step_bound(layout)), True, layout))
-    finally:
-        for entry in taken:
-            heapq.heappush(waiting, entry)
-    return [layout for _, _, layout in taken]
 
 
 def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSearch:

@@ -30,16 +30,15 @@ from moe_overlap.tuner.cost.analytic import (
     one_way_seconds,
     setting_of,
 )
-from moe_overlap.tuner.cost.evaluate import PlayKey, StageCosts, StageEvaluator, StageShapes, play_together
+from moe_overlap.tuner.cost.evaluate import StageCosts, StageShapes
 from moe_overlap.tuner.cost.hardware import Features
-from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import DevicePart, PartCost, Setting, device_part, launched, overlapped
 from moe_overlap.tuner.cost.links import Group, axis_group
 from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, averaged, in_flight, lone_share, pipeline_seconds
-from moe_overlap.tuner.cost.stage import Strategy, is_decoupled
+from moe_overlap.tuner.cost.stage import Strategy
 from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
 from moe_overlap.tuner.search.bounds import pipelined
 from moe_overlap.tuner.search.space import ON_HOST, MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
@@ -48,8 +47,6 @@ from moe_overlap.tuner.search.stage_shapes import PricedParts, StageLot, parts_o
 Floats = NDArray[np.float64]
 ROUNDED = 1.0 - 1e-9
 """Factor of a bound whose sizes are computed in another order than those of the plan, which rounding must not put above it."""
-StagePlace = tuple[UniformLayout, Plan, int, Sequence[MemoryChoice]]
-"""A stage of a plan of a layout, by its index, with choices of recomputation."""
 SHARES = (0.0, 0.5, 1.0)
 """Shares of a state that may wait in host memory."""
 
@@ -145,8 +142,8 @@ class UniformCosts:
 
     def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription, alone: float) -> float:
         plan = uniform_plan(template, model.num_layers, layout)
-        (hardware, factors), tables = self._setting(layout, plan, model), self.task.operators(layout)
-        setting = replace(hardware, alone=alone), factors
+        setting = replace(self._setting(layout, plan, model), alone=alone)
+        tables = self.task.operators(layout)
         if tables is None:
             graph = self._graph(layout, plan, model, [MemoryChoice()])
             kinds = Counter(("embedding", "head", *graph.layer_kinds, *graph.mtp_kinds))
@@ -193,30 +190,6 @@ class UniformCosts:
             needed_bytes=np.max(needed, axis=0),
         )
 
-    @property
-    def plays(self) -> bool:
-        """Whether some strategy's stages are played: pricing them takes long, and less for many layouts at once."""
-        return bool(is_decoupled(_strategy_arrays(self.strategies)).any())
-
-    def play_ahead(self, layouts: Sequence[UniformLayout]) -> None:
-        """Play the stages of several layouts in one go; `evaluate` of each then plays nothing."""
-        places: list[StagePlace] = []
-        for layout in layouts:
-            template, model = self.task.templates(layout.tensor)
-            plan = uniform_plan(template, model.num_layers, layout)
-            choices = recompute_choices(self.task, plan)
-            places += [(layout, plan, index, choices) for index in range(len(plan.stages))]
-        self.play_stages(places)
-
-    def play_stages(self, places: Sequence[StagePlace]) -> None:
-        """The same of single stages, each with what `stage_costs` will be asked for."""
-        wanted: dict[StageEvaluator, dict[PlayKey, None]] = {}
-        for layout, plan, index, recomputes in places:
-            prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-            keys = prices.evaluator.unplayed(prices.shapes(plan, index, recomputes, self.held(plan, index)))
-            wanted.setdefault(prices.evaluator, {}).update(dict.fromkeys(keys))
-        play_together([(evaluator, [*keys]) for evaluator, keys in wanted.items()])
-
     def stage_costs(
         self, layout: UniformLayout, plan: Plan, index: int, recomputes: Sequence[MemoryChoice]
     ) -> StageCosts:
@@ -251,7 +224,7 @@ class UniformCosts:
         lots: dict[object, list[tuple[int, StageShapes]]] = {}
         for place, ((plan, index), choices) in enumerate(zip(places, recomputes, strict=True)):
             shapes = prices.shapes(plan, index, choices, self.held(plan, index))
-            key = (shapes.runs, shapes.is_first, shapes.is_last, shapes.boundary_bytes)
+            key = (shapes.runs, shapes.boundary_bytes)
             lots.setdefault(key, []).append((place, shapes))
         result: list[StageCosts | None] = [None] * len(places)
         for members in lots.values():
@@ -280,13 +253,6 @@ class UniformCosts:
     def layer_kinds(self, layout: UniformLayout, plan: Plan) -> tuple[str, ...]:
         """The kind of every layer of the model."""
         return self._priced(layout, plan, self.task.templates(layout.tensor)[1], ()).kinds
-
-    def layer_seconds(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> dict[str, float]:
-        """Kind of a layer -> seconds of a micro-batch that is not recomputed, under the strategy that takes least."""
-        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-        terms = prices.evaluator.terms
-        seconds = (terms.forward_seconds + terms.backward_seconds).min(axis=1)
-        return {kind: float(seconds[prices.rows[kind, "none"]]) for kind in dict.fromkeys(prices.kinds)}
 
     def sent_seconds(self, layout: UniformLayout, plan: Plan) -> float:
         """Seconds of one transfer between two stages."""
@@ -323,7 +289,7 @@ class UniformCosts:
             evaluator = evaluator_of(
                 family,
                 [self._cost(table, layout, setting) for table in tables],
-                *setting,
+                setting,
                 self.task.machine_of(layout),
                 _strategy(plan.stages[0], self.strategies),
             )
@@ -337,7 +303,7 @@ class UniformCosts:
             )
         return self._prices[key]
 
-    def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> tuple[Setting, Interference]:
+    def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> Setting:
         return setting_of(plan, model, plan.stages[0], self.task.machine_of(layout), self.task.features)
 
     def _graph(
@@ -351,22 +317,22 @@ class UniformCosts:
             self._graphs[key] = replace(captured[0], parts=tuple(parts.values()))
         return self._graphs[key]
 
-    def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
+    def _cost(self, table: OpTable, layout: UniformLayout, setting: Setting) -> PartCost:
         """Seconds of a part; ranks that share states count by the links they use, as these run beside computation."""
-        groups, axes = setting[0].groups, {collective.axis for _, collective, _ in table.collectives}
+        groups, axes = setting.groups, {collective.axis for _, collective, _ in table.collectives}
         # What sends to nobody costs the same whatever ranks the other parts have.
         sent, replicas = tuple((axis, _ranks_of(groups[axis])) for axis in sorted(axes)), groups["dp_cp"]
-        key = (id(table), setting[0].load, replicas.nodes, min(replicas.per_node, replicas.size), sent)
+        key = (id(table), setting.load, replicas.nodes, min(replicas.per_node, replicas.size), sent)
         if key not in self._costs:
             if key not in self._devices:
-                self._devices[key] = device_part(table, setting[0])
-            self._costs[key] = launched(self._devices[key], table, setting[0])
+                self._devices[key] = device_part(table, setting)
+            self._costs[key] = launched(self._devices[key], table, setting)
         if not self.task.features.overlap_experts:
             return self._costs[key]
         # How much runs in pairs differs from pipeline to pipeline; what a pass takes does not.
-        paired = (*key, setting[0].alone)
+        paired = (*key, setting.alone)
         if paired not in self._costs:
-            self._costs[paired] = overlapped(self._costs[key], setting[0])
+            self._costs[paired] = overlapped(self._costs[key], setting)
         return self._costs[paired]
 
     def _table(self, part: Part, layout: UniformLayout, plan: Plan) -> OpTable:

@@ -14,7 +14,14 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Transfer
 from moe_overlap.plan_search import finalists
 from moe_overlap.plan_search.asked import SearchSettings
-from moe_overlap.plan_search.finalists import SIMULATED, UNLIKE, in_order, simulated_finalists, simulated_until_ahead
+from moe_overlap.plan_search.finalists import (
+    MOVED,
+    SIMULATED,
+    UNLIKE,
+    in_order,
+    simulated_finalists,
+    simulated_until_ahead,
+)
 from moe_overlap.plan_search.results import APART, Finalist
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import search_json
@@ -223,6 +230,11 @@ def test_plans_whose_states_move_are_answered_by_their_lists(monkeypatch: pytest
         simulated_finalists(full)
     with pytest.raises(ConfigError, match="no plan is left whose simulated lists fit"):
         simulated_until_ahead(full)
+    # Closed forms of moved states are rough: up to MOVED behind the fastest simulated step their lists are asked, too.
+    asked.clear()
+    near = [finalist(name, 1.03 * (1.0 + MOVED) + more) for name, more in (("rough", -1e-3), ("beyond", 1e-3))]
+    simulated_until_ahead([finalist("first", 1.0), *near])
+    assert asked == ["first", "rough"]
     # Without time the closed form is the answer.
     asked.clear()
     for late in (simulated_finalists, simulated_until_ahead):

@@ -3,7 +3,7 @@
 Contract. Problem and objective are stage_options.py's, with one chunk per stage and transfers that take equally long on every
 link (`applies`). The answer is the best of all choices; its seconds are `step_of_choice`'s.
 
-Label. Of the chains of pipeline.py, what the stages 0..k say to those behind them is eight numbers. m_s is what stage s does
+Label. Of the chains of pipeline.py, what the stages 0..k say to those behind them is seven numbers. m_s is what stage s does
 between its first and its last micro-batch. X and Y are what later stages add: the way of the first micro-batch to the end and
 back to stage k, and that of the last one.
 
@@ -11,9 +11,8 @@ back to stage k, and that of the last one.
     alone    max own_s + m_s + behind_s                first    max m_s + behind_s and the backward passes up to k: beside X
     last     max own_s + m_s and the forward passes    both     max m_s and all of these passes: beside X and Y
              up to k: beside Y                         update   the slowest optimizer
-    beside   the first stage's last copies, negative
 
-    step = max(alone, first + X, last + Y, both + X + Y) + max(0, update + beside) + what is there whatever is chosen
+    step = max(alone, first + X, last + Y, both + X + Y) + update + what is there whatever is chosen
 
 Every number is better small, and stays so whatever follows: of labels with the same layers and devices those on the Pareto
 frontier are kept. Steps of `choose_by_labels`:
@@ -32,11 +31,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from moe_overlap.tuner.cost.pipeline import transfer_waits, warm_up
+from moe_overlap.tuner.cost.pipeline import StageTimes, transfer_waits, warm_up
 from moe_overlap.tuner.search.pipeline.stage_options import Choice, Floats, Integers, PipelineProblem, step_of_choice
 from moe_overlap.tuner.search.stage.frontier import pareto
 
@@ -52,8 +51,8 @@ LEVELS = 24
 """Intervals of the slowest stage's seconds, whose smallest sums are found each by itself."""
 AGREE = 1e-9
 """Share of a step by which the labels of a choice may be off its price, for rounding."""
-NUMBERS = ("come", "gone", "alone", "first", "last", "both", "update", "beside")
-COME, GONE, ALONE, FIRST, LAST, BOTH, UPDATE, BESIDE = range(len(NUMBERS))
+NUMBERS = ("come", "gone", "alone", "first", "last", "both", "update")
+COME, GONE, ALONE, FIRST, LAST, BOTH, UPDATE = range(len(NUMBERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +113,15 @@ class _Stage:
     """[n] the layers in front, where they are given."""
     forward: Floats
     backward: Floats
-    turn: Floats
-    waited: Floats
     first: Floats
-    late: Floats
-    """How late the first forward pass ends, what slows down those behind it counted to it."""
-    drain: Floats
     tail: Floats
     optimizer: Floats
-    copies: Floats
     ahead: Floats
     """Further forward passes in front of the first backward pass."""
     behind: Floats
     """The last backward passes that are made in a row, without what is behind them."""
     middle: Floats
     """m of the docstring."""
-    is_first: bool
     is_last: bool
     has_steady: bool
 
@@ -138,7 +130,7 @@ class _Stage:
         """The candidates of a stage."""
         count, stage = len(problem.stages), problem.stages[place]
         times = stage.at(rows)
-        column = {name: np.broadcast_to(getattr(times, name), len(rows)) for name in _NEEDED}
+        column = {f.name: np.broadcast_to(getattr(times, f.name), len(rows)) for f in fields(StageTimes)}
         waits, _ = transfer_waits([float(stage.sent[0])] * (count - 1), 1, problem.rules.beside)
         forward, backward = column["forward"] + waits[place] / 2, column["backward"] + waits[place] / 2
         _, warm, steady = warm_up(count, place, problem.micro_batches, 1)
@@ -151,24 +143,15 @@ class _Stage:
             begins=None if stage.first_layer is None else stage.first_layer[rows],
             forward=forward,
             backward=backward,
-            turn=column["turn"],
-            waited=column["waited"],
             first=column["first"],
-            late=column["first"] + column["behind"],
-            drain=column["drain"],
             tail=column["tail"],
             optimizer=stage.optimizer[rows],
-            copies=column["copies"],
-            ahead=warm * (forward + column["again"]),
-            behind=backward + warm * (backward + column["rush"]),
-            middle=column["turn"] + steady * (forward + backward) if steady else column["turn"],
-            is_first=place == 0,
+            ahead=warm * forward,
+            behind=backward + warm * backward,
+            middle=steady * (forward + backward),
             is_last=place == count - 1,
             has_steady=steady > 0,
         )
-
-
-_NEEDED = ("forward", "backward", "turn", "waited", "first", "behind", "drain", "tail", "copies", "again", "rush")
 
 
 def _radix(problem: PipelineProblem) -> list[int]:
@@ -181,42 +164,38 @@ def _radix(problem: PipelineProblem) -> list[int]:
 
 
 def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) -> Floats:
-    """[8, n] labels of some labels, each followed by a candidate.
+    """[7, n] labels of some labels, each followed by a candidate.
 
     Args:
-        labels: [8, L].
+        labels: [7, L].
         rows, columns: [n] of the labels and of the candidates.
     """
     before = labels[:, rows]
-    forward, backward, turn = stage.forward[columns], stage.backward[columns], stage.turn[columns]
+    forward, backward = stage.forward[columns], stage.backward[columns]
     middle = stage.middle[columns]
     result = np.empty_like(before)
-    passed = forward + np.maximum(before[COME] + stage.waited[columns], stage.first[columns])
-    # What slows down the passes behind the first one is no delay of later stages.
-    come = np.maximum(passed, forward + stage.late[columns])
-    result[COME] = come if stage.is_last else passed
+    come = result[COME] = forward + np.maximum(before[COME], stage.first[columns])
     left = np.maximum(stage.tail[columns], before[GONE])
-    gone = result[GONE] = backward + stage.drain[columns] + left
+    gone = result[GONE] = backward + left
     own = come + stage.ahead[columns]
     behind = gone if stage.is_last else stage.behind[columns] + left
     # Without a steady part the last forward pass does not wait for the first backward pass.
     passes = middle if stage.has_steady else 0.0
     result[ALONE] = np.maximum(before[ALONE], own + middle + behind)
-    result[FIRST] = np.maximum(before[FIRST] + backward + turn, middle + behind)
+    result[FIRST] = np.maximum(before[FIRST] + backward, middle + behind)
     result[LAST] = np.maximum(before[LAST] + forward, own + passes)
-    result[BOTH] = before[BOTH] + forward + backward + turn
+    result[BOTH] = before[BOTH] + forward + backward
     if stage.has_steady:
         result[BOTH] = np.maximum(result[BOTH], middle)
     result[UPDATE] = np.maximum(before[UPDATE], stage.optimizer[columns])
-    result[BESIDE] = -stage.copies[columns] if stage.is_first else before[BESIDE]
     return result
 
 
 def _seconds(labels: Floats, fixed: float) -> Floats:
     """Steps of whole pipelines."""
-    come, gone, alone, first, last, both, update, beside = labels
+    come, gone, alone, first, last, both, update = labels
     step = np.maximum(np.maximum(alone, first + come), np.maximum(last + gone, both + come + gone))
-    return step + np.maximum(0.0, update + beside) + fixed
+    return step + update + fixed
 
 
 class _Rest:
@@ -228,14 +207,10 @@ class _Rest:
         self.end = problem.layers * self._radix[0]
         self.end += sum(count * size for count, size in zip(problem.devices, self._radix[1:], strict=True))
         self.states = (problem.layers + 1) * self._radix[0]
-        there = [stage.forward + stage.waited + stage.backward + stage.turn for stage in stages]
-        back = [stage.backward + stage.drain + stage.forward for stage in stages]
+        passes = [stage.forward + stage.backward for stage in stages]
         # A stage's chain has the ways of the first and of the last micro-batch, and what it does between them.
         own = [stage.ahead + stage.middle * stage.has_steady for stage in stages]
-        whole = [stage.forward + np.minimum(stage.waited, 0.0) + stage.backward + stage.drain for stage in stages]
-        self.there = self._sums(there)
-        self.back = self._sums(back)
-        self.ways = self._sums([one + other for one, other in zip(there, back, strict=True)])
+        self.there = self._sums(passes)
         self.update = self._sums([stage.optimizer for stage in stages], largest=True)
         low = max(0.0, float(self._sums(own, largest=True)[0][0]))
         known = math.isfinite(beat) and math.isfinite(low)
@@ -243,7 +218,7 @@ class _Rest:
         self._slowest = [
             (
                 lower,
-                self._sums([np.where(each <= upper, total, math.inf) for each, total in zip(own, whole, strict=True)]),
+                self._sums([np.where(each <= upper, total, math.inf) for each, total in zip(own, passes, strict=True)]),
             )
             for lower, upper in zip(levels, levels[1:], strict=False)
         ]
@@ -275,17 +250,16 @@ class _Rest:
 
     def bound(self, labels: Floats, states: Integers, place: int) -> Floats:
         """[n] seconds that no pipeline stays below that begins with these labels, whose next stage is this one."""
-        come, gone, alone, first, last, both, update, beside = labels
-        there, back = come + self.there[place][states], gone + self.back[place][states]
-        step = np.maximum(np.maximum(alone, first + there), last + back)
-        step = np.maximum(step, both + come + gone + self.ways[place][states])
+        come, gone, alone, first, last, both, update = labels
+        there = self.there[place][states]
+        step = np.maximum(np.maximum(alone, first + come + there), last + gone + there)
+        step = np.maximum(step, both + come + gone + 2.0 * there)
         if self._slowest and place < len(self._stages):
             slow = np.full(len(states), math.inf)
             for lower, sums in self._slowest:
                 slow = np.minimum(slow, sums[place][states] + lower)
             step = np.maximum(step, np.maximum(come, 0.0) + np.maximum(gone, 0.0) + slow)
-        behind = np.maximum(0.0, np.maximum(update, self.update[place][states]) + beside)
-        return step + behind + self._problem.rules.fixed
+        return step + np.maximum(update, self.update[place][states]) + self._problem.rules.fixed
 
 
 def _run(

@@ -218,52 +218,40 @@ class _Program:
         for i in range(count - 1, -1, -1):
             self._chain(i, step, (entered[i], entered[-1] + back), (left[i], gone[-1], there))
             there = there + self._forward[i]
-            back = back + self._backward[i] + self._chosen(i, "turn") / virtual
-        copies = self._chosen(0, "copies")
-        update = self._largest(
-            [0.0, *(self._time(i, each.optimizer) - copies for i, each in enumerate(problem.stages))]
-        )
+            back = back + self._backward[i]
+        update = self._largest([self._time(i, each.optimizer) for i, each in enumerate(problem.stages)])
         self.model.minimize(step + filling + update)
 
     def _entered(self) -> Terms:
         """Per stage, as in pipeline.py: end of the first forward pass of its last chunk."""
         problem, virtual = self._problem, self._problem.rules.virtual
         rounds, _, _ = warm_up(len(problem.stages), 0, problem.micro_batches, virtual)
-        waited = [self._chosen(j, "waited") for j in range(1, len(problem.stages))]
-        around = (virtual - 1) * (mathopt.fast_sum(self._forward) + mathopt.fast_sum(waited) / virtual)
-        if rounds:
-            short = np.minimum(problem.stages[0].column("enter"), 0.0)
-            around = around + (virtual - 1) / rounds * self._time(0, short)
-        more = max(0, rounds - 2 * (virtual - 1)) / virtual
+        around = (virtual - 1) * mathopt.fast_sum(self._forward)
         passed: mathopt.LinearTypes = 0.0
         delay: mathopt.LinearTypes = self._chosen(0, "first")
-        found: Terms = []
-        given: mathopt.LinearTypes = 0.0
+        ends: Terms = []
         for i, forward in enumerate(self._forward):
-            wait = self._chosen(i, "waited") / virtual
+            first = self._chosen(i, "first")
             if i:
-                delay = self._largest([delay + wait, self._chosen(i, "first") - passed])
+                delay = self._largest([delay, first - passed])
             passed = passed + forward
-            ended, again = passed + delay, self._chosen(i, "again")
-            busy = forward + self._chosen(i, "first")
+            ended, busy = passed + delay, forward + first
             if rounds:
-                busy = busy + rounds * forward + self._chosen(i, "enter") + more * again
+                busy = busy + rounds * forward
                 # The first stage never waits for another.
-                own = rounds * forward + self._chosen(i, "enter_waited") + more * again
-                waits = [ended + own, given + forward + wait] if i else []
-                given = ended = self._largest([ended + around, busy, *waits])
-            found.append(self._largest([ended, busy + self._chosen(i, "behind")]))
-        return found
+                waits = [ended + rounds * forward, ends[-1] + forward] if i else []
+                ended = self._largest([ended + around, *waits])
+            ends.append(self._largest([ended, busy]))
+        return ends
 
     def _ends(self) -> tuple[Terms, Terms]:
         """Per stage, as in pipeline.py: time behind its last backward pass, and with that pass."""
-        virtual = self._problem.rules.virtual
         left: Terms = []
         gone: Terms = []
         for i, backward in enumerate(self._backward):
             tail = self._chosen(i, "tail")
             left.append(self._largest([tail, gone[-1]]) if i else tail)
-            gone.append(backward + self._chosen(i, "drain") / virtual + left[-1])
+            gone.append(backward + left[-1])
         return left, gone
 
     def _chain(
@@ -277,22 +265,18 @@ class _Program:
         problem, model, virtual = self._problem, self.model, self._problem.rules.virtual
         stages = problem.stages
         rounds, warm, steady = warm_up(len(stages), i, problem.micro_batches, virtual)
-        f, b, turn = self._forward[i], self._backward[i], self._chosen(i, "turn")
-        f_again, b_again = f + self._chosen(i, "again") / virtual, b + self._chosen(i, "rush") / virtual
+        f, b = self._forward[i], self._backward[i]
         (entered, first), (left, all_gone, there) = begins, ends
         cycles: mathopt.LinearTypes = 0.0
         if rounds:
-            waited = [self._chosen(j, "round") for j in range(len(stages))]
-            every_b = mathopt.fast_sum(self._backward) + mathopt.fast_sum(waited) / virtual
-            cycles = self._largest([rounds * b_again, (virtual - 1) * every_b])
-        own, last = entered + warm * f_again, there + all_gone
-        behind = b + warm * b_again + left if i < len(stages) - 1 else all_gone
+            cycles = self._largest([rounds * b, (virtual - 1) * mathopt.fast_sum(self._backward)])
+        own, last = entered + warm * f, there + all_gone
+        behind = b + warm * b + left if i < len(stages) - 1 else all_gone
         begun = self._largest([own, first])
         if steady:
-            end = self._largest([behind, last])
-            model.add_linear_constraint(step >= cycles + begun + turn + steady * (f + b) + end)
+            model.add_linear_constraint(step >= cycles + begun + steady * (f + b) + self._largest([behind, last]))
         else:
-            model.add_linear_constraint(step >= cycles + begun + turn + behind)
+            model.add_linear_constraint(step >= cycles + begun + behind)
             model.add_linear_constraint(step >= cycles + own + last)
 
     def _largest(self, terms: Sequence[mathopt.LinearTypes]) -> mathopt.Variable:

@@ -41,7 +41,7 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout, recompute_of, uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout
-from moe_overlap.tuner.search.uniform_cost import StagePlace, UniformCosts, needed_bytes, recompute_choices
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, needed_bytes, recompute_choices
 
 Floats = NDArray[np.float64]
 Chunks = tuple[tuple[int, int], ...]
@@ -148,10 +148,6 @@ def search_stages(
     bound, status, done, candidates, kept = math.inf, Status.OPTIMAL, 0, 0, 0
     is_interrupted = False
     try:
-        if costs.plays and time.monotonic() <= deadline:
-            # Nothing is faster than the fastest uniform plan yet: later layouts may be ruled out.
-            likely = [layout for layout in layouts if costs.step_bound(layout) < fastest]
-            costs.play_stages([place for layout in likely for place in _Freed(costs, layout, None, fastest).places()])
         for layout in layouts:
             best = min(fastest, ranked[0].seconds if ranked else math.inf)
             if time.monotonic() > deadline:
@@ -267,16 +263,6 @@ class _Freed:
         lots = [self._candidates_of(index) for index in range(self._layout.pipeline)]
         return [_joined(of_stage) for of_stage in lots] if all(lots) else []
 
-    def places(self) -> Iterator[StagePlace]:
-        """Stages that are likely to be priced, one of each set of equivalent stages."""
-        known: set[object] = set()
-        for index in range(self._layout.pipeline):
-            for chunks in self._chunks_of(index, self._is_far_too_slow):
-                key = (index == 0, index == self._layout.pipeline - 1, self._runs_of(chunks))
-                if key not in known:
-                    known.add(key)
-                    yield self._layout, self._with(index, chunks), index, self._recomputes(index, chunks)
-
     def solve(self, seconds: float, gap: float, beat: float) -> Solution[Choice]:
         """Step 3."""
         if not self.stages:  # One of them fits with no layers at all.
@@ -348,15 +334,11 @@ class _Freed:
 
     def _candidates_of(self, index: int) -> list[_Candidates]:
         """Steps 1 and 2 for a stage: what is left of each number of layers that fits."""
-        lots = (self._of_chunks(index, chunks) for chunks in self._chunks_of(index, self._is_too_slow))
+        lots = (self._of_chunks(index, chunks) for chunks in self._chunks_of(index))
         return [lot for lot in lots if lot is not None]
 
-    def _chunks_of(self, index: int, is_too_slow: Callable[[int, int, int], bool]) -> Iterator[Chunks]:
-        """The layers that a stage may have.
-
-        Args:
-            is_too_slow: asked of a stage, its first layer and the one behind its last: then more of them are, too.
-        """
+    def _chunks_of(self, index: int) -> Iterator[Chunks]:
+        """The layers that a stage may have: with a layer more than is too slow it is too slow as well."""
         if self._keeps_layers:
             yield self._plan.stages[index].chunks
             return
@@ -370,19 +352,9 @@ class _Freed:
                     continue
                 if self._one_memory is not None and last - first < self._one_memory.layers:
                     continue
-                if is_too_slow(index, first, last):
+                if self._is_too_slow(index, first, last):
                     break
                 yield self._named(first, last)
-
-    def _is_far_too_slow(self, index: int, first: int, last: int) -> bool:
-        """The same as `_is_too_slow` of what layers compute alone, for which no stage is priced."""
-        micro_batches = self._plan.stages[index].gradient_accumulation_steps
-        return (micro_batches - 1) * sum(self._least[kind] for kind in self._kinds[first:last]) >= self._best
-
-    @cached_property
-    def _least(self) -> dict[str, float]:
-        """Seconds of a layer of each kind that is not recomputed, and whose states are there."""
-        return self._costs.layer_seconds(self._layout, self._plan, self._recomputes(0, self._plan.stages[0].chunks))
 
     def _is_too_slow(self, index: int, first: int, last: int) -> bool:
         """Whether no plan in which a stage has these layers is faster than the best."""

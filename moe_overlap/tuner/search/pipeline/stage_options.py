@@ -8,13 +8,12 @@ Bound. Of the chain at stage s take the way of the first micro-batch through all
 stages the term of the first, and of a transfer each stage's own end; leave out what stages behind s take once more. What is left
 is never more than the formula, and a sum over stages but for the longest chain, with the numbers of passes of `warm_up`:
 
-    max over s of [(rounds + steady) · t_s / v + turn_s + ...] + Σ (t_i + drain_i + [i > 0] waited_i) / v + first_0 + tail_0
-    + what is there whatever is chosen
+    max over s of (rounds + steady) · t_s / v + Σ t_i / v + first_0 + tail_0 + what is there whatever is chosen
 
 so `AdditiveBound` finds its smallest value by a dynamic program over (stage, layers, devices of each type) below a threshold for
 the chain. Where the last stage is the slowest, and the first and last micro-batches of later stages are hidden in their bubbles,
 the bound is the formula itself. With `halves` it is the mean of that chain and of one in which stage s passes q_s micro-batches
-ahead and at the end: another q_s / 2 · t_s of the chain, for half of the edges behind it. Passes have no negative seconds.
+ahead and at the end: another q_s / 2 · t_s of the chain.
 
 Source: Mist, section 5.3, equations (1) to (3); Alpa, section 5.2 for the program.
 """
@@ -212,41 +211,22 @@ class AdditiveBound:
         self.chains, self.sums = [], []
         for place, (stage, wait) in enumerate(zip(problem.stages, waits, strict=True)):
             stable = stage.column("forward") + stage.column("backward") + wait * stage.sent
-            edges = stage.column("drain") + (stage.column("waited") if place else 0.0)
-            turn = stage.column("turn") if place == count - 1 else np.zeros_like(stable)
-            if halves:
-                # Where the stage is behind that of the chain, half of them counts; in front of it no turn does.
-                turn = np.minimum(stage.column("turn"), turn / 2)
-                edges = np.minimum(edges, edges / 2)
-            added = (stable + edges) / virtual + turn
+            added = stable / virtual
             if not place:
                 added = added + stage.column("first") + stage.column("tail") + filling * stage.sent
-            # Behind the stage passes come once more, which may be shorter than stable ones, but take some time.
-            added = added + np.minimum(0.0, stable + stage.column("turn")) / virtual
             self.chains.append(np.where(stage.fits, self._chain(place, stable, halves), math.inf))
             self.sums.append(added)
         updates = [stage.optimizer[stage.fits].min(initial=math.inf) for stage in problem.stages]
-        beside = problem.stages[0].column("copies")[problem.stages[0].fits].max(initial=0.0)
-        self.fixed = problem.rules.fixed + max(0.0, max(updates) - beside)
+        self.fixed = problem.rules.fixed + max(updates)
 
     def _chain(self, place: int, stable: Floats, halves: bool) -> Floats:
         """[n] what passes of a stage add that stand between its first and its last micro-batch."""
-        stage, virtual = self._problem.stages[place], self._problem.rules.virtual
+        virtual = self._problem.rules.virtual
         rounds, warm, steady = warm_up(len(self._problem.stages), place, self._problem.micro_batches, virtual)
         if not steady and not halves:  # Then the last stage's chain holds for all.
             return np.zeros_like(stable)
         chain = (rounds + steady) * stable
-        if rounds:
-            # What is updated behind the first stage may have been updated while that stage waits for those in front.
-            more = max(0, rounds - 2 * (virtual - 1))
-            chain = chain + more * stage.column("again") + rounds * stage.column("rush")
-            chain = chain + virtual * stage.column("enter_waited" if place else "enter")
-        if halves:
-            # What the sums above have left out of its own turn; without a steady part one of both chains has none.
-            is_whole = steady and place < len(self._problem.stages) - 1
-            turn = np.maximum(stage.column("turn"), 0.0) * (1.0 if is_whole else 0.5)
-            return (chain + warm / 2 * (stable + stage.column("again") + stage.column("rush"))) / virtual + turn
-        return chain / virtual + (stage.column("turn") if place < len(self._problem.stages) - 1 else 0.0)
+        return (chain + warm / 2 * stable) / virtual if halves else chain / virtual
 
     @cached_property
     def levels(self) -> Floats:

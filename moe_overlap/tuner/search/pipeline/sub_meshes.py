@@ -439,10 +439,9 @@ class _Table:
         # [P, ways] on the chord between two numbers of micro-batches in flight.
         bytes_of = np.stack([np.interp(held, flying, column) for column in needed.T], axis=1)
         now = cost.some(slice(0, size))
-        once = now.first_extra_seconds if equal[0][0] == 0 else now.waited_extra_seconds
-        if equal[0][1] == len(self._search.units) - 1:
-            once = once + now.turn_extra_seconds
-        once = once + now.drain_extra_seconds + now.tail_seconds + now.optimizer_seconds
+        # Other stages gather their first weights while they wait for the first micro-batch.
+        begin_seconds = now.first_extra_seconds if equal[0][0] == 0 else 0.0
+        once = begin_seconds + now.tail_seconds + now.optimizer_seconds
         stable = now.stable_seconds.ravel()
         spread = stable + once.ravel() / self.micro_batches
         fits = bytes_of <= self._search.capacity

@@ -6,8 +6,7 @@ dominated; of points that are equal in all columns the first. Hence for every ob
 point of the frontier is as good as the best of all points, and the frontier of the frontiers of neighbouring lots is that of all
 points.
 
-Which columns make this exact for the seconds of a pipeline: `objective_columns`. Stable, first and last seconds do where
-candidates share how seconds divide into forward and backward, as those of one layout do that differ in ZeRO and offloading alone.
+Which columns make this exact for the seconds of a pipeline: `objective_columns`.
 
 Steps of `pareto`.
 1. Columns become dense ranks, which compare as the values do; a column of one value alone decides nothing and is left out.
@@ -47,12 +46,7 @@ def objective_columns(times: StageTimes, optimizer: Floats, stage: int, stages: 
     # The last stage hides nothing for stages behind it: its forward and backward seconds count as a sum, unless chunks of
     # stages in front come behind it.
     halves = [times.stable] if is_last and not passes_again else [times.forward, times.backward]
-    columns = [*halves, times.first, times.first + times.behind, times.turn, times.drain, times.tail, optimizer]
-    columns += [times.waited] if stage else [-np.asarray(times.copies)]
-    # Only these pass several micro-batches in one direction.
-    columns += [times.again, times.rush] if not is_last or passes_again else []
-    columns += [times.enter, times.round] if passes_again else []
-    columns += [times.enter_waited] if passes_again and stage else []
+    columns = [*halves, times.first, times.tail, optimizer]
     return np.stack([np.broadcast_to(column, shape) for column in columns], axis=1)
 
 

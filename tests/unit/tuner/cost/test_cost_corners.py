@@ -13,17 +13,14 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.instructions import BufferRole, parse_buffer
 from moe_overlap.plan.operators import GroupKind
 from moe_overlap.plan.plan import Offload, Plan, Recompute, StagePlan, Tile, Transfer
-from moe_overlap.tuner.cost import analytic
-from moe_overlap.tuner.cost.analytic import prepare, price, price_family
+from moe_overlap.tuner.cost.analytic import prepare, price
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.cost.links import LinkUse
 from moe_overlap.tuner.cost.prediction import closed_form, moves_states, predict_plan
 from moe_overlap.tuner.cost.simulate.memory import intervals, live_bytes
 from moe_overlap.tuner.cost.simulate.step import simulate_step
@@ -128,213 +125,37 @@ def corners() -> Iterator[Corner]:
             )
 
 
-NEAR, FAR = 0.01, 0.06
-REPAIRED = {
-    # Updates of the second stage go on beside its first passes, here and below (`interleaved`, `updates beside a few passes`).
-    "states of ZeRO-0 are whole on every rank": (Corner(zero_level=0, offload=(0, 0, 1, 0)), 0.015, 0.04),
-    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), NEAR, 0.03),
-    "weights stay between passes": (Corner(zero_level=1, offload=(1, 0, 0, 0)), NEAR, 0.05),
-    "head and embedding keep their activations": (Corner(zero_level=1, offload=(0, 0, 0, 1)), NEAR, FAR),
-    "gathers share links with tokens": (Corner(zero_level=3, offload=(0, 0, 0, 0)), NEAR, 0.04),
-    "transfers between stages share links with gathers": (
-        Corner(zero_level=3, offload=(0.5, 1, 0, 1), recompute="full", interleaved=True),
-        NEAR,
-        0.01,
-    ),
-    "reductions go on under forward passes": (Corner(zero_level=2, offload=(0, 0, 0, 0)), NEAR, 0.05),
-    "everything by halves": (Corner(zero_level=1, offload=(0.5, 0.5, 0.5, 0.5)), NEAR, 0.05),
-    "recomputed": (Corner(zero_level=3, offload=(0, 0, 0, 1), recompute="full"), NEAR, 0.03),
-    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), 0.004, 0.013),
-    # Those passes wait for neither the one nor the other alone: copies of updates go on while the stage waits, and after.
-    "interleaved": (Corner(zero_level=1, offload=(0, 0, 0.5, 0), interleaved=True), 0.023, FAR),
-    "each chunk is entered with updates": (
-        Corner(zero_level=0, offload=(0.5, 0, 0.5, 0), recompute="half", interleaved=True),
-        NEAR,
-        FAR,
-    ),
-    "forward passes ahead move activations alone": (
-        Corner(zero_level=3, offload=(1, 0, 1, 1), unequal=True),
-        NEAR,
-        0.09,
-    ),
-    "the first backward pass fetches no gradients": (
-        Corner(zero_level=1, offload=(1, 1, 0, 1), recompute="half", interleaved=True, unequal=True),
-        0.011,
-        0.1,
-    ),
-    "backward passes at the end move gradients alone": (
-        Corner(zero_level=1, offload=(0, 0.5, 0, 0), recompute="half", interleaved=True),
-        NEAR,
-        FAR,
-    ),
-    # Copies that updates leave behind last for several of many passes, here and on the first of unequal stages.
-    "updates beside a few passes of many": (Corner(zero_level=1, offload=(0, 0, 1, 0), slow_host=True), 0.02, 0.1),
-    "updates of shards": (Corner(zero_level=2, offload=(0, 0, 1, 0), slow_host=True, unequal=True), 0.025, 0.03),
-    "slowdowns that are read off a play overshoot": (
-        Corner(zero_level=2, offload=(0.5, 0.5, 1, 0.5), slow_host=True),
-        0.025,
-        0.03,
-    ),
-    "what updates leave behind is gone when a gradient has been waited for": (
-        Corner(zero_level=0, offload=(0, 0.5, 1, 0), recompute="full", unequal=True),
-        0.004,
-        NEAR,
-    ),
-    "behind its first passes the last stage waits no more": (
-        Corner(zero_level=3, offload=(0, 0, 0, 1), recompute="half", interleaved=True),
-        0.013,
-        0.03,
-    ),
-    # The first stage has the most to do: it never waits for gradients, as peaks of bytes have it.
-    "a layer beyond the fourth": (Corner(zero_level=1, offload=(0.5, 1, 0, 0.5), unequal=True), 0.006, 0.035),
-    "the last passes come close upon each other": (
-        Corner(zero_level=2, offload=(0.5, 0.5, 0, 0.5), recompute="full", interleaved=True),
-        0.009,
-        NEAR,
-    ),
-    "a backward pass that goes around was waited for": (
-        Corner(zero_level=0, offload=(0.5, 0.5, 0, 1), recompute="full", interleaved=True),
-        0.007,
-        NEAR,
-    ),
-    "transfers share links with weights that are gathered ahead": (
-        Corner(zero_level=3, offload=(0, 1, 0, 0), recompute="full", unequal=True),
-        NEAR,
-        NEAR,
-    ),
-    "a stage updates beside the last copies of the other": (
-        Corner(zero_level=0, offload=(0, 0.5, 0.5, 0.5), recompute="half", unequal=True),
-        NEAR,
-        0.022,
-    ),
-    "updates of all chunks share the device with the first pass": (
-        Corner(zero_level=0, offload=(0, 0, 0, 1), recompute="full", interleaved=True),
-        0.008,
-        NEAR,
-    ),
-    "gradients on their way hold up the next ones": (
-        Corner(zero_level=1, offload=(0.5, 1, 0.5, 0.5), interleaved=True),
-        0.008,
-        0.07,
-    ),
-    "passes in a row are counted once": (
-        Corner(zero_level=3, offload=(0.5, 1, 1, 0.5), recompute="half", interleaved=True),
-        0.006,
-        NEAR,
-    ),
-    "updated while others are waited for": (
-        Corner(zero_level=0, offload=(1, 0.5, 1, 0.5), interleaved=True),
-        0.008,
-        0.07,
-    ),
-    "the last pass has not waited": (Corner(zero_level=0, offload=(0, 0, 0.5, 1), unequal=True), 0.006, NEAR),
-    "states are fetched while a stage waits": (
-        Corner(zero_level=1, offload=(1, 1, 1, 0.5), recompute="full"),
-        0.007,
-        NEAR,
-    ),
-    "the second forward pass is slow, too": (Corner(zero_level=0, offload=(0, 1, 0, 1), recompute="half"), 0.006, NEAR),
-    "transfers go on beside the next collectives": (
-        Corner(zero_level=3, offload=(0, 0.5, 0.5, 0), interleaved=True, unequal=True),
-        NEAR,
-        0.04,
-    ),
-    "the first round has short passes": (
-        Corner(zero_level=3, offload=(0.5, 0, 0, 0), recompute="half", interleaved=True),
-        0.006,
-        NEAR,
-    ),
-    "the stage behind takes longer for its first pass in a row": (
-        Corner(zero_level=0, offload=(0, 0.5, 0.5, 1), recompute="full", interleaved=True),
-        0.009,
-        NEAR,
-    ),
-    "a first stage that has not waited leaves more to copy": (
-        Corner(zero_level=2, offload=(0.5, 0, 1, 0), interleaved=True, unequal=True),
-        0.008,
-        0.09,
-    ),
-    "what its last pass leaves counts once for all chunks": (
-        Corner(zero_level=0, offload=(1, 1, 1, 0), recompute="half", interleaved=True),
-        0.003,
-        0.09,
-    ),
-    "uses and gathers slow down states that come for later updates": (
-        Corner(zero_level=3, offload=(0, 1, 1, 0), interleaved=True, unequal=True),
-        0.004,
-        0.035,
-    ),
-    "an embedding leaves no activations": (
-        Corner(zero_level=1, offload=(0, 0, 0, 1), recompute="half", interleaved=True, unequal=True),
-        0.003,
-        NEAR,
-    ),
-    "a use computes before it needs its gradient": (
-        Corner(zero_level=1, offload=(0, 0.5, 0, 0.5), recompute="full", interleaved=True, unequal=True),
-        0.003,
-        NEAR,
-    ),
-    "a stage that has waited has updated before it goes on": (
-        Corner(zero_level=2, offload=(0, 1, 0, 1), recompute="full", interleaved=True),
-        0.004,
-        NEAR,
-    ),
-    "uses slow down the gathers of what is updated": (
-        Corner(zero_level=2, offload=(0, 0.5, 0.5, 0), recompute="half", interleaved=True),
-        0.004,
-        0.07,
-    ),
-    "in front of all uses states come before they are gathered": (
-        Corner(zero_level=2, offload=(0.5, 0, 0.5, 0)),
-        0.002,
-        NEAR,
-    ),
-    "states come in the room that others leave": (
-        Corner(zero_level=0, offload=(0.5, 0, 1, 0), recompute="full", unequal=True),
-        0.007,
-        1e-6,
-    ),
-    "nothing": (Corner(zero_level=1, offload=(0, 0, 0, 0)), NEAR, NEAR),
+ORDERED = 0.2
+"""Share of a step by which the closed form of a plan that moves states may be off: it orders candidates, lists answer."""
+TRIED = {
+    "states whole on every rank": Corner(zero_level=0, offload=(0, 0, 1, 0)),
+    "gradients in shards": Corner(zero_level=2, offload=(0, 1, 0, 0)),
+    "weights that stay between passes": Corner(zero_level=1, offload=(1, 0, 0, 0)),
+    "activations": Corner(zero_level=1, offload=(0, 0, 0, 1)),
+    "gathered for each use": Corner(zero_level=3, offload=(0, 0, 0, 0)),
+    "reduced for each use": Corner(zero_level=2, offload=(0, 0, 0, 0)),
+    "halves": Corner(zero_level=1, offload=(0.5, 0.5, 0.5, 0.5)),
+    "recomputed": Corner(zero_level=3, offload=(0, 0, 0, 1), recompute="full"),
+    "interleaved": Corner(zero_level=0, offload=(0.5, 0.5, 1, 0.5), interleaved=True),
+    "unequal": Corner(zero_level=2, offload=(0.5, 0, 1, 0), interleaved=True, unequal=True),
+    "slow host": Corner(zero_level=2, offload=(0, 0, 1, 0), slow_host=True),
 }
-"""Corner, and how far closed form and list may be apart: seconds, bytes. Each was 0.5 to 84 % off in seconds, but the last."""
 
 
-@pytest.mark.parametrize("name", REPAIRED)
-def test_repaired_corners(name: str) -> None:
-    corner, in_seconds, in_bytes = REPAIRED[name]
-    seconds, bytes_ = errors(corner)
-    assert abs(seconds) <= in_seconds and abs(bytes_) <= in_bytes
+@pytest.mark.parametrize("name", TRIED)
+def test_the_closed_form_is_near_enough_to_order_plans(name: str) -> None:
+    seconds, bytes_ = errors(TRIED[name])
+    assert abs(seconds) < ORDERED and -0.2 < bytes_ < 0.4
 
 
-@pytest.mark.parametrize(
-    "corner",
-    [
-        Corner(zero_level=1, offload=(0, 1, 0.5, 1), recompute="half"),
-        Corner(zero_level=1, offload=(0.5, 1, 1, 1), recompute="full", interleaved=True),
-        Corner(zero_level=1, offload=(1, 1, 0.5, 1), recompute="full", interleaved=True),
-        Corner(zero_level=2, offload=(1, 0, 1, 1), recompute="half"),
-        Corner(zero_level=1, offload=(0.5, 1, 0, 1), recompute="half"),
-        Corner(zero_level=0, offload=(0, 0.5, 1, 0), interleaved=True, unequal=True),
-        Corner(zero_level=1, offload=(1, 1, 0.5, 0)),
-        Corner(zero_level=0, offload=(0.5, 1, 1, 0.5), recompute="full"),
-    ],
-    ids=[
-        "gradients that leave",
-        "through several chunks",
-        "and weights that come",
-        "shards of a stage that has waited",
-        "gradients of a stage that has waited",
-        "states that leave under passes of the next chunk",
-        "what comes for backward passes that are waited for",
-        "what comes for updates while a stage waits",
-    ],
-)
-def test_peak_is_not_far_below_the_list(corner: Corner) -> None:
-    """What is searched for should fit when it runs: these were 7 to 24 % below their lists."""
-    assert errors(corner)[1] > (-0.03 if corner.offload[2] else -0.01)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("unequal", [False, True])
+def test_plans_whose_states_stay_are_priced_as_their_lists(interleaved: bool, unequal: bool) -> None:
+    seconds, bytes_ = errors(Corner(zero_level=1, offload=(0, 0, 0, 0), interleaved=interleaved, unequal=unequal))
+    assert abs(seconds) < 0.015 and abs(bytes_) < 0.01
 
 
-@pytest.mark.parametrize("corner", [corner for corner, _, _ in REPAIRED.values()][::5])
+@pytest.mark.parametrize("corner", TRIED.values(), ids=TRIED)
 def test_answers_are_those_of_the_list(corner: Corner) -> None:
     seconds, bytes_ = apart_from_list(corner)
     # Where nothing moves the closed form is the answer.
@@ -362,37 +183,6 @@ def apart_from_list(corner: Corner) -> tuple[float, float]:
     return abs(predicted.step_seconds / listed.simulation.step_seconds - 1.0), max(apart)
 
 
-def test_a_stage_in_the_middle_fetches_states_while_it_waits() -> None:
-    """Those of two parts are there together when its first forward pass begins; it was 16 % below its list."""
-    words = "--num-layers 16 --pipeline-model-parallel-size 4 --global-batch-size 96 --expert-model-parallel-size 4"
-    here = problem_of([*JOB, *words.split()], shipped_cluster("H100", 32), {"graphs": by_hand, "constants": CONSTANTS})
-    moved = Offload(weights=0.5, gradients=1.0, optimizer=1.0, activations=1.0)
-    stages = tuple(replace(stage, offload=moved) for stage in here.plan.stages)
-    plan = replace(here.plan, stages=stages)
-    closed, listed = (tell(plan, here).predicted.stages[2].peak_bytes for tell in (closed_form, predict_plan))
-    assert closed > 0.96 * listed
-
-
-def test_last_backward_passes_hold_one_pass_fewer() -> None:
-    """More gradients are on their way there, beside fewer activations: both in full would be 18 % above the list."""
-    corner = Corner(zero_level=2, offload=(0.5, 0, 1, 0), interleaved=True, unequal=True)
-    assert abs(errors(corner)[1]) < 0.1
-
-
-def test_gathers_beside_tokens_on_another_link_cost_less() -> None:
-    """ZeRO-3 with EP4 inside a node, whose tokens leave the network to the experts' gathers, as the list has it, too."""
-    plan, here = plan_of(Corner(zero_level=3, offload=(0, 0, 0, 0))), problem(False)
-    families = prepare(plan, here.model, here.graphs, here.features, here.machine.load)
-    evaluator = price_family(plan, here.model, families[0], here.machine, here.features)
-    assert evaluator.rates.token_use == LinkUse(1.0, 0.0)
-    assert evaluator.rates.expert_use.domain < 1.0 == evaluator.rates.expert_use.network
-    closed = price(plan, here.model, families, here.machine, here.features).predicted.step_seconds
-    with pytest.MonkeyPatch.context() as one_link:
-        one_link.setattr(analytic, "link_use", lambda *_: LinkUse())
-        shared = price(plan, here.model, families, here.machine, here.features).predicted.step_seconds
-    assert closed < 0.99 * shared
-
-
 def test_unlike_stages_have_their_own_micro_batches_and_boundaries() -> None:
     """A second stage that takes two samples at a time, half as often; the closed form against all ranks' lists."""
     words = (
@@ -413,33 +203,6 @@ def test_unlike_stages_have_their_own_micro_batches_and_boundaries() -> None:
     assert closed == pytest.approx(simulate_step(plan, here).simulation.step_seconds, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("corner", "apart"),
-    [
-        (Corner(zero_level=3, offload=(0, 0, 0, 0), interleaved=True), 0.012),
-        (Corner(zero_level=2, offload=(0, 0, 0, 0), interleaved=True), 0.006),
-        (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.006),
-    ],
-    ids=["beside gathers", "beside reductions", "passes that wait for them"],
-)
-def test_transfers_between_stages_add_to_a_step_what_they_add_to_its_list(corner: Corner, apart: float) -> None:
-    """Shares of the step; on links without collectives of states transfers would take 1 to 3 % of it less."""
-    plan, here = plan_of(corner), corner.problem
-
-    def steps() -> NDArray[np.float64]:
-        families = prepare(plan, here.model, here.graphs, here.features, here.machine.load)
-        closed = price(plan, here.model, families, here.machine, here.features).predicted.step_seconds
-        return np.array([closed, simulate_step(plan, here).simulation.step_seconds])
-
-    whole = steps()
-    with pytest.MonkeyPatch.context() as without:
-        without.setattr(analytic, "boundary_seconds", lambda *_: 0.0)
-        without.setattr(analytic, "point_to_point_seconds", lambda *_: 0.0)
-        without.setattr(StagePrices, "transfer_seconds", lambda _: 0.0)
-        closed, listed = whole / steps() - 1.0
-    assert listed > 0.02 and abs(closed - listed) < apart
-
-
 def in_turn() -> list[Corner]:
     """Every ZeRO level with every four ratios, each under one of the twelve shapes in turn."""
     shapes = 12
@@ -457,74 +220,21 @@ def test_answers_in_corners_are_those_of_the_list(every: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_twelfth_of_all_corners() -> None:
-    """What searches price by. Most of `REPAIRED` are among these, so that they are better than all (`test_every_corner`).
-
-    Equal stages under 1F1B are told apart. Causes of what is left, found by putting the list in the place of one part of the
-    closed form at a time (seconds of passes; the longest chain of them; transfers that take nothing):
-    - Interleaved stages of which one is the slowest (up to 1.3 % above): transfers that fill and drain the pipeline are
-      added, though that stage never waits for one; and updates of parts one behind another are priced as if their jobs met at
-      once. Adding transfers only to passes that wait is exact where all passes of a stage take as long, but half a per cent
-      below the list in the mean: the formula knows the mean of a stage's passes.
-    - Partial waits (below the list): copies that updates leave behind still slow down the first passes of the second
-      stage, or hold up its last chunk, where these have waited for a short time; `pipeline.py` knows stages that have waited for
-      all of them, and such that have not waited. Bytes of the stage that has less to do differ most.
-    """
-    chosen = in_turn()
-    found = {corner: errors(corner) for corner in chosen}
-    assert sum(abs(seconds) <= NEAR for seconds, _ in found.values()) >= 316
-    for is_plain, middle, most in ((True, 0.003, 0.008), (False, 0.004, 0.0135)):
-        seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
-        assert np.median(seconds) < middle and seconds.max() < most
-    bytes_ = np.array([error for _, error in found.values()])
-    assert np.median(np.abs(bytes_)) < 0.02 and bytes_.min() > -0.086 and bytes_.max() < 0.22
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.sweep), 6])
+def test_a_twelfth_of_all_corners(every: int) -> None:
+    """What searches order candidates by: six micro-batches on two stages, so that the ends of a step are half of it."""
+    found = np.array([errors(corner) for corner in in_turn()[::every]])
+    seconds, bytes_ = found.T
+    assert np.abs(seconds).max() < ORDERED and np.abs(seconds).mean() < 0.06
+    assert bytes_.min() > -0.2 and bytes_.max() < 0.45 and np.abs(bytes_).mean() < 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.sweep
-def test_every_corner() -> None:
-    """All 3,888; those under 1F1B are told apart."""
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for corner in corners():
-        seconds[corner.interleaved].append(errors(corner)[0])
-    plain, interleaved = (np.abs(found) for found in seconds.values())
-    assert len(plain) == len(interleaved) == 1944
-    assert (plain <= NEAR).sum() >= 1932 and plain.max() < 0.015
-    assert (interleaved <= NEAR).sum() >= 1846 and interleaved.max() < 0.0215
-
-
-@pytest.mark.slow
-@pytest.mark.sweep
-def test_corners_of_a_slow_host() -> None:
-    """Every thirteenth of those 324 on L4, where slowdowns decide more: the closed form errs by more there."""
-    seconds = np.abs([errors(replace(corner, slow_host=True))[0] for corner in in_turn()[3::13]])
-    assert len(seconds) == 25 and seconds.mean() < 0.0135 and seconds.max() < 0.034
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.sweep), 20])
-def test_errors_do_not_grow_with_micro_batches(every: int) -> None:
-    """Four times as many: what errs in every one of them shows, and what errs at the ends of a step is a few milliseconds."""
-    seconds = np.abs([errors(replace(corner, per_stage=12))[0] for corner in in_turn()[2::every]])
-    assert len(seconds) > 300 / every and seconds.max() < 0.012 and np.median(seconds) < 0.0025
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.sweep), 13])
-def test_corners_of_four_stages(every: int) -> None:
-    """Equal ones. Interleaved stages wait for each other in more ways than one chain of passes has: up to 4.5 % below the list.
-
-    Answers are those of lists, also there; searches look at the lists of the best few.
-    """
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for corner in in_turn()[::every]:
-        if not corner.unequal:
-            seconds[corner.interleaved].append(errors(replace(corner, stages=4))[0])
-    plain, interleaved = (np.abs(found) for found in seconds.values())
-    assert min(len(plain), len(interleaved)) >= 81 // every
-    assert plain.max() < 0.0105 and np.median(plain) < 0.004 and interleaved.max() < 0.045
-    if every == 1:
-        assert (plain <= NEAR).sum() >= 78 and (interleaved <= NEAR).sum() >= 48
+@pytest.mark.parametrize("every", [pytest.param(13, marks=pytest.mark.sweep), 54])
+def test_corners_of_a_slow_host(every: int) -> None:
+    """On L4 with four times as many micro-batches, where copies disturb the rest a lot."""
+    seconds = np.abs([errors(replace(corner, slow_host=True))[0] for corner in in_turn()[3::every]])
+    assert len(seconds) > 300 // every and seconds.mean() < 0.1 and seconds.max() < 2 * ORDERED
 
 
 @pytest.mark.parametrize("layers", [(3, 5), (5, 3)], ids=["long behind", "long in front"])

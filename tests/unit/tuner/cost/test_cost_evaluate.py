@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +12,18 @@ import pytest
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Offload, Plan, Recompute
-from moe_overlap.tuner.cost import decoupled, evaluate
 from moe_overlap.tuner.cost.analytic import prepare, price, stage_evaluator
-from moe_overlap.tuner.cost.decoupled import PlayedStage, play_stages
 from moe_overlap.tuner.cost.evaluate import (
-    CATEGORIES,
     SECONDS,
     StageCosts,
     StageEvaluator,
     StageShapes,
-    joined,
     runs_of,
 )
 from moe_overlap.tuner.cost.hardware import Dispatcher
-from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
+from moe_overlap.tuner.cost.interference import partly_concurrent
 from moe_overlap.tuner.cost.layer import Setting, alone_seconds, kernel_seconds, part_cost
 from moe_overlap.tuner.cost.links import (
-    LinkUse,
     all_to_all_seconds,
     axis_group,
     collective_seconds,
@@ -38,7 +31,7 @@ from moe_overlap.tuner.cost.links import (
 )
 from moe_overlap.tuner.cost.operators import CostClassCode, tabulate
 from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
-from moe_overlap.tuner.cost.use_slowdowns import Part
+from moe_overlap.tuner.cost.stage_parts import StagePart
 from moe_overlap.tuner.problem import Problem
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB, by_hand
 
@@ -90,15 +83,15 @@ def test_the_batch_equals_each_predicted_plan(stages: int) -> None:
     choices = (1, 2, 4)
     for column in family.stages:
         runs, counts = runs_of(family.parts[column])
-        again, rest = [run for run, part in enumerate(runs) if part.is_layer]
+        again, rest = [
+            run for run, part in enumerate(runs) if family.tables[part.row].part.kind not in ("embedding", "head")
+        ]
         table = np.repeat(np.array(counts)[:, None], len(choices), axis=1)
         table[again], table[rest] = choices, 5 - np.array(choices)
         shapes = StageShapes(
             runs=runs,
             counts=table,
             in_flight=np.full(len(choices), family.in_flight[column]),
-            is_first=column == 0,
-            is_last=column == stages - 1,
             boundary_bytes=family.boundary_bytes if stages > 1 else 0.0,
         )
         batches.append(evaluator.costs(shapes))
@@ -130,9 +123,6 @@ def random_evaluator(
         working_bytes=10 ** random.uniform(6, 9, 3),
         dense_parameters=10 ** random.uniform(6, 8, 3),
         expert_parameters=10 ** random.uniform(6, 8, 3),
-        sent_forward_seconds=np.zeros(3),
-        sent_backward_seconds=np.zeros(3),
-        lead_seconds=np.zeros(3),
         is_layer=np.array([True, True, False]),
     )
     strategy = Strategy(
@@ -161,10 +151,10 @@ def random_evaluator(
 
 
 def evaluator_of(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> StageEvaluator:
-    return StageEvaluator(kinds, strategy, rates, partly_concurrent(0.15), slowed_down(0.15), 0.05)
+    return StageEvaluator(kinds, strategy, rates, partly_concurrent(0.15), 0.05)
 
 
-RUNS = (Part(0), Part(1), Part(2, is_layer=False, held_once=True))
+RUNS = (StagePart(0), StagePart(1), StagePart(2, held_once=True))
 
 
 def shapes_of(*counts: tuple[int, int, int]) -> StageShapes:
@@ -172,65 +162,14 @@ def shapes_of(*counts: tuple[int, int, int]) -> StageShapes:
         runs=RUNS,
         counts=np.array(counts, dtype=np.float64).T,
         in_flight=np.full(len(counts), 3.0),
-        is_first=False,
-        is_last=False,
         boundary_bytes=1e6,
     )
 
 
-def at_place(shapes: StageShapes, place: str, chunks: int) -> StageShapes:
-    """The shapes at a place of the pipeline, with as many parts in each chunk."""
-    return replace(
-        shapes,
-        runs=tuple(replace(part, chunk=chunk) for chunk in range(chunks) for part in shapes.runs),
-        counts=np.concatenate([shapes.counts] * chunks),
-        is_first=place == "first",
-        is_last=place == "last",
-    )
-
-
-AT_PLACES = pytest.mark.parametrize(
-    ("place", "chunks"), [(place, chunks) for place in ("first", "between", "last") for chunks in (1, 2)]
-)
-
-
-@AT_PLACES
-def test_stages_that_differ_in_kinds_of_parts_are_played_in_one_go(
-    place: str, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each costs what it costs by itself, to the last bit, also where only some of them have experts or activations to move."""
-    _, kinds, strategy, rates = random_evaluator(np.random.default_rng(5), 60)
-    dense = np.array([1.0, 0.0, 0.0])
-    kinds = replace(
-        kinds, expert_parameters=kinds.expert_parameters * (1.0 - dense), saved_bytes=kinds.saved_bytes * dense[::-1]
-    )
-    shapes = at_place(shapes_of((3, 0, 1), (2, 1, 1), (1, 2, 1), (0, 3, 1)), place, chunks)
-    together = []
-
-    def noted(stages: Sequence[Sequence[Part]], *rest: Any, **named: Any) -> PlayedStage:
-        together.append(len(stages))
-        return play_stages(stages, *rest, **named)
-
-    evaluator = evaluator_of(kinds, strategy, rates)
-    alone = joined([evaluator.anew().costs(shapes.some(slice(number, number + 1))) for number in range(4)])
-    monkeypatch.setattr(evaluate, "play_stages", noted)
-    at_once = evaluator.costs(shapes)
-    assert (
-        together == [4] * len(together) and 1 < len(together) <= 4
-    )  # Groups of strategies, whose lists have another order.
-    for name in SECONDS:
-        assert np.array_equal(getattr(at_once, name), getattr(alone, name)), name
-    for name in CATEGORIES:
-        assert np.array_equal(at_once.peaks[name], alone.peaks[name]), name
-
-
-@AT_PLACES
-def test_a_strategy_costs_the_same_among_others_as_alone(place: str, chunks: int) -> None:
-    """Also among those of other ZeRO levels, whose uses have other jobs, and whose updates go on for longer."""
+def test_a_strategy_costs_the_same_among_others_as_alone() -> None:
+    """Also among those of other ZeRO levels, whose states move otherwise."""
     _, kinds, strategy, rates = random_evaluator(np.random.default_rng(11), 200)
-    # Links that collectives share with transfers between stages.
-    rates = replace(rates, transfer_seconds=1e-2, transfer_use=LinkUse())
-    shapes = at_place(shapes_of((2, 2, 1)), place, chunks)
+    shapes = shapes_of((2, 2, 1))
     together = evaluator_of(kinds, strategy, rates).costs(shapes)
     for number in range(0, 200, 7):
         own = {field.name: getattr(strategy, field.name)[[number]] for field in dataclasses.fields(Strategy)}
@@ -243,35 +182,6 @@ def test_a_strategy_costs_the_same_among_others_as_alone(place: str, chunks: int
         assert together.peaks["communication"][number, 0] == pytest.approx(alone.peaks["communication"][0, 0], abs=8)
 
 
-@AT_PLACES
-def test_updates_that_leave_nothing_behind_are_played_no_further(
-    place: str, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Costs are those of plays to the end."""
-    _, kinds, strategy, rates = random_evaluator(np.random.default_rng(13), 200)
-    shapes = at_place(shapes_of((2, 2, 1), (1, 3, 0)), place, chunks)
-    evaluator = evaluator_of(kinds, strategy, replace(rates, transfer_seconds=1e-3, transfer_use=LinkUse()))
-    costs = evaluator.costs(shapes)
-    ended = []
-    monkeypatch.setattr(decoupled._Run, "goes_on_like", lambda run, *_: ended.append(run) or np.zeros(1, np.bool_))
-    whole = evaluator.anew().costs(shapes)
-    assert ended
-    for name in SECONDS:
-        np.testing.assert_allclose(getattr(costs, name), getattr(whole, name), rtol=0, atol=1e-12, err_msg=name)
-    np.testing.assert_array_equal(costs.peak_bytes, whole.peak_bytes)
-
-
-@pytest.mark.parametrize("apart", [1, 2], ids=["few slices", "each by itself"])
-def test_slices_are_the_places_that_they_stand_for(apart: int) -> None:
-    places = np.array([2, 3, 4, 7, 9, 10, *range(20, 40, apart)])
-    values, written = np.arange(1.0, len(places) + 1), np.zeros(40)
-    slices = evaluate._as_slices(places)
-    for rows, own in slices:
-        written[rows] = values[own]
-    assert len(slices) == (4 if apart == 1 else 1)
-    assert np.array_equal(written[places], values) and written.sum() == values.sum()
-
-
 def step(costs: StageCosts) -> np.ndarray:
     """Seconds of a step of eight micro-batches of a stage by itself."""
     first, last = beyond_stable(costs)
@@ -280,16 +190,13 @@ def step(costs: StageCosts) -> np.ndarray:
 
 def beyond_stable(costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of the first and of the last micro-batch beyond a stable one."""
-    first = costs.first_extra_seconds + costs.turn_extra_seconds
-    return first, costs.drain_extra_seconds + costs.tail_seconds
+    return costs.first_extra_seconds, costs.tail_seconds
 
 
 def test_more_layers_take_longer_and_hold_more_than_their_weights() -> None:
     evaluator, kinds, strategy, _ = random_evaluator(np.random.default_rng(3))
     costs = evaluator.costs(shapes_of((1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1), (4, 4, 1), (8, 4, 1)))
-    # A round-off of queues that are full or not; never more than a thousandth.
-    assert (np.diff(costs.stable_seconds, axis=1) > -1e-3 * costs.stable_seconds[:, 1:]).all()
-    assert (np.diff(step(costs), axis=1) > -1e-3 * step(costs)[:, 1:]).all()
+    assert (np.diff(costs.stable_seconds, axis=1) > 0).all() and (np.diff(step(costs), axis=1) > 0).all()
     # Which buffers are there together depends on when they come and go.
     assert (np.diff(costs.peak_bytes, axis=1) > -0.1 * costs.peak_bytes[:, 1:]).all()
     shares = np.where(strategy.zero_level >= 3, 1.0, 0.0)[:, None]
@@ -309,9 +216,7 @@ def test_slower_links_and_copies_never_save_time(slower: str) -> None:
     twice = evaluator_of(kinds, strategy, replace(rates, **{slower: 2 * getattr(rates, slower)}))
     shapes = shapes_of((2, 1, 1), (3, 3, 1), (5, 3, 1))
     fast, slow = step(evaluator.costs(shapes)), step(twice.costs(shapes))
-    assert (slow[:, :2] > 0.999 * fast[:, :2]).all()
-    # The last shape is extrapolated from two shorter ones, whose queues may be full to different degrees.
-    assert (slow > 0.96 * fast).all() and (slow < 0.995 * fast).mean() < 0.01
+    assert (slow >= fast).all() and (slow > fast).any()
     assert (slow > fast).any()
 
 

@@ -155,46 +155,6 @@ def test_edges_of_later_stages_hide_in_the_bubble() -> None:
     assert closed(forward, backward, 8, 1, first=half) - bare == pytest.approx(0.5)
     assert closed(forward, backward, 8, 1, first=[0.0, 0.5, 0.5, 0.5]) == bare
     assert closed(forward, backward, 8, 1, tail=half) - bare == pytest.approx(0.5)
-    # What slows down a stage's passes is hidden where it has waited longer than that.
-    assert closed(forward, backward, 8, 1, behind=[6.0, 1.0, 2.0, 3.0]) == bare
-    assert closed(forward, backward, 8, 1, behind=[0.0, 0.0, 0.0, 3.25]) - bare == pytest.approx(0.25)
-    assert closed(forward, backward, 8, 1, first=half, behind=[0.0, 0.0, 0.0, 3.0]) - bare == pytest.approx(0.5)
-    assert closed([1.0], [2.0], 8, 1, behind=[0.5]) - closed([1.0], [2.0], 8, 1) == pytest.approx(0.5)
-    assert closed(forward, [6.0, *backward[1:]], 8, 1, behind=[6.5, 0.0, 0.0, 0.0]) - closed(
-        forward, [6.0, *backward[1:]], 8, 1
-    ) == pytest.approx(0.5)
-    assert closed(forward, backward, 8, 1, waited=half) - bare == pytest.approx(1.5)
-    assert closed(forward, backward, 8, 1, drain=half) - bare == pytest.approx(2.0)
-
-
-def test_passes_in_a_row_count_where_the_first_stage_is_the_slowest() -> None:
-    """Four stages: three forward passes ahead behind the first one, and three backward passes behind the last forward pass."""
-    forward, backward = [3.0, 1.0, 1.0, 1.0], [6.0, 1.0, 1.0, 1.0]
-    bare = closed(forward, backward, 8, 1)
-    slow = {"again": 0.25, "rush": 0.5, "turn": -2.0, "drain": 7.0, "enter": 9.0}
-    added = {"again": 3 * 0.25, "rush": 3 * 0.5, "turn": -2.0, "drain": 0.0, "enter": 0.0}
-    for name, seconds in slow.items():
-        found = closed(forward, backward, 8, 1, **{name: [seconds, 0.0, 0.0, 0.0]}) - bare
-        assert found == pytest.approx(added[name]), name
-    # The first backward pass of stages behind is on the way of the first micro-batch there and back.
-    forward, backward = [3.0, 2.0, 2.0, 2.0], [3.0, 2.0, 2.0, 2.0]
-    turn = [0.0, -0.25, -0.25, -0.25]
-    assert closed(forward, backward, 8, 1, turn=turn) - closed(forward, backward, 8, 1) == pytest.approx(-0.75)
-
-
-def test_chunks_are_entered_and_passed_again() -> None:
-    """Two chunks, the first stage the slowest: a further micro-batch per stage in the round, and two passes per stage ahead."""
-    for stages, again, rush in ((2, 2 / 2, 4 / 2), (3, 5 / 2, 7 / 2)):
-        others = [1.0] * (stages - 1)
-        forward, backward = [3.0, *others], [6.0, *others]
-        bare = closed(forward, backward, 9, 2)
-        for name, seconds in {"enter": 1.0, "again": again, "rush": rush, "turn": 1.0}.items():
-            found = closed(forward, backward, 9, 2, **{name: [1.0] + [0.0] * (stages - 1)})
-            assert found - bare == pytest.approx(seconds), name
-    # A later stage that is the slowest has updated while it waited for its first micro-batch: `enter` counts for less.
-    bare = closed([1.0, 3.0], [1.0, 6.0], 9, 2)
-    for name, seconds in {"enter_waited": 1.0, "enter": 0.5}.items():
-        assert closed([1.0, 3.0], [1.0, 6.0], 9, 2, **{name: [0.0, 1.0]}) - bare == pytest.approx(seconds), name
 
 
 def test_a_step_is_what_it_is_spent_on() -> None:
@@ -242,55 +202,47 @@ def by_hand(
     waits, filling = transfer_waits(one_way, rules.virtual, rules.beside)
     v, size = rules.virtual, len(stages)
     chains = []
-    for s, (here, count) in enumerate(zip(stages, counts, strict=True)):
+    for s, count in enumerate(counts):
         shares = [max(1.0, each / count) / v for each in counts]
         f = [(stage.forward + wait / 2) * x for stage, wait, x in zip(stages, waits, shares, strict=True)]
         b = [(stage.backward + wait / 2) * x for stage, wait, x in zip(stages, waits, shares, strict=True)]
-        delays, gone, left = [stages[0].first], [b[0] + (stages[0].drain / v + stages[0].tail)], [stages[0].tail]
+        delays, gone, left = [stages[0].first], [b[0] + stages[0].tail], [stages[0].tail]
         for i in range(1, size):
-            delays.append(max(delays[-1] + stages[i].waited / v, stages[i].first - left_to_right(f[:i])))
+            delays.append(max(delays[-1], stages[i].first - left_to_right(f[:i])))
             left.append(max(stages[i].tail, gone[-1]))
-            gone.append(b[i] + (stages[i].drain / v + left[-1]))
+            gone.append(b[i] + left[-1])
         rounds = (v - 1) * min(size, count)
         warm = min((2 if v > 1 else 1) * (size - 1 - s), count * v - 1 - rounds)
         steady = count * v - 1 - rounds - warm
-        again, rush = f[s] + here.again / v, b[s] + here.rush / v
-        cycles = 0.0
-        around = (v - 1) * (left_to_right(f) + left_to_right(stage.waited for stage in stages[1:]) / v)
-        if rounds:
-            around = around + (v - 1) * min(stages[0].enter, 0.0) / rounds
-            back = left_to_right(b) + left_to_right(stage.round for stage in stages) / v
-            cycles = max(rounds * rush, (v - 1) * back)
+        around = (v - 1) * left_to_right(f)
+        cycles = max(rounds * b[s], (v - 1) * left_to_right(b)) if rounds else 0.0
         there = back = 0.0
         for i in range(size - 1, s, -1):
-            there, back = there + f[i], back + (b[i] + stages[i].turn / v)
+            there, back = there + f[i], back + b[i]
         entered, given = [], float("-inf")
         for i, stage in enumerate(stages):
             ended, busy = left_to_right(f[: i + 1]) + delays[i], f[i] + stage.first
             if rounds:
-                more = max(0, rounds - 2 * (v - 1)) * stage.again / v
-                busy = busy + (rounds * f[i] + stage.enter + more)
-                ended = max(ended + (max(around, rounds * f[i] + stage.enter_waited + more) if i else around), busy)
-                ended = given = max(ended, given + (f[i] + stage.waited / v))
-            entered.append(max(ended, busy + stage.behind))
-        own, last = entered[s] + warm * again, there + gone[-1]
-        behind = gone[-1] if s == size - 1 else b[s] + warm * rush + left[s]
+                busy = busy + rounds * f[i]
+                ended = max(ended + (max(around, rounds * f[i]) if i else around), busy)
+                ended = given = max(ended, given + f[i])
+            entered.append(max(ended, busy))
+        own, last = entered[s] + warm * f[s], there + gone[-1]
+        behind = gone[-1] if s == size - 1 else b[s] + warm * b[s] + left[s]
         begun = max(own, entered[-1] + back)
         if steady:
-            chains.append(cycles + (begun + here.turn + steady * (f[s] + b[s]) + max(behind, last)))
+            chains.append(cycles + (begun + steady * (f[s] + b[s]) + max(behind, last)))
         else:
-            chains.append(cycles + max(begun + here.turn + behind, own + last))
-    return max(chains) + filling + (max(max(optimizer) - stages[0].copies, 0.0) + rules.fixed)
+            chains.append(cycles + max(begun + behind, own + last))
+    return max(chains) + filling + (max(optimizer) + rules.fixed)
 
 
 def random_stage(draw: np.random.Generator, size: int | None = None) -> StageTimes:
     return StageTimes(
         forward=draw.uniform(0.5, 2, size),
         backward=draw.uniform(1, 3, size),
-        **{name: draw.uniform(0, 2, size) for name in ("first", "behind", "waited", "turn", "round", "drain", "tail")},
-        **{name: draw.uniform(-0.3, 0.6, size) for name in ("again", "rush")},
-        **{name: draw.uniform(-1, 2, size) for name in ("enter", "enter_waited")},
-        copies=draw.uniform(0, 1, size),
+        first=draw.uniform(0, 2, size),
+        tail=draw.uniform(0, 2, size),
     )
 
 
@@ -327,9 +279,7 @@ def test_no_column_of_a_stage_makes_a_step_shorter_by_growing() -> None:
         before = pipeline_seconds(stages, optimizer, one_way, micro_batches, rules).total
         place = int(draw.integers(count))
         for field in fields(StageTimes):
-            # More of the tail that others update beside.
-            sign = -1.0 if field.name == "copies" else 1.0
-            grown = replace(stages[place], **{field.name: getattr(stages[place], field.name) + sign * 0.7})
+            grown = replace(stages[place], **{field.name: getattr(stages[place], field.name) + 0.7})
             more = [*stages[:place], grown, *stages[place + 1 :]]
             assert pipeline_seconds(more, optimizer, one_way, micro_batches, rules).total >= before - 1e-12
         for figures in (optimizer, one_way):

@@ -9,9 +9,9 @@ import pytest
 
 from moe_overlap.tuner.cost import evaluate
 from moe_overlap.tuner.cost.evaluate import CATEGORIES, StageCosts, StageEvaluator, StageShapes
-from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
+from moe_overlap.tuner.cost.interference import partly_concurrent
 from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
-from moe_overlap.tuner.cost.use_slowdowns import Part
+from moe_overlap.tuner.cost.stage_parts import StagePart
 
 KINDS, STRATEGIES, SHAPES = 3, 24, 10
 random = np.random.default_rng(7)
@@ -22,9 +22,6 @@ KIND_TERMS = KindTerms(
     working_bytes=1e9 * random.random(KINDS),
     dense_parameters=1e8 * random.random(KINDS),
     expert_parameters=1e8 * random.random(KINDS),
-    sent_forward_seconds=np.zeros(KINDS),
-    sent_backward_seconds=np.zeros(KINDS),
-    lead_seconds=np.zeros(KINDS),
     is_layer=np.array([True, True, False]),
 )
 STRATEGY = Strategy(
@@ -52,16 +49,16 @@ RATES = StateRates(
 COUNTS = random.integers(0, 5, (KINDS, SHAPES)).astype(float)
 IN_FLIGHT = random.integers(1, 6, SHAPES).astype(float)
 ONCE = [False, False, True]
-RUNS = tuple(Part(kind, is_layer=not once, held_once=once) for kind, once in enumerate(ONCE))
-CONCURRENT, FACTORS = partly_concurrent(0.2), slowed_down(0.2)
+RUNS = tuple(StagePart(kind, held_once=once) for kind, once in enumerate(ONCE))
+CONCURRENT = partly_concurrent(0.2)
 
 
 def shapes(counts: np.ndarray, in_flight: np.ndarray) -> StageShapes:
-    return StageShapes(runs=RUNS, counts=counts, in_flight=in_flight, is_first=False, is_last=False, boundary_bytes=1e7)
+    return StageShapes(runs=RUNS, counts=counts, in_flight=in_flight, boundary_bytes=1e7)
 
 
 def evaluator(strategy: Strategy, rates: StateRates) -> StageEvaluator:
-    return StageEvaluator(KIND_TERMS, strategy, rates, CONCURRENT, FACTORS, 0.05)
+    return StageEvaluator(KIND_TERMS, strategy, rates, CONCURRENT, 0.05)
 
 
 def costs_of(strategy: Strategy, rates: StateRates, counts: np.ndarray, in_flight: np.ndarray) -> StageCosts:

@@ -8,8 +8,8 @@ import pytest
 from moe_overlap.api import Options, predict, simulated
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.tuner.cost import uneven_chunks
+from moe_overlap.tuner.cost.stage_parts import StagePart
 from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
-from moe_overlap.tuner.cost.use_slowdowns import Part
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB, by_hand
 
 OPTIONS: Options = {"graphs": by_hand, "constants": CONSTANTS}
@@ -72,7 +72,7 @@ def test_every_further_round_takes_as_long_as_the_last_that_was_played(
 
 
 def test_chunks_add_up_their_parts() -> None:
-    parts = (Part(0, 0, is_layer=False), Part(1, 0), Part(1, 1), Part(2, 1))
+    parts = (StagePart(0, 0), StagePart(1, 0), StagePart(1, 1), StagePart(2, 1))
     counts = np.array([[1.0, 1.0], [2.0, 0.0], [1.0, 3.0], [0.0, 1.0]])
     chunks = chunk_seconds(parts, counts, (np.array([0.5, 1.0, 4.0]), np.array([1.0, 2.0, 8.0])), 2)
     assert chunks.tolist() == [[[2.5, 0.5], [1.0, 7.0]], [[5.0, 1.0], [2.0, 14.0]]]

@@ -33,13 +33,7 @@ def random_options(draw: np.random.Generator, count: int, edges: float, unlike: 
     """Points that trade stable seconds for seconds of the first and last micro-batch; some do not fit."""
     layers = draw.integers(1, 4, count)
     work = layers * draw.uniform(0.5, 1.5, count)
-    names = ("first", "behind", "waited", "turn", "round", "drain", "tail")
-    extras = {name: edges * draw.uniform(0, 4, count) * draw.integers(0, 2, count) for name in names}
-    extras["copies"] = extras["tail"] * draw.uniform(0, 1, count)
-    # Some passes take less than stable ones.
-    for name in ("enter", "again", "rush"):
-        extras[name] = min(edges, 1.0) * work * draw.uniform(-0.4, 0.8, count) * draw.integers(0, 2, count)
-    extras["enter_waited"] = extras["enter"] + 0.5 * (extras["waited"] - extras["turn"])
+    extras = {name: edges * draw.uniform(0, 4, count) * draw.integers(0, 2, count) for name in ("first", "tail")}
     return StageOptions(
         layers=layers,
         devices=np.where(draw.integers(0, types, count)[:, None] == range(types), draw.integers(1, 3, (count, 1)), 0),
@@ -140,36 +134,6 @@ def test_bound_is_below_every_choice_and_meets_those_without_edges(halves: bool)
         for sums, chains, row in zip(relaxed.through(math.inf), relaxed.chains, choice, strict=True):
             assert sums[row] + chains[row] + relaxed.fixed <= best * (1 + 1e-12)
     assert met >= 2
-
-
-@pytest.mark.parametrize("halves", [False, True])
-def test_bound_leaves_out_what_a_stage_updates_while_it_waits(halves: bool) -> None:
-    """Two equal stages of two chunks, of which the second updates for as long as it waits for its first micro-batch."""
-
-    def stage(enter: float) -> StageOptions:
-        second, nothing = np.ones(1), np.zeros(1)
-        return StageOptions(
-            layers=np.ones(1, dtype=int),
-            devices=np.ones((1, 1), dtype=int),
-            times=StageTimes(forward=second, backward=2 * second, enter=enter * second),
-            optimizer=nothing,
-            fits=np.ones(1, dtype=bool),
-            sent=nothing,
-            first_layer=None,
-        )
-
-    rules = PipelineRules(virtual=2, beside=0.15)
-    steps, bounds = [], []
-    for enter in (0.0, 0.5):
-        problem = PipelineProblem(
-            stages=(stage(0.0), stage(enter)), layers=2, devices=(2,), micro_batches=8, rules=rules
-        )
-        relaxed = AdditiveBound(problem, halves)
-        path = relaxed.shortest(float(relaxed.levels[-1]))
-        assert path is not None
-        steps.append(float(step_of_choice(problem, np.zeros((2, 1), dtype=int))[0]))
-        bounds.append(path.total + path.slowest + relaxed.fixed)
-    assert steps[0] == steps[1] and bounds[0] == bounds[1] and bounds[0] <= steps[0]
 
 
 def test_no_single_stage_does_better_in_an_improved_choice() -> None:

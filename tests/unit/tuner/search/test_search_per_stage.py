@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from moe_overlap.describe.cluster import GIB
@@ -17,7 +16,6 @@ from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan_search.free import freed_layouts, narrow_space, refusal_of, search_beyond
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.evaluate import play_together
 from moe_overlap.tuner.cost.pipeline import StageTimes, averaged
 from moe_overlap.tuner.cost.prediction import estimate_plan
 from moe_overlap.tuner.cost.simulate.step import simulate_step
@@ -29,7 +27,6 @@ from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import MemoryChoice, Run, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
-from tests.unit.tuner.cost.test_cost_evaluate import evaluator_of, random_evaluator, shapes_of
 from tests.unit.tuner.search.spaces import SPACES
 from tests.unit.tuner.search.test_search_uniform import Case, case_of, graphs_of, least_memory, with_modules
 
@@ -307,10 +304,10 @@ def test_data_spaces_have_data_ranks_alone() -> None:
 
 
 def test_mean_micro_batches_take_as_long_together() -> None:
-    times = StageTimes(forward=2.0, backward=3.0, first=1.0, waited=0.5, turn=0.25, drain=0.5, tail=4.0)
+    times = StageTimes(forward=2.0, backward=3.0, first=1.0, tail=4.0)
     mean = averaged(times, 8)
-    assert 8 * mean.stable == pytest.approx(8 * times.stable + 1.0 + 0.25 + 0.5 + 4.0)
-    assert np.all([getattr(mean, name) == 0.0 for name in ("first", "waited", "turn", "drain", "tail")])
+    assert 8 * mean.stable == pytest.approx(8 * times.stable + 1.0 + 4.0)
+    assert mean.first == mean.tail == 0.0
 
 
 def test_what_mean_micro_batches_decide_is_never_faster() -> None:
@@ -366,52 +363,3 @@ def test_shares_rank_what_a_search_of_all_layouts_ranks() -> None:
     assert (whole.layouts, whole.candidates, whole.kept) == (4, 6, 4)
     none = joined_stages(shares, layouts, 1.0)
     assert none.ranked == () and none.solution.value is None
-
-
-# Stages that are played in one go
-
-
-def test_stages_that_are_played_together_cost_what_they_cost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit, and nothing is played again: layouts whose plays differ, and ranks of whom some share no states."""
-    case = case_of("--global-batch-size", "32", gpus=4, space="full")
-    layouts = [layout for layout in case.layouts if layout.virtual == 1 and layout.micro_batch <= 2]
-    layouts = [layout for layout in layouts if layout.context == 1 and layout.expert in (1, 4)][::4]
-    assert {layout.pipeline for layout in layouts} >= {1, 2} and {layout.tensor for layout in layouts} >= {1, 4}
-    strategies = [*STRATEGIES, (0, Offload(weights=0.5)), (2, Offload(activations=1.0)), (3, Offload(weights=1.0))]
-
-    def costs() -> UniformCosts:
-        made = UniformCosts(case.task)
-        made.strategies = strategies
-        return made
-
-    alone, together = costs(), costs()
-    assert together.plays
-    together.play_ahead(layouts)
-    evaluated = [alone.evaluate(layout) for layout in layouts]
-    monkeypatch.setattr("moe_overlap.tuner.cost.evaluate.play_stages", None)
-    for layout, one in zip(layouts, evaluated, strict=True):
-        other = together.evaluate(layout)
-        assert np.array_equal(one.seconds, other.seconds) and np.array_equal(one.needed_bytes, other.needed_bytes)
-    made = UniformCosts(case.task)
-    made.strategies = [(1, Offload())]
-    assert not made.plays
-
-
-@pytest.mark.parametrize("offloaded", ["activations", "gradients", "optimizer", "weights"])
-def test_stages_of_unlike_buffers_cost_together_what_they_cost_alone(offloaded: str) -> None:
-    """A buffer that the strategies of one evaluator alone have neither comes nor goes for those of the other."""
-    random = np.random.default_rng(sum(map(ord, offloaded)))
-    for _ in range(8):
-        _, kinds, strategy, rates = random_evaluator(random, 6)
-        level = np.full(6, 2.0)
-        nothing = replace(strategy, zero_level=level, **{f"offload_{offloaded}": np.zeros(6)})
-        some = replace(nothing, **{f"offload_{offloaded}": np.full(6, 0.5)})
-        shapes = shapes_of((3, 2, 1))
-        alone = [evaluator_of(kinds, each, rates).costs(shapes) for each in (nothing, some)]
-        both = [evaluator_of(kinds, each, rates) for each in (nothing, some)]
-        play_together([(evaluator, evaluator.unplayed(shapes)) for evaluator in both])
-        for evaluator, one in zip(both, alone, strict=True):
-            other = evaluator.costs(shapes)
-            assert np.array_equal(one.forward_seconds, other.forward_seconds)
-            assert np.array_equal(one.peak_bytes, other.peak_bytes)
-        assert both[0].unplayed(shapes) == both[1].unplayed(shapes) == []
