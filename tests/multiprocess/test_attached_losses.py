@@ -131,16 +131,25 @@ def test_where_every_token_counts_a_loss_per_token_is_the_mean(tmp_path: Path) -
         assert apart(gradients[f"{name} "], gradients[""]) > 1.0, name
 
 
+def test_a_loss_scale_changes_no_weight() -> None:
+    """The scale of fp16 belongs to all losses: it is undone for their sum."""
+    losses = f"{ROUTERS} {LOSSES['prediction']}"
+    flags = {f"{scale:g}": f"{ONE} {losses} --fp16 --loss-scale {scale:g}" for scale in (16.0, 256.0)}
+    gradients = together(1, {scale: Case(each) for scale, each in flags.items()})
+    assert apart(gradients["256"], gradients["16"]) < 1e-2
+
+
 @pytest.mark.slow
 @pytest.mark.sweep
-@pytest.mark.parametrize("path", ["plain", "listed"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_in_every_layout(loss: str, path: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "loss"),
+    # Instruction lists refuse prediction layers.
+    [("plain", loss) for loss in LOSSES] + [("listed", loss) for loss in LOSSES if loss != "prediction"],
+)
+def test_every_loss_in_every_layout(path: str, loss: str, tmp_path: Path) -> None:
     """Samples with tokens of their own as well, where the loss is a mean over samples or tokens."""
     layouts = LAYOUTS | STAGES | MORE
     if path == "listed":
-        if loss == "prediction":
-            pytest.skip("instruction lists refuse prediction layers")
         layouts = {name: layout for name, layout in layouts.items() if "--expert-model-parallel-size" in layout[1]}
     families = {loss: (LOSSES[loss], on(PLAIN if path == "plain" else LISTED, layouts))}
     for alike in (True, False) if loss in LINEAR else (True,):
