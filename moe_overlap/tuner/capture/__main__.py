@@ -1,6 +1,6 @@
-"""`python -m moe_overlap.tuner.capture`: reads requests from stdin, one a line as JSON, and writes each answer to its `path`.
+"""`python -m moe_overlap.tuner.capture`: reads requests from stdin, one JSON line each, and writes each answer to its `path`.
 
-A line on stdout follows every answer. The end of stdin is the end.
+It writes one line to stdout after every answer, and ends at the end of stdin.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Capture one after the other."""
-    # What libraries print is no answer.
+    """Capture the requests one after the other."""
+    # A line that a library prints must not count as an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     from megatron.training import cpu_backend

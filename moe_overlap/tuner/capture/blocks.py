@@ -1,8 +1,9 @@
-"""Blocks of a model's parts: what of a layer depends on the same ranks. No torch.
+"""Blocks of a model's parts: the operators of a layer that depend on the same ranks. No torch.
 
-A block is what of a layer depends on the same ranks: attention (TP, CP), the router, the routed experts with their all-to-alls
-(EP, ETP), shared experts, a dense MLP, embedding, head. `block_class` says under which layouts the operators of a block are the
-same; a layer under any layout is then its attention from one capture and its experts from another (`composition.py`).
+A block is a group of operators that depend on the same ranks: attention (TP, CP), the router, the routed experts with their
+all-to-alls (EP, ETP), shared experts, a dense MLP, embedding, head. `block_class` says under which layouts the operators of a
+block are equal; a layer under any layout is then composed of its attention from one capture and its experts from another
+(`composition.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from moe_overlap.plan.operators import ATTENTION, COMBINE, COUNT, DISPATCH, EXPE
 from moe_overlap.tuner.capture.graph import OF_EXPERT, Layout, Op, Storage, world_size
 
 ROUTER, ROUTED, CORE, OUTSIDE = "router", "routed experts", "core attention", ""
-"""Blocks of several operators, and what belongs to no operator; the others have the name of their operator."""
+"""Blocks of several operators, and the block of storages without operator; other blocks are named after their operator."""
 
 
 class NotComposableError(LookupError):
-    """A part is outside of what blocks express: it must be captured under its own layout."""
+    """A part cannot be composed of blocks: it must be captured under its own layout."""
 
 
 def block_of(op: Op) -> str:
@@ -34,19 +35,23 @@ def block_of(op: Op) -> str:
 def block_class(block: str, layout: Layout, model: ModelDescription, of_copies: bool = False) -> tuple[Any, ...]:
     """Layouts with equal classes run the same operators of a block.
 
-    A collective is there where its group has several ranks. One key/value head on a rank needs no copies to stand side by side,
-    fewer heads than ranks need more; one expert on a rank needs no sorting.
+    A collective exists if its group has several ranks. A single key/value head on a rank needs no copies to be contiguous; fewer
+    heads than ranks need more copies; a single expert on a rank needs no sorting.
 
     Args:
-        of_copies: a library dispatches tokens, and sends each once to every rank that needs it.
+        of_copies: whether a library dispatches tokens, sending each once to every rank that needs it.
     """
     if block == ROUTED:
-        alone = layout.expert == model.num_experts
-        # A library runs the same kernels in a group of ranks of experts or of their shards, and in one of both.
-        return (layout.expert_tensor > 1, alone) if of_copies else (layout.expert > 1, layout.expert_tensor > 1, alone)
+        one_per_rank = layout.expert == model.num_experts
+        # A library runs the same kernels for expert ranks, for ranks that share an expert, and for both.
+        return (
+            (layout.expert_tensor > 1, one_per_rank)
+            if of_copies
+            else (layout.expert > 1, layout.expert_tensor > 1, one_per_rank)
+        )
     dense: tuple[Any, ...] = (layout.tensor > 1, layout.context > 1, layout.sequence_parallel)
     if block == ROUTER and of_copies:
-        # Gradients of the probabilities come to the gate from the library's dispatch, or from the sum over an expert's shards.
+        # The gate gets the gradients of the probabilities from the library's dispatch, or from the sum over an expert's shards.
         dense += (layout.expert_tensor > 1,)
     if block in (ATTENTION, CORE) and model.latent_attention is None:
         heads = model.num_query_groups / layout.tensor
@@ -55,7 +60,7 @@ def block_class(block: str, layout: Layout, model: ModelDescription, of_copies: 
 
 
 def has_heads(block: str, model: ModelDescription) -> bool:
-    """Whether sizes of a block may depend on the key/value heads of a rank, which are not split further than to one."""
+    """Whether sizes of a block may depend on a rank's key/value heads, which are never split beyond one."""
     return block in (ATTENTION, CORE, OUTSIDE) and model.latent_attention is None
 
 
@@ -65,7 +70,7 @@ def has_vocabulary(block: str) -> bool:
 
 
 def group_size(layout: Layout, axis: str) -> int:
-    """Ranks of a collective's group, in the smallest world that holds the layout."""
+    """Number of ranks in a collective's group, in the smallest world that holds the layout."""
     dense, experts = layout.tensor * layout.context, layout.expert * layout.expert_tensor
     world = world_size(layout)
     sizes = {"tp": layout.tensor, "cp": layout.context, "ep": layout.expert, "etp": layout.expert_tensor}
@@ -80,5 +85,5 @@ def is_of_expert(storage: Storage) -> bool:
 
 
 def expert_replicas(layout: Layout) -> Literal["dp", "edp"]:
-    """The axis over which gradients of experts are reduced: their own one only where it is another than the dense weights'."""
+    """The axis over which gradients of experts are reduced: `edp` only if it differs from that of the dense weights."""
     return "dp" if layout.expert == 1 and layout.expert_tensor == layout.tensor else "edp"

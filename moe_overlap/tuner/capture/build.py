@@ -1,7 +1,7 @@
-"""Builds the model that is captured: one layer of every kind, embedding and head, on rank 0 of a pretended world.
+"""Builds the model for a capture: one layer of every kind, embedding and head, on rank 0 of a pretended world.
 
-The model comes from the builder of training runs (`megatron/training/model/build.py`). The world has process groups that only
-name their peers, so one process without a GPU can build any layout.
+The builder of training runs makes the model (`megatron/training/model/build.py`). The world's process groups only name their
+peers, so one process without a GPU can build any layout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AXES = {
     "expt_dp": "edp",
     "tp_ep": "tp_ep",
 }
-"""Field of megatron-core's collection of process groups -> axis, as a captured graph writes it."""
+"""Field of megatron-core's collection of process groups -> axis in a captured graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ def _ranks_of_groups(layout: Layout, size: int) -> dict[str, range]:
 
 
 def config_for(config: Config, layout: Layout, variant: str) -> Config:
-    """The flags of a run of one stage under a layout.
+    """The flags of a run with one stage under a layout.
 
     Args:
-        variant: what is recomputed; `full` is wrapped around the layer by the caller, as megatron-core's block does.
+        variant: the recomputed modules; the caller wraps `full` around the layer, as megatron-core's block does.
     """
     selective = variant not in (NO_RECOMPUTATION, FULL)
     modules: Any = tuple(variant.split("+")) if selective else None
@@ -132,7 +132,7 @@ def config_for(config: Config, layout: Layout, variant: str) -> Config:
         # The other half-precision formats have the same sizes.
         precision=replace(config.precision, fp16=False, fp8=None, fp4=None),
         overlap=OverlapConfig(),
-        # Attention is priced as one causal kernel; that a mask of documents costs more is told (predicted_flags.py).
+        # Attention is priced as one causal kernel; predicted_flags.py warns that a mask of documents costs more.
         data=replace(config.data, reset_attention_mask=False),
     )
 
@@ -143,15 +143,15 @@ def build_one_of_each(
     """A model with one layer of every kind.
 
     Returns:
-        megatron-core's GPTModel, and the kinds of its layers in order, prediction layers behind the decoder's.
+        megatron-core's GPTModel, and the kinds of its layers in order, prediction layers after the decoder's.
     """
     of_layers, of_predictions = layer_kinds(model), prediction_kinds(model)
-    # The last layer stays the last one: prediction layers are like it.
+    # The last layer stays last: prediction layers are of its kind.
     kinds = (*(kind for kind in dict.fromkeys(of_layers) if kind != of_layers[-1]), of_layers[-1])
     ahead = tuple(dict.fromkeys(of_predictions))
     firsts = [of_layers.index(kind) for kind in kinds]
-    behind = [model.num_layers + of_predictions.index(kind) for kind in ahead]
-    windows = tuple(model.windows[layer] for layer in (*firsts, *behind))
+    prediction_layers = [model.num_layers + of_predictions.index(kind) for kind in ahead]
+    windows = tuple(model.windows[layer] for layer in (*firsts, *prediction_layers))
     small = replace(
         model,
         num_layers=len(kinds),
@@ -182,7 +182,7 @@ def _in_half_precision(tc: Any, module: torch.nn.Module) -> torch.nn.Module:
 
 
 def stock_layer(spec: ModuleSpec) -> ModuleSpec:
-    """megatron-core's own layer: its MoE layer is handed the groups by the layer that holds it."""
+    """megatron-core's own layer; the layer passes the groups to its MoE layer."""
     mlp = spec.submodules.mlp
     if isinstance(mlp, ModuleSpec) and mlp.params:
         mlp.params.pop("pg_collection", None)

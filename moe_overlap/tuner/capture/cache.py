@@ -1,9 +1,9 @@
-"""Captured models of the stages of a plan, kept on disk under the hash of their requests. No torch: another process captures.
+"""Captured models of the stages of a plan, cached on disk under the hash of their requests. No torch: another process captures.
 
-1. One request stands for one stage and one variant of recomputation (`stage_requests`); a stage that recomputes some of its
-   layers asks for two.
-2. Answers come from files (`CaptureFiles`); what is missing is captured by other processes (`processes.py`). In a file, each
-   distinct expression is written once; the first line is the hash of the rest, so a damaged file is noticed.
+1. One request is made for each stage and variant of recomputation (`stage_requests`); a stage that recomputes some of its layers
+   has two.
+2. Answers are read from files (`CaptureFiles`); other processes capture the missing ones (`processes.py`). In a file, each
+   distinct expression is written once; the first line is the hash of the rest, so that a damaged file is noticed.
 3. The variants of a stage are joined to one captured model (`joined`).
 """
 
@@ -34,11 +34,11 @@ from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_k
 from moe_overlap.tuner.cost.stage_parts import stage_variants
 
 Flags = Mapping[str, tuple[str, ...]]
-"""Flag -> its values, as the command line has them."""
+"""Flag -> its values on the command line."""
 Graphs = Callable[[Config, ModelDescription, Plan, Flags], Mapping[int, CapturedModel]]
 """Captured models by stage."""
 Tell = Callable[[str], None]
-"""Says a line to the user."""
+"""Prints a line for the user."""
 PRECISIONS: dict[str, PrecisionConfig] = {
     "bf16": PrecisionConfig(),
     "fp16": PrecisionConfig(fp16=True),
@@ -46,17 +46,17 @@ PRECISIONS: dict[str, PrecisionConfig] = {
     "mxfp8": PrecisionConfig(fp8="e4m3", fp8_recipe="mxfp8"),
     "nvfp4": PrecisionConfig(fp4="e2m1"),
 }
-"""Precision of the products -> the flags that ask for it."""
+"""Precision of the products -> the flags that select it."""
 _OP_FIELDS = tuple(field.name for field in dataclasses.fields(Op))
 _STORAGE_FIELDS = tuple(field.name for field in dataclasses.fields(Storage))
 
 
 MOST_CAPTURE_BYTES = 64 << 20
-"""Bytes of the largest capture that is read; those of the largest shipped models have some two million."""
+"""Largest size of a capture that is read; those of the largest shipped models have some two million bytes."""
 
 
 class CorruptFileError(ValueError):
-    """A file is not what was written."""
+    """The content of a file differs from what was written."""
 
 
 UNREADABLE = (
@@ -73,7 +73,7 @@ UNREADABLE = (
 
 
 def save_captured(captured: CapturedModel, path: Path) -> None:
-    """Write a capture; the file is complete or absent."""
+    """Write a capture; a killed writer leaves a complete file or none."""
     table: dict[Expression, int] = {}
     values = {
         "parts": [_part_values(part, table) for part in captured.parts],
@@ -96,10 +96,10 @@ def load_captured(path: Path, key: str | None = None) -> CapturedModel:
     """Read what `save_captured` wrote.
 
     Args:
-        key: hash of the request that it must answer; default any.
+        key: hash of the request that the file must answer; None: any.
     Raises:
         FileNotFoundError: there is no such file.
-        CorruptFileError: its content is not what was written, answers another request, or was written by another release.
+        CorruptFileError: its content is damaged, answers another request, or was written by another release.
     """
     if not path.exists():
         raise FileNotFoundError(path)
@@ -127,7 +127,7 @@ def _part_values(part: Part, table: dict[Expression, int]) -> dict[str, Any]:
     def number(expression: Expression) -> int:
         return table.setdefault(expression, len(table))
 
-    def plain(name: str, value: Any) -> Any:
+    def encoded(name: str, value: Any) -> Any:
         if isinstance(value, Expression):
             return number(value)
         if name in ("shape", "touched", "elements"):
@@ -137,9 +137,9 @@ def _part_values(part: Part, table: dict[Expression, int]) -> dict[str, Any]:
         return value
 
     values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    values["ops"] = [[plain(name, getattr(op, name)) for name in _OP_FIELDS] for op in part.ops]
+    values["ops"] = [[encoded(name, getattr(op, name)) for name in _OP_FIELDS] for op in part.ops]
     values["storages"] = [
-        [plain(name, getattr(storage, name)) for name in _STORAGE_FIELDS] for storage in part.storages
+        [encoded(name, getattr(storage, name)) for name in _STORAGE_FIELDS] for storage in part.storages
     ]
     return values
 
@@ -169,9 +169,9 @@ class CaptureFiles:
     """Captures in a folder; a file is read once.
 
     Args:
-        folder: made if needed.
-        tell: is told before a process captures what is missing: minutes of a busy machine.
-        capture: writes what is missing; default in processes of its own.
+        folder: created if it is missing.
+        tell: called before a process captures missing layouts, which may occupy the machine for minutes.
+        capture: writes the missing captures; default: processes of its own.
     """
 
     def __init__(
@@ -186,8 +186,8 @@ class CaptureFiles:
     def captures(self, requests: Sequence[Request]) -> list[CapturedModel]:
         """The captured model of each request, in order; other processes capture all that are missing.
 
-        A file that is not what was written is captured again, with a line on stderr. The layers of an answer are those of the
-        request that made the file: `CapturedModel.layer_kinds` and `mtp_kinds` may be another model's of the same kinds.
+        A damaged file is captured again, with a line on stderr. The layers of an answer are those of the request that made the
+        file: `CapturedModel.layer_kinds` and `mtp_kinds` may be those of another model with the same kinds.
 
         Raises:
             CaptureError: a capture failed.
@@ -211,7 +211,7 @@ class CaptureFiles:
         return [self._load(path) for path in paths]
 
     def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
-        """Captured models of the stages; as `cached_graphs`, of this folder."""
+        """Captured models of the stages from this folder, as `cached_graphs`."""
         return _cached(stage_requests(config, model, plan), model, self)
 
     def _load(self, path: Path) -> CapturedModel:
@@ -223,10 +223,10 @@ class CaptureFiles:
 def cached_graphs(
     config: Config, model: ModelDescription, plan: Plan, flags: Flags, tell: Tell | None = None
 ) -> Mapping[int, CapturedModel]:
-    """Captured models of the stages from the user's cache; what is not there is captured, which takes seconds and torch.
+    """Captured models of the stages from the user's cache; missing ones are captured, which takes seconds and needs torch.
 
     Args:
-        tell: as `CaptureFiles` takes it.
+        tell: see `CaptureFiles`.
     Raises:
         ConfigError: a part of the model cannot be captured.
     """
@@ -236,16 +236,16 @@ def cached_graphs(
 def cpu_graphs(
     config: Config, model: ModelDescription, plan: Plan, flags: Flags, tell: Tell | None = None
 ) -> Mapping[int, CapturedModel]:
-    """The models that a CPU runs: megatron-core's own modules, whatever the flags choose. As `cached_graphs`."""
+    """The models that a CPU runs: megatron-core's own modules, whatever the flags choose. Otherwise like `cached_graphs`."""
     return _cached(stage_requests(config, model, plan, "torch"), model, CaptureFiles(cache_folder(), tell))
 
 
 def _cached(
     requests: Mapping[int, list[Request]], model: ModelDescription, files: CaptureFiles
 ) -> dict[int, CapturedModel]:
-    asked = [request for of_stage in requests.values() for request in of_stage]
+    all_requests = [request for of_stage in requests.values() for request in of_stage]
     try:
-        captures = dict(zip(map(Request.sha256, asked), files.captures(asked), strict=True))
+        captures = dict(zip(map(Request.sha256, all_requests), files.captures(all_requests), strict=True))
     except CaptureError as error:
         raise ConfigError("the model", "", f"cannot be captured: {error}", "report these flags") from error
     return {
@@ -259,9 +259,9 @@ def stage_requests(
 ) -> dict[int, list[Request]]:
     """The captures that each stage needs, one for each variant of recomputation.
 
-    Products below bf16 run the operators of bf16 and are priced otherwise; what offloads changes no operator either. On a GPU
-    megatron-core's own modules run fused kernels, too: attention aside they are taken as Transformer Engine's. A CPU has no
-    library that dispatches tokens: it runs all-to-alls.
+    Products below bf16 run the operators of bf16 at another price; offloading changes no operator either. On a GPU
+    megatron-core's own modules run fused kernels, too: except for attention they are captured as Transformer Engine's. A CPU has
+    no library that dispatches tokens: it runs all-to-alls.
     """
     precision = plan.precision if plan.precision in ("fp32", "fp16") else "bf16"
     dispatcher, backend = config.moe.moe_token_dispatcher_type, config.device.moe_flex_dispatcher_backend
@@ -299,7 +299,7 @@ def joined(variants: Sequence[CapturedModel], model: ModelDescription) -> Captur
 
 
 def _require_writable(folder: Path) -> None:
-    """Refuse a folder in which no capture could be kept, before minutes are spent on one."""
+    """Refuse a folder that cannot store captures, before minutes are spent on one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -2,16 +2,17 @@
 
 1. `instrumented` builds one layer of every kind with a recorder attached.
 2. Each part runs at several batches (`sample_points`), which gives graphs whose numbers are constants.
-3. `fit` makes one graph in b and s of them: every number is interpolated exactly, then checked at a batch that was left out.
+3. `fit` makes one graph in b and s of them: every number is interpolated exactly, then checked at a further batch.
 
 All sizes in a transformer layer are polynomials: of degree at most 1 in the samples b and at most 2 in the tokens s (masks and
 unfused attention scores). Most models have no such scores: four batches determine degree 1 in both, in rational arithmetic, and
-a fifth one shows whether a size is no such polynomial. Then two further ones give degree 2 in s, which the fifth one checks
-again. The sample sequences are multiples of everything that divides a sequence (ranks, experts, capacity), so a ceiling in the
+a fifth one detects sizes that are no such polynomial. Then two more determine degree 2 in s, which the fifth one checks again.
+The sample sequences are multiples of every divisor of a sequence (ranks, experts, capacity), so a ceiling in the model, such as
+the capacity of an expert, appears as its exact quotient.
 model, such as the capacity of an expert, shows as its exact quotient.
 
-A transformer's operators are the same for every b but 1, where a transposition to contiguous memory copies nothing: that graph is
-captured apart, as polynomials in s alone.
+A transformer's operators are the same for every b but 1, where a transposition to contiguous memory copies nothing: that graph
+is captured separately, as polynomials in s only.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from moe_overlap.tuner.capture.without_gradients import marked
 Point = tuple[int, int]
 """Samples, tokens."""
 MOST_FROZEN = 2_000_000
-"""Objects that the garbage collector need not look at."""
+"""Number of objects that are hidden from the garbage collector at most."""
 
 
 class NotOneGraphError(RuntimeError):
-    """Batches that should differ in sizes only run different operators, or a size is no polynomial."""
+    """Batches that should differ only in sizes run different operators, or a size is no polynomial."""
 
 
 class NoPolynomialError(NotOneGraphError):
@@ -65,15 +66,15 @@ class NoPolynomialError(NotOneGraphError):
 
 
 def sample_points(unit: int, one_sample: bool) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """The batches to record, whose last one is for the check, and those that degree 2 in s needs beside them.
+    """The batches to record, the last one for the check, and the additional ones for degree 2 in s.
 
     Args:
         unit: tokens of the shortest sample sequence.
     """
     if one_sample:
         return ((1, unit), (1, 2 * unit), (1, 4 * unit)), ((1, 3 * unit),)
-    # Two values of each determine degree 1; the last batch lies outside of all ranges, where a size that is no such polynomial
-    # shows.
+    # Two values of each determine degree 1; the last batch lies outside of all ranges, so that it detects sizes that are no such
+    # polynomial.
     return (
         ((2, unit), (2, 2 * unit), (3, unit), (3, 2 * unit), (5, 4 * unit)),
         ((2, 3 * unit), (3, 3 * unit)),
@@ -84,7 +85,7 @@ def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
     """Fit the numbers of one part by expressions in b and s.
 
     Args:
-        parts: of the same model part, with constant expressions, recorded at `points`; the last is for the check.
+        parts: the same model part, with constant expressions, recorded at `points`; the last one is for the check.
     Raises:
         NotOneGraphError: the graphs differ in more than sizes.
     """
@@ -99,7 +100,7 @@ def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
 
 
 def gives(part: Part, recorded: Part, point: Point) -> bool:
-    """Whether a fitted part has the operators and every number of one that was recorded at a point."""
+    """Whether a fitted part, evaluated at a point, has the operators and every number of the part recorded there."""
     try:
         _compare(part, recorded, (0, 0), point)
     except NotOneGraphError:
@@ -117,11 +118,11 @@ def _expressions(part: Part) -> list[Expression]:
 
 def _compare(base: Part, other: Part, point: Point, other_point: Point) -> None:
     """Raise NotOneGraphError unless two graphs are equal in everything but sizes."""
-    for left, right in zip(base.ops, other.ops, strict=False):
-        if _structure(left) != _structure(right):
+    for op, other_op in zip(base.ops, other.ops, strict=False):
+        if _structure(op) != _structure(other_op):
             raise NotOneGraphError(
-                f"{base.kind}, operator {left.id}: {left.name} ({left.module}) with {point[0]} samples of {point[1]}, "
-                f"{right.name} ({right.module}) with {other_point[0]} of {other_point[1]}"
+                f"{base.kind}, operator {op.id}: {op.name} ({op.module}) with {point[0]} samples of {point[1]}, "
+                f"{other_op.name} ({other_op.module}) with {other_point[0]} of {other_point[1]}"
             )
     names = [f.name for f in dataclasses.fields(Part) if f.name not in ("ops", "storages", "one_sample")]
     if len(base.ops) != len(other.ops) or any(getattr(base, name) != getattr(other, name) for name in names):
@@ -175,7 +176,7 @@ def _polynomial(constants: Sequence[Expression], points: tuple[Point, ...], plac
 
 @cache
 def _through(numbers: tuple[int, ...], points: tuple[Point, ...]) -> Expression | None:
-    """The polynomial through all numbers but the last, if it gives the last one, too; of degree 2 in s if they decide it."""
+    """The polynomial through all numbers but the last, if the last one fits, too; of degree 2 in s with enough points."""
     # Weights and most shapes do not depend on the batch.
     if len(set(numbers)) == 1:
         return Expression.of(numbers[0])
@@ -217,7 +218,7 @@ def _inverse(points: tuple[Point, ...], monomials: tuple[tuple[int, int], ...]) 
 def capture(request: Request) -> CapturedModel:
     """Capture every part of a request.
 
-    Embedding and head are captured without recomputation only: nothing of them is recomputed.
+    Embedding and head are captured without recomputation only: they are never recomputed.
 
     Raises:
         UnregisteredKernelError: the model runs a kernel that the table of kernels does not list.
@@ -251,10 +252,10 @@ def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
 
 @contextlib.contextmanager
 def instrumented(request: Request, world: World, without_values: bool = True) -> Iterator[PartRecorder]:
-    """Build a model with one layer of every kind, its parts ready to be recorded.
+    """Build a model with one layer of every kind whose parts can be recorded.
 
     Args:
-        without_values: on fake tensors. Otherwise it really runs; the torch implementation alone can.
+        without_values: whether to use fake tensors. With real ones it executes; only the torch implementation can.
     """
     config = config_for(request.config, request.layout, request.variant)
     buffer, recorder = GlobalMemoryBuffer(), Recorder(world.axis_of)
@@ -262,7 +263,7 @@ def instrumented(request: Request, world: World, without_values: bool = True) ->
     with contextlib.ExitStack() as stack:
         # Undoes the `gc.freeze` of the recordings.
         stack.callback(_unfreeze_many)
-        # Lets go of the last recording.
+        # Frees the last recording.
         stack.callback(recorder.begin)
         if without_values:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -279,9 +280,9 @@ def instrumented(request: Request, world: World, without_values: bool = True) ->
 
 
 def _unfreeze_many() -> None:
-    """Let the garbage collector find the models of earlier captures when there are many.
+    """Return the models of earlier captures to the garbage collector when there are many.
 
-    The walk through all objects that follows takes as long as some recordings: torch alone has half a million.
+    The following walk through all objects takes as long as some recordings: torch alone has half a million.
     """
     if gc.get_freeze_count() > MOST_FROZEN:
         gc.unfreeze()
@@ -291,7 +292,7 @@ def balance(gpt: Any, recorder: Recorder) -> None:
     """Balanced routing in every MoE layer."""
     layers = [*gpt.decoder.layers, *(layer.transformer_layer for layer in prediction_layers(gpt))]
     balances = [Balance(layer.mlp) for layer in layers if layer.is_moe_layer]
-    # All layers route the same number of tokens to the same number of experts, so one answers for all.
+    # All layers route the same number of tokens to the same number of experts, so one layer's answer holds for all.
     if balances:
         recorder.rows_of_map = balances[0].rows_of_map
 
@@ -311,20 +312,20 @@ def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> li
         return recorded[point]
 
     def fitted(one_sample: bool) -> Part:
-        points, further = sample_points(unit, one_sample)
+        points, extra_points = sample_points(unit, one_sample)
         graphs = [record(point) for point in points]
         try:
             return _checked(fit(graphs, points))
         except NoPolynomialError:
-            return _checked(fit([*map(record, further), *graphs], (*further, *points)))
+            return _checked(fit([*map(record, extra_points), *graphs], (*extra_points, *points)))
 
     many, single = fitted(one_sample=False), sample_points(unit, one_sample=True)[0][0]
-    # Where one sample runs the same operators, one recording shows it and saves the others.
+    # If a single sample runs the same operators, one recording shows it and replaces the others.
     return [many] if gives(many, record(single), single) else [many, fitted(one_sample=True)]
 
 
 def _with_marks(runner: PartRecorder, runnable: RunnablePart, part: Part, unit: int) -> Part:
-    """A layer with the marks of its pass without gradients; a variant's own forward pass is of both kinds, and has none."""
+    """Mark a layer with its pass without gradients; a variant of recomputation runs both kinds of passes, and gets no marks."""
     if part.variant != NO_RECOMPUTATION or not runnable.is_layer:
         return part
     point = sample_points(unit, part.one_sample)[0][0]
@@ -337,7 +338,7 @@ def _checked(part: Part) -> Part:
 
 
 def sequence_unit(config: Config, model: ModelDescription, layout: Layout) -> int:
-    """Tokens of a sequence that every rank, expert and capacity divides for any number of samples."""
+    """Number of tokens that every rank, expert and capacity divides, for any number of samples."""
     ranks = 2 * layout.context * layout.tensor
     if not model.num_experts:
         return 16 * ranks

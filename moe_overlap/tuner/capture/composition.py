@@ -1,8 +1,8 @@
-"""The graphs of any layout, put together from blocks of captured layouts. No torch.
+"""The graphs of any layout, composed of blocks of captured layouts. No torch.
 
-`arranged` lays the blocks of several named parts out in the order of one of them.
-A `Composite` is the graph of all layouts whose blocks have the same classes: operators and storages by name, and a scaling of
-every size. `Composer` makes composites of samples, captured layouts by name, and numbers them for a layout.
+`arranged` takes the blocks from several named parts, in the order of one of them. A `Composite` is the graph of all layouts
+whose blocks have the same classes: operators and storages by name, and a scaling of every size. `Composer` makes composites of
+samples (captured layouts by name), and evaluates them for a layout.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from moe_overlap.tuner.capture.scaling import (
 )
 
 PartKey = tuple[str, bool]
-"""Kind, and whether of one sample."""
+"""Kind, and whether the part is that of one sample."""
 Classes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Blocks with their classes."""
 SampledValues = tuple[tuple[int, int], ...]
-"""Index of a sample, and the identity of a size there: captures repeat few sizes, each as one object, and hashing their numbers
-costs as much as the rest of a scaling. The samples hold the objects."""
+"""Index of a sample, and the identity of the size there: captures repeat few sizes, each as one object, and hashing their
+numbers would cost as much as the rest of a scaling. The samples hold the objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Sample:
     layout: Layout
     degrees: Degrees
     kinds: tuple[str, ...]
-    """Kinds of all captured parts, those too that have no names."""
+    """Kinds of all captured parts, including those without names."""
     parts: Mapping[PartKey, NamedPart]
     sizes: Mapping[PartKey, Mapping[Size, Expression]]
 
@@ -78,7 +78,7 @@ class Sample:
         """A captured model by names; parts that cannot be named are left out.
 
         Args:
-            model: whose vocabulary is padded for this layout.
+            model: the model, with its vocabulary padded for this layout.
         """
         layout, parts = captured.layout, {}
         for part in captured.parts:
@@ -91,7 +91,7 @@ class Sample:
         return Sample(layout, Degrees.of(layout, model), kinds, parts, sizes)
 
     def with_single(self, kind: str) -> Sample:
-        """The same sample with a part of one sample of a kind, which runs what several run there."""
+        """A copy of the sample with a one-sample part of a kind, if one sample runs the same operators as several."""
         if (kind, True) in self.parts or (kind, False) not in self.parts:
             return self
         many = self.parts[kind, False]
@@ -112,13 +112,13 @@ def at_one_sample(expression: Expression) -> Expression:
 
 
 def arranged(backbone: NamedPart, of_block: Mapping[str, NamedPart]) -> NamedPart:
-    """A part with the operators of each block from another part.
+    """Compose a part: the operators of each block come from another part.
 
     Args:
         backbone: gives the order of the blocks.
-        of_block: block -> the part that gives its operators and the storages they make.
+        of_block: block -> the part that provides its operators and their storages.
     Raises:
-        NotComposableError: the parts order their blocks differently, or an operator needs a storage that no block makes.
+        NotComposableError: the parts order their blocks differently, or an operator needs a storage that no block writes.
     """
     runs = backbone.runs
     if any(source.runs != runs for source in of_block.values()):
@@ -128,11 +128,11 @@ def arranged(backbone: NamedPart, of_block: Mapping[str, NamedPart]) -> NamedPar
     block_of_op = {named_op.name: block_of(named_op.op) for named_op in ops}
     storages: dict[StorageName, NamedStorage] = {}
     homes: dict[StorageName, str] = {}
-    outside = (*backbone.held, *backbone.returned, *backbone.behind)
+    outside = (*backbone.held, *backbone.returned, *backbone.appended)
     used = dict.fromkeys((*outside, *(name for op in ops for name in (*op.reads, *op.writes))))
     for name in used:
         block = _home(name, block_of_op)
-        # What comes from outside is the same in all of them; some of it, such as a buffer that a block shares, not in all.
+        # Storages from outside are the same in all parts, but some (a buffer that a block shares) are in some parts only.
         sources = (backbone, *of_block.values()) if block is None else (of_block[block],)
         storage = next((source.storages[name] for source in sources if name in source.storages), None)
         if storage is None:
@@ -155,16 +155,16 @@ def arranged(backbone: NamedPart, of_block: Mapping[str, NamedPart]) -> NamedPar
 def _emptied(
     backbone: NamedPart, of_block: Mapping[str, NamedPart], block_of_op: Mapping[OpName, str]
 ) -> tuple[StorageName, ...]:
-    """The storages that the backward pass fills again, in the order of the backbone's blocks."""
-    own = {
+    """The storages that the backward pass refills, in the order of the backbone's blocks."""
+    emptied_of = {
         block: [name for name in source.emptied if _home(name, block_of_op) == block]
         for block, source in of_block.items()
     }
     order = [backbone.home(name) for name in backbone.emptied]
-    if any(len(names) != order.count(block) for block, names in own.items()):
+    if any(len(names) != order.count(block) for block, names in emptied_of.items()):
         raise NotComposableError(f"{backbone.part.kind}: blocks empty different numbers of storages")
-    left = {block: iter(names) for block, names in own.items()}
-    return tuple(next(left[block]) for block in order)
+    remaining = {block: iter(names) for block, names in emptied_of.items()}
+    return tuple(next(remaining[block]) for block in order)
 
 
 def _home(name: StorageName, block_of_op: Mapping[OpName, str]) -> str | None:
@@ -176,10 +176,10 @@ def _home(name: StorageName, block_of_op: Mapping[OpName, str]) -> str | None:
 def _ended_elsewhere(
     field: str, name: StorageName, of_block: Mapping[str, NamedPart], block_of_op: Mapping[OpName, str]
 ) -> NamedStorage:
-    """The storage as the block has it that frees or releases it: another block's operators hold it.
+    """The storage as described by the block that frees or releases it: operators of another block hold it.
 
     Args:
-        field: of `NamedStorage`: `freed`, `released` or `replaced`.
+        field: a field of `NamedStorage`: `freed`, `released` or `replaced`.
     """
     for block, source in of_block.items():
         storage = source.storages.get(name)
@@ -202,26 +202,26 @@ class Composite:
     axes: tuple[str, ...]
     """Parallel axes of its collectives, each named once."""
     is_of_experts: bool
-    """Whether it has operators or storages for each expert, or such that have replicas of their own."""
+    """Whether it has operators or storages for each expert, or ones with replicas of their own."""
     runs_each_expert: bool
     """Whether it has operators for each expert."""
     open: tuple[Scaling, ...]
-    """Scalings of which the samples leave several sums."""
+    """Scalings for which the samples allow several sums."""
 
     @staticmethod
-    def of(whole: NamedPart, scalings: Mapping[Size, Scaling]) -> Composite:
-        """The graph whose sizes scale so."""
-        collectives = [named_op.op.collective for named_op in whole.ops]
-        runs_each_expert = any(named_op.per_expert for named_op in whole.ops)
+    def of(graph: NamedPart, scalings: Mapping[Size, Scaling]) -> Composite:
+        """The graph with these scalings of its sizes."""
+        collectives = [named_op.op.collective for named_op in graph.ops]
+        runs_each_expert = any(named_op.per_expert for named_op in graph.ops)
         is_of_experts = runs_each_expert or any(
-            entry.per_expert or is_of_expert(entry.storage) for entry in whole.storages.values()
+            entry.per_expert or is_of_expert(entry.storage) for entry in graph.storages.values()
         )
         axes = dict.fromkeys(collective.axis for collective in collectives if collective is not None)
-        left = {id(scaling): scaling for scaling in scalings.values() if not scaling.is_unique}
-        return Composite(whole, scalings, tuple(axes), is_of_experts, runs_each_expert, tuple(left.values()))
+        undecided = {id(scaling): scaling for scaling in scalings.values() if not scaling.is_unique}
+        return Composite(graph, scalings, tuple(axes), is_of_experts, runs_each_expert, tuple(undecided.values()))
 
     def is_decided(self, degrees: Degrees) -> bool:
-        """Whether the samples decide every size of a layout."""
+        """Whether the samples determine every size of a layout."""
         try:
             for scaling in self.open:
                 scaling.at(degrees)
@@ -230,10 +230,10 @@ class Composite:
         return True
 
     def values(self, degrees: Degrees) -> dict[int, Expression]:
-        """The value of every scaling, by its identity: graphs repeat few.
+        """The value of every scaling, by its identity: graphs repeat few scalings.
 
         Raises:
-            UndeterminedError: the samples do not decide one of them there.
+            UndeterminedError: the samples do not determine one of them.
         """
         return {id(scaling): scaling.at(degrees) for scaling in {id(s): s for s in self.scalings.values()}.values()}
 
@@ -241,7 +241,7 @@ class Composite:
         """Every size of a layout.
 
         Raises:
-            UndeterminedError: as `values`.
+            UndeterminedError: see `values`.
         """
         return self.sizes_of(self.values(degrees))
 
@@ -251,19 +251,19 @@ class Composite:
 
 
 class Composer:
-    """Puts parts together from samples.
+    """Composes parts from samples.
 
     Args:
-        model: its vocabulary does not matter.
+        model: the model; its vocabulary does not matter.
         samples: captured layouts.
-        of_copies: a library dispatches tokens.
+        of_copies: whether a library dispatches tokens.
     """
 
     def __init__(self, model: ModelDescription, samples: Sequence[Sample], of_copies: bool = False) -> None:
         self._of_copies = of_copies
         kinds = dict.fromkeys(kind for sample in samples for kind in sample.kinds)
         self.single = tuple(kind for kind in kinds if any((kind, True) in sample.parts for sample in samples))
-        """Kinds with another graph of one sample, under some layouts at least."""
+        """Kinds with a separate graph of one sample, at least under some layouts."""
         for kind in self.single:
             samples = [sample.with_single(kind) for sample in samples]
         self._model, self._samples = model, tuple(samples)
@@ -274,23 +274,23 @@ class Composer:
         self._scalings = Samples([sample.degrees for sample in samples])
         self._values: dict[PartKey, dict[Size, SampledValues]] = {}
         self._known: dict[tuple[str, tuple[Any, ...], bool], dict[SampledValues, Scaling]] = {}
-        """By block, its class, whether key/value heads are fewer than the ranks, and values."""
+        """By block, its class, whether there are fewer key/value heads than ranks, and values."""
         self._shared: dict[tuple[Products, SampledValues], Scaling] = {}
-        """By products, and the values that pass through one sum."""
+        """By products and values: those of one sum."""
         self._totals: dict[tuple[int, ...], tuple[Scaling, Sequence[Scaling]]] = {}
-        """By the identities of some scalings: their sum, and they themselves, so that no other gets their identity."""
+        """By the identities of some scalings: their sum, and the scalings, so that no others get their identities."""
         self._composites: dict[tuple[PartKey, Classes, bool], Composite | NotComposableError | UndeterminedError] = {}
-        # Embedding, head and dense layers are the same under many layouts; equal parts are one object, which is priced once.
+        # Embedding, head and dense layers are equal under many layouts; equal parts are one object, which is priced once.
         self._parts: dict[tuple[object, ...], tuple[Part, ...]] = {}
         self.kinds = tuple(kinds)
         self.mixed = tuple(kind for kind in kinds if self._is_mixed((kind, False)) or self._is_mixed((kind, True)))
-        """Kinds with a block that differs between samples of one class: they are never put together."""
+        """Kinds with a block that differs between samples of one class: they are never composed."""
 
     def parts(self, kind: str, layout: Layout, degrees: Degrees) -> tuple[Part, ...]:
-        """The graph of a kind of part under a layout, and that of one sample where it is another.
+        """The graph of a kind of part under a layout, and that of one sample if it differs.
 
         Raises:
-            NotComposableError, UndeterminedError: the samples do not tell.
+            NotComposableError, UndeterminedError: the samples do not determine it.
         """
         if kind in self.mixed:
             raise NotComposableError(f"{kind} depends on more than the classes of its blocks")
@@ -299,9 +299,9 @@ class Composer:
         values = [composite.values(degrees) for composite in composites]
         of_experts = (self._experts(layout), expert_replicas(layout)) if many.is_of_experts else ()
         ranks = tuple(group_size(layout, axis) for composite in composites for axis in composite.axes)
-        key = (*map(id, composites), of_experts, ranks, *(tuple(each.values()) for each in values))
+        key = (*map(id, composites), of_experts, ranks, *(tuple(of_one.values()) for of_one in values))
         if key not in self._parts:
-            sizes = [composite.sizes_of(each) for composite, each in zip(composites, values, strict=True)]
+            sizes = [composite.sizes_of(of_one) for composite, of_one in zip(composites, values, strict=True)]
             self._parts[key] = self._numbered(composites, layout, sizes)
         return self._parts[key]
 
@@ -310,17 +310,17 @@ class Composer:
     ) -> tuple[Part, ...]:
         experts, many = self._experts(layout), composites[0]
         parts = [numbered(many.whole, layout, experts, sizes[0])]
-        for one, of_single in zip(composites[1:], sizes[1:], strict=True):
-            same = [op.structure for op in one.whole.ops] == [op.structure for op in many.whole.ops]
+        for single, of_single in zip(composites[1:], sizes[1:], strict=True):
+            same = [op.structure for op in single.whole.ops] == [op.structure for op in many.whole.ops]
             if not same or {size: at_one_sample(value) for size, value in sizes[0].items()} != of_single:
-                parts.append(numbered(one.whole, layout, experts, of_single))
+                parts.append(numbered(single.whole, layout, experts, of_single))
         return tuple(parts)
 
     def composite(self, key: PartKey, layout: Layout) -> Composite:
         """The graph of a part under all layouts of the same classes.
 
         Raises:
-            NotComposableError, UndeterminedError: the samples do not tell.
+            NotComposableError, UndeterminedError: the samples do not determine it.
         """
         classes = self.classes(key, layout)
         place = (key, classes, self._is_split(layout))
@@ -358,32 +358,32 @@ class Composer:
 
     def _composite(self, key: PartKey, layout: Layout, classes: Mapping[str, tuple[Any, ...]]) -> Composite:
         of_block: dict[str, NamedPart] = {}
-        for block, wanted in classes.items():
+        for block, needed in classes.items():
             of_class = [
                 sample.parts[key]
                 for sample in self._samples
-                if key in sample.parts and self._class(block, sample.layout) == wanted
+                if key in sample.parts and self._class(block, sample.layout) == needed
             ]
             if not of_class:
-                raise NotComposableError(f"{key[0]}: nothing captured has {block} of class {wanted}")
+                raise NotComposableError(f"{key[0]}: nothing captured has {block} of class {needed}")
             of_block[block] = of_class[0]
         backbone = of_block[ROUTED] if ROUTED in of_block else next(iter(of_block.values()))
-        whole = arranged(backbone, of_block)
-        blocks = {named_op.name: block_of(named_op.op) for named_op in whole.ops}
-        homes = {size: blocks.get(size[0]) or whole.home(size[0]) for size, _ in whole.sizes()}
+        graph = arranged(backbone, of_block)
+        blocks = {named_op.name: block_of(named_op.op) for named_op in graph.ops}
+        homes = {size: blocks.get(size[0]) or graph.home(size[0]) for size, _ in graph.sizes()}
         values = self._sampled(key)
         scalings: dict[Size, Scaling] = {}
         for block in dict.fromkeys(homes.values()):
-            # By the identity of its values: of all samples, since those that have the part are the same for all its sizes.
-            known = self._known.setdefault((block, self._class(block, layout), self._is_split(layout)), {})
+            # Keyed by the identities of its values in all samples, which are the same samples for all sizes of a part.
+            cached = self._known.setdefault((block, self._class(block, layout), self._is_split(layout)), {})
             for size in (size for size, home in homes.items() if home == block):
-                if values[size] not in known:
-                    known[values[size]] = self._scaling(key, size, block, layout)
-                scalings[size] = known[values[size]]
-        return Composite.of(whole, self._with_totals({size: scalings[size] for size in homes}))
+                if values[size] not in cached:
+                    cached[values[size]] = self._scaling(key, size, block, layout)
+                scalings[size] = cached[values[size]]
+        return Composite.of(graph, self._with_totals({size: scalings[size] for size in homes}))
 
     def _with_totals(self, scalings: Mapping[Size, Scaling]) -> dict[Size, Scaling]:
-        """The scalings of what `numbered` takes: sizes of an operator in its storages are added up."""
+        """The scalings that `numbered` takes: those of an operator's storages are summed."""
         totals: dict[Size, Scaling] = {}
         for (name, which), group in groupby(scalings.items(), key=lambda entry: entry[0][:2]):
             members = list(group)
@@ -391,7 +391,7 @@ class Composer:
                 totals.update(members)
                 continue
             key = tuple(id(scaling) for _, scaling in members)
-            # The values of a layout are looked up by the identity of their scalings, so equal sums are one object.
+            # The values of a layout are looked up by the identities of their scalings, so equal sums must be one object.
             if key not in self._totals:
                 parts = [scaling for _, scaling in members]
                 self._totals[key] = total(parts), parts
@@ -409,27 +409,27 @@ class Composer:
         return self._values[key]
 
     def _scaling(self, key: PartKey, size: Size, block: str, layout: Layout) -> Scaling:
-        """The scaling of a size: over all samples that have it, else over those that split key/value heads as far as the layout
-        may, else over those whose block is of the same class."""
+        """The scaling of a size: from all samples that have it, else from those that split key/value heads as far as the layout
+        may, else from those whose block has the same class."""
         of_heads = has_heads(block, self._model) and any(self._is_split(sample.layout) for sample in self._samples)
         dense = dense_products(has_vocabulary(block), of_heads)
         products = routed_products(self._of_copies) if block == ROUTED else dense
-        known = {
+        captured = {
             index: sample.sizes[key][size]
             for index, sample in enumerate(self._samples)
             if size in sample.sizes.get(key, {})
         }
-        split, wanted = self._is_split(layout), self._class(block, layout)
-        own = (index for index in known if self._class(block, self._samples[index].layout) == wanted)
-        lots = [[*known], [*own]]
+        split, needed = self._is_split(layout), self._class(block, layout)
+        of_class = (index for index in captured if self._class(block, self._samples[index].layout) == needed)
+        lots = [[*captured], [*of_class]]
         if of_heads:
-            lots.insert(1, [index for index in known if self._is_split(self._samples[index].layout) == split])
+            lots.insert(1, [index for index in captured if self._is_split(self._samples[index].layout) == split])
         reason = ""
         for lot in lots:
-            shared = products, tuple((index, id(known[index])) for index in lot)
+            shared = products, tuple((index, id(captured[index])) for index in lot)
             try:
                 if shared not in self._shared:
-                    self._shared[shared] = self._scalings.scaling({index: known[index] for index in lot}, products)
+                    self._shared[shared] = self._scalings.scaling({index: captured[index] for index in lot}, products)
                 return self._shared[shared]
             except UndeterminedError as error:
                 reason = str(error)

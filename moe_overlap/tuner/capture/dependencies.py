@@ -1,4 +1,4 @@
-"""Dependencies of a part's operators, and the marks that follow from the place of an operator among the others. No torch."""
+"""Dependencies of a part's operators, and marks that depend on an operator's position among the others. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WITH_LOAD = (DISPATCH, EXPERTS, COMBINE)
 
 
 def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
-    """Operators with their dependencies, and with weight gradients and what grows with the experts' load marked.
+    """Add dependencies to operators, and mark weight gradients and operators whose work grows with the experts' load.
 
     Args:
-        roles: of the storages.
+        roles: roles of the storages.
     """
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
@@ -24,7 +24,7 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
     for op in ops:
         # Read after write and write after write.
         needed = {writer[index] for index in (*op.reads, *op.writes) if index in writer}
-        # Write after read: an operator in place must not overtake those that read the old values.
+        # Write after read: an operator in place must not run before those that read the old values.
         needed |= {reader for index in op.writes for reader in readers.get(index, ())}
         after.append(tuple(sorted(needed - {op.id})))
         for index in op.writes:
@@ -33,7 +33,7 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
             readers.setdefault(index, []).append(op.id)
     weights = _weight_gradients(ops, roles)
     return tuple(
-        # A search makes tens of thousands, and `dataclasses.replace` takes several times as long.
+        # A search creates tens of thousands, and `dataclasses.replace` takes several times as long.
         Op(
             id=op.id,
             name=op.name,
@@ -52,7 +52,7 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
             is_weight_gradient=op.id in weights,
             is_recomputed=op.is_recomputed,
             needs_gradients=op.needs_gradients,
-            # Adding gradients up does not; their products, which may write to the gradient itself, do.
+            # Accumulating gradients does not grow; their products, which may write to the gradient itself, do.
             scales_with_load=op.operator in _WITH_LOAD
             and (op.id in weights or not all(roles[index] == "gradient" for index in op.writes)),
             touched=op.touched,
@@ -63,9 +63,9 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
 
 
 def in_order_of_experts(ops: Sequence[Op], storages: Sequence[Storage]) -> tuple[list[Op], tuple[Storage, ...]]:
-    """The same operators, those that add up the gradients of experts, one behind the other, in the order of the experts.
+    """Sort the operators that accumulate experts' gradients into consecutive ones, in the order of the experts.
 
-    Autograd's queue is a heap, whose order of equals is another one for every number of experts. Nothing depends on it.
+    Autograd's queue is a heap, whose order of equal entries depends on the number of experts. Nothing depends on that order.
     """
 
     def expert(op: Op) -> int | None:

@@ -1,8 +1,8 @@
 """Numbers of a captured graph as expressions in the micro-batch and the sequence length. Standard library and numpy.
 
-Symbols: `b`, samples of a micro-batch on a rank; `s`, tokens of a whole sample, before context or sequence parallelism cut it.
-An expression is a sum of products with rational coefficients; a factor may be `ceil`, `floor`, `max` or `min` of expressions.
-Text: `3/2*b*s^2 + 4096*s + max(b*s, 128)`.
+Symbols: `b`, samples of a micro-batch on a rank; `s`, tokens of a whole sample, before context or sequence parallelism splits
+it. An expression is a sum of products with rational coefficients; a factor may be `ceil`, `floor`, `max` or `min` of
+expressions. Text: `3/2*b*s^2 + 4096*s + max(b*s, 128)`.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Expression:
 
     @staticmethod
     def of(value: Expression | Fraction | int) -> Expression:
-        """An expression as it is, or the constant."""
+        """The expression itself, or a number as a constant."""
         if isinstance(value, Expression):
             return value
         return Expression((((), Fraction(value)),) if value else ())
 
     @staticmethod
     def parse(text: str) -> Expression:
-        """Read what `str` wrote.
+        """Parse the output of `str`.
 
         Raises:
             ValueError: not the text of an expression.
         """
-        return _Parser(text).whole()
+        return _Parser(text).parsed()
 
     def value(self, b: Any, s: Any) -> Values:
         """The number at samples b and tokens s; arrays broadcast."""
@@ -82,9 +82,9 @@ class Expression:
 
     def __mul__(self, other: Expression | Fraction | int) -> Expression:
         total: dict[Monomial, Fraction] = {}
-        for left, c in self.terms:
-            for right, d in Expression.of(other).terms:
-                product = _product(left, right)
+        for first, c in self.terms:
+            for second, d in Expression.of(other).terms:
+                product = _product(first, second)
                 total[product] = total.get(product, Fraction(0)) + c * d
         return _canonical(total)
 
@@ -117,14 +117,14 @@ def floor(value: Expression) -> Expression:
     return _call("floor", value)
 
 
-def largest(left: Expression | int, right: Expression | int) -> Expression:
+def largest(first: Expression | int, second: Expression | int) -> Expression:
     """The larger of two."""
-    return _call("max", left, right)
+    return _call("max", first, second)
 
 
-def smallest(left: Expression | int, right: Expression | int) -> Expression:
+def smallest(first: Expression | int, second: Expression | int) -> Expression:
     """The smaller of two."""
-    return _call("min", left, right)
+    return _call("min", first, second)
 
 
 def evaluate(expressions: Sequence[Expression], b: Any, s: Any) -> Values:
@@ -159,7 +159,7 @@ def _factor_value(factor: Factor, symbols: Mapping[str, Values]) -> Values:
     if isinstance(factor, str):
         return symbols[factor]
     arguments = evaluate(factor.arguments, symbols["b"], symbols["s"])
-    # Thirds and the like are not exact in binary: 3 must not round up to 4.
+    # Thirds and the like are not exact in binary: 3 must not be rounded up to 4.
     rounding = 1e-9
     values: Values
     if factor.function == "ceil":
@@ -191,15 +191,15 @@ def _floor(number: Fraction) -> Fraction:
 
 def _canonical(terms: Mapping[Monomial, Fraction]) -> Expression:
     # Without zero terms and in one order: equality of values is then equality of tuples, and of text.
-    kept = ((monomial, coefficient) for monomial, coefficient in terms.items() if coefficient)
-    return Expression(tuple(sorted(kept, key=lambda term: monomial_text(term[0]))))
+    nonzero = ((monomial, coefficient) for monomial, coefficient in terms.items() if coefficient)
+    return Expression(tuple(sorted(nonzero, key=lambda term: monomial_text(term[0]))))
 
 
-def _product(left: Monomial, right: Monomial) -> Monomial:
-    powers = dict(left)
-    for factor, power in right:
+def _product(first: Monomial, second: Monomial) -> Monomial:
+    powers = dict(first)
+    for factor, power in second:
         powers[factor] = powers.get(factor, 0) + power
-    # Sorted, so that equal products are equal however they were multiplied.
+    # Sorted, so that equal products are equal whatever the order of their factors was.
     return tuple(sorted(powers.items(), key=lambda item: str(item[0])))
 
 
@@ -227,8 +227,8 @@ class _Parser:
             position = token.end()
         self.tokens.append("")
 
-    def whole(self) -> Expression:
-        """The expression, with nothing behind it."""
+    def parsed(self) -> Expression:
+        """The expression, which must end the text."""
         value = self.sum()
         if self.tokens[0]:
             self.fail()
@@ -286,13 +286,13 @@ class _Parser:
         return int(self.tokens.pop(0))
 
     def take(self, expected: str) -> None:
-        """Step over one character that must stand here."""
+        """Skip one required character."""
         if self.tokens[0] != expected:
             self.fail()
         self.tokens.pop(0)
 
     def fail(self) -> Any:
-        """Raise for what stands here."""
+        """Raise an error for the next token."""
         raise ValueError(f"expression {self.text!r}: unexpected {self.tokens[0] or 'end'!r}")
 
 

@@ -1,10 +1,10 @@
-"""Stand-ins for the fused kernels of Transformer Engine: what each reads, writes and keeps for its backward pass; no arithmetic.
+"""Stand-ins for the fused kernels of Transformer Engine: they read, write and save the same tensors, and compute nothing.
 
-Every kernel is announced to the recorder under its name in `kernels.py`; outputs are tensors of the right size without values.
+Every kernel is reported to the recorder under its name in `kernels.py`; outputs are tensors of the right size without values.
 
 First the all-to-alls of the flex dispatcher, DeepEP and HybridEP. Both send a token once to every rank that holds some of its
-experts. DeepEP hands over the rows as they come, and a permutation copies them for the experts; HybridEP writes each expert's
-rows itself. Routing is balanced: a rank receives as much as it sends. Then norms, products, attention, rotary positions,
+experts. DeepEP returns the received rows, and a permutation copies them for the experts; HybridEP writes each expert's rows
+itself. Routing is balanced: a rank receives as much as it sends. Then norms, products, attention, rotary positions,
 permutations.
 
 Legend of the all-to-alls: T tokens, R rows sent or received, N rows of this rank's experts, H hidden size, K choices of a token,
@@ -29,7 +29,7 @@ from moe_overlap.tuner.capture.stand_ins import Counts
 
 
 def sent_rows(tokens: int, choices: int, ranks: int) -> int:
-    """Number of rows that leave a rank, those to itself among them."""
+    """Number of rows that a rank sends, including those to itself."""
     rows = tokens * round(COPIES_PER * expected_places(choices, ranks))
     assert rows % COPIES_PER == 0, "the sample batch makes no whole rows"
     return rows // COPIES_PER
@@ -37,14 +37,14 @@ def sent_rows(tokens: int, choices: int, ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One dispatch of tokens: megatron-core calls it the handle, and hands it to the combine.
+    """One dispatch of tokens; megatron-core calls it the handle, and passes it to the combine.
 
     Attributes:
-        library: deepep or hybridep, as the table of kernels names them.
+        library: deepep or hybridep, as in the table of kernels.
         tokens, sent: T and R.
-        received: rows on the other side: R of DeepEP, N of HybridEP.
+        received: number of received rows: R for DeepEP, N for HybridEP.
         plan: the tensor that the library computes from the routing map.
-        score_shape: of the scores that travel along: per token, and per received row.
+        score_shape: shape of the scores that travel with the rows: per token, and per received row.
     """
 
     recorder: Recorder
@@ -56,12 +56,12 @@ class Route:
     plan: Tensor
     score_shape: tuple[tuple[int, ...], tuple[int, ...]]
 
-    def there(self, x_TH: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Announce the dispatch: tokens travel to the ranks of their experts."""
+    def dispatch(self, x_TH: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Record the dispatch: tokens travel to the ranks of their experts."""
         return self._exchange("dispatch", x_TH, scores, self.received, self.score_shape[1])
 
-    def back(self, x_RH: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Announce the combine: rows travel back and are added up for each token."""
+    def combine(self, x_RH: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Record the combine: rows travel back and are summed for each token."""
         return self._exchange("combine", x_RH, scores, self.tokens, self.score_shape[0])
 
     def _exchange(
@@ -71,10 +71,10 @@ class Route:
             out = rows_in.new_empty(rows, rows_in.shape[1])
             return (out,) if scores_in is None else (out, scores_in.new_empty(score_shape))
 
-        each = x.shape[1] * x.element_size()
-        each += 0 if scores is None else scores.element_size() * (scores.numel() // scores.shape[0])
+        row_bytes = x.shape[1] * x.element_size()
+        row_bytes += 0 if scores is None else scores.element_size() * (scores.numel() // scores.shape[0])
         out, *out_scores = self.recorder.kernel(
-            f"{self.library}.{name}", exchanged, x, self.plan, scores, sent=(self.group, self.sent * each)
+            f"{self.library}.{name}", exchanged, x, self.plan, scores, sent=(self.group, self.sent * row_bytes)
         )
         return out, out_scores[0] if out_scores else None
 
@@ -86,14 +86,14 @@ class Dispatch(torch.autograd.Function):
     def forward(ctx: Any, route: Route, x_TH: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the received rows and their scores."""
         ctx.route = route
-        out, out_scores = route.there(x_TH, scores)
+        out, out_scores = route.dispatch(x_TH, scores)
         assert out_scores is not None
         return out, out_scores
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Send the gradients back."""
-        return None, *ctx.route.back(*gradients)
+        return None, *ctx.route.combine(*gradients)
 
 
 class Combine(torch.autograd.Function):
@@ -103,12 +103,12 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, route: Route, x_RH: Tensor) -> Tensor:
         """Return the combined rows [T, H]."""
         ctx.route = route
-        return route.back(x_RH, None)[0]
+        return route.combine(x_RH, None)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the gradients of the rows."""
-        return None, ctx.route.there(gradients[0], None)[0]
+        return None, ctx.route.dispatch(gradients[0], None)[0]
 
 
 class Multihot(torch.autograd.Function):
@@ -142,7 +142,7 @@ class Multihot(torch.autograd.Function):
 
 
 def flex_functions(recorder: Recorder) -> dict[str, Any]:
-    """The libraries' functions under the names by which megatron-core's token_dispatcher.py knows them."""
+    """The libraries' functions, by their names in megatron-core's token_dispatcher.py."""
 
     def rows_of_experts(experts: int, tokens: int) -> int:
         assert recorder.rows_of_map is not None, "there are no experts"
@@ -153,7 +153,7 @@ def flex_functions(recorder: Recorder) -> dict[str, Any]:
         sent = sent_rows(tokens, choices, ranks)
 
         def planned(chosen: Tensor) -> tuple[Tensor, Tensor]:
-            # Whether a token goes to a rank, its place there, and where each received row came from.
+            # Whether each token goes to each rank, its place there, and the source of each received row.
             return torch.empty(tokens * ranks * 5 + sent * 4, dtype=torch.uint8), chosen.new_empty(sent, choices)
 
         plan, received_RK = recorder.kernel("deepep.layout", planned, choices_TK)
@@ -233,9 +233,9 @@ def _norm_backward(
 
 
 class Linear(torch.autograd.Function):
-    """A product with a sharded weight, perhaps behind a norm; the weight's gradient is added to `main_grad` in the product.
+    """A product with a sharded weight, optionally after a norm; the product itself adds the weight's gradient to `main_grad`.
 
-    The normed input is kept, under sequence parallelism only this rank's part: it is gathered again in the backward pass.
+    The normed input is saved, under sequence parallelism only this rank's part: it is gathered again in the backward pass.
     """
 
     @staticmethod
@@ -245,19 +245,19 @@ class Linear(torch.autograd.Function):
         """Communicate, multiply, communicate.
 
         Args:
-            linear: says how: `norm_weights`, `splits` (`columns`, `rows` or nothing), `sequence_parallel`, `tp_group`.
-            norm: weight, and bias where there is one, of the norm in front.
+            linear: its settings: `norm_weights`, `splits` (`columns`, `rows` or nothing), `sequence_parallel`, `tp_group`.
+            norm: weight, and bias if there is one, of the norm before it.
         """
         statistics: tuple[Tensor, ...] = ()
         normed = x
         if norm:
-            normed, *kept = recorder.kernel("te.norm", _norm, x, norm[0], norm[1] if len(norm) > 1 else None)
-            statistics = tuple(kept)
-        whole = _gather(normed, linear) if linear.splits == "columns" and linear.sequence_parallel else normed
-        out = torch.mm(whole.view(-1, whole.shape[-1]), weight.t())
+            normed, *saved = recorder.kernel("te.norm", _norm, x, norm[0], norm[1] if len(norm) > 1 else None)
+            statistics = tuple(saved)
+        gathered = _gather(normed, linear) if linear.splits == "columns" and linear.sequence_parallel else normed
+        out = torch.mm(gathered.view(-1, gathered.shape[-1]), weight.t())
         if bias is not None:
             out = recorder.kernel("te.add_bias", lambda o, b: torch.empty_like(o), out, bias)
-        out = out.view(*whole.shape[:-1], -1)
+        out = out.view(*gathered.shape[:-1], -1)
         if linear.splits == "rows":
             out = _scatter(out, linear) if linear.sequence_parallel else _sum(out, linear)
         ctx.recorder, ctx.linear, ctx.bias = recorder, linear, bias is not None
@@ -272,13 +272,13 @@ class Linear(torch.autograd.Function):
         linear, dy = ctx.linear, gradients[0]
         if linear.splits == "rows" and linear.sequence_parallel:
             dy = _gather(dy, linear)
-        whole = _gather(normed, linear) if linear.splits == "columns" and linear.sequence_parallel else normed
-        dy_MN, whole_MK = dy.reshape(-1, dy.shape[-1]), whole.reshape(-1, whole.shape[-1])
-        dx = torch.mm(dy_MN, weight).view(whole.shape)
+        gathered = _gather(normed, linear) if linear.splits == "columns" and linear.sequence_parallel else normed
+        dy_MN, gathered_MK = dy.reshape(-1, dy.shape[-1]), gathered.reshape(-1, gathered.shape[-1])
+        dx = torch.mm(dy_MN, weight).view(gathered.shape)
         if linear.splits == "columns":
             dx = _scatter(dx, linear) if linear.sequence_parallel else _sum(dx, linear)
-        ctx.recorder.kernel("te.weight_gradient", _nothing, dy_MN, whole_MK, written=(ctx.main_gradient,))
-        del whole, whole_MK
+        ctx.recorder.kernel("te.weight_gradient", _nothing, dy_MN, gathered_MK, written=(ctx.main_gradient,))
+        del gathered, gathered_MK
         dbias = dy_MN.sum(0) if ctx.bias else None
         dnorm: tuple[Any, ...] = ()
         if ctx.norms:
@@ -294,16 +294,16 @@ def _nothing(*_: Tensor) -> None:
 def _gather(part: Tensor, linear: Any) -> Tensor:
     if linear.tp_size == 1:
         return part
-    whole = part.new_empty((part.shape[0] * linear.tp_size, *part.shape[1:]))
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=linear.tp_group)
-    return whole
+    gathered = part.new_empty((part.shape[0] * linear.tp_size, *part.shape[1:]))
+    dist.all_gather_into_tensor(gathered, part.contiguous(), group=linear.tp_group)
+    return gathered
 
 
-def _scatter(whole: Tensor, linear: Any) -> Tensor:
+def _scatter(sequence: Tensor, linear: Any) -> Tensor:
     if linear.tp_size == 1:
-        return whole
-    part = whole.new_empty((whole.shape[0] // linear.tp_size, *whole.shape[1:]))
-    dist.reduce_scatter_tensor(part, whole.contiguous(), group=linear.tp_group)
+        return sequence
+    part = sequence.new_empty((sequence.shape[0] // linear.tp_size, *sequence.shape[1:]))
+    dist.reduce_scatter_tensor(part, sequence.contiguous(), group=linear.tp_group)
     return part
 
 
@@ -321,7 +321,7 @@ class GroupedLinear(torch.autograd.Function):
         """Rows of every expert times its weight, transposed, and its bias added.
 
         Args:
-            parameters: a weight [N, K] of each expert, then a bias [N] of each where there are biases.
+            parameters: a weight [N, K] of each expert, then a bias [N] of each if they have biases.
         """
         weights_NK, biases_N = parameters[:experts], parameters[experts:]
         shape = (len(weights_NK), x_TK.shape[0], weights_NK[0].shape[0], x_TK.shape[1])
@@ -367,10 +367,10 @@ class GroupedLinear(torch.autograd.Function):
 class Attention(torch.autograd.Function):
     """Causal flash attention: keeps queries, keys, values, output and the log-sum of every row.
 
-    Keys and values that are slices of one product are copied, and the product is not kept: Transformer Engine
-    (`get_qkv_layout`) takes slices only where queries, keys and values have one shape and stand in one tensor.
+    Keys and values that are slices of one product are copied, and the product is not saved: Transformer Engine
+    (`get_qkv_layout`) accepts slices only if queries, keys and values have one shape and are in one tensor.
 
-    Under context parallelism keys and values of all ranks pass by; they are gathered, which has the bytes of a ring.
+    Under context parallelism the keys and values of all ranks are gathered, which moves the same bytes as a ring.
     """
 
     @staticmethod
@@ -392,7 +392,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Gradients of queries, keys and values; those of the queries are added up in fp32 on the way."""
+        """Gradients of queries, keys and values; those of the queries are accumulated in fp32."""
         q, k, v, out, row_sums = ctx.saved_tensors
         group = ctx.core.context_group
         keys, values = (_all_parts(x, group) for x in (k, v))
@@ -417,9 +417,9 @@ def _attention_shape(core: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, .
 def _all_parts(x: Tensor, group: Any) -> Tensor:
     if group is None:
         return x
-    whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-    return whole
+    gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
 
 
 def _own_part(dx: Tensor, group: Any) -> Tensor:
@@ -520,7 +520,7 @@ class MoveRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Move the gradients back to where the rows came from."""
+        """Move the gradients back to the source rows."""
         (row_map,) = ctx.saved_tensors
         scores = gradients[1] if ctx.score_shape is not None else None
         dx, dscores = _move(ctx.recorder, gradients[0], scores, row_map, ctx.rows, ctx.score_shape)

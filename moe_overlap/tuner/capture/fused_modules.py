@@ -1,9 +1,9 @@
-"""Modules in place of Transformer Engine's, for megatron-core's own specs: parameters, and the kernels of `fused_functions.py`.
+"""Stand-ins for Transformer Engine's modules in megatron-core's specs: parameters, and the kernels of `fused_functions.py`.
 
 Transformer Engine itself is not needed; nothing here computes. `FusedSpecs` has the interface of megatron-core's provider of
-Transformer Engine's modules, so megatron-core decides which of them stands where. `fused_kernels` then puts megatron-core into
-the state it has on a GPU with Transformer Engine: its specs, its fusions, and the functions that torch compiles as one kernel
-each.
+Transformer Engine's modules, so megatron-core decides where each of them is used. `fused_kernels` then puts megatron-core into
+the state that it has on a GPU with Transformer Engine: its specs, its fusions, and the functions that torch compiles as one
+kernel each.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class FusedColumnLinear(ColumnParallelLinear):
         self.tp_size = 1 if self.explicit_expert_comm else self.tp_group.size()
 
     def norm_weights(self) -> tuple[Tensor, ...]:
-        """No norm in front."""
+        """No norm before the product."""
         return ()
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
-        """The product, and the bias where the caller adds it."""
+        """The product, and the bias if the caller adds it."""
         bias = None if self.skip_bias_add else self.bias
         out = Linear.apply(self.recorder, self, x, self.weight, bias, *self.norm_weights())
         return out, self.bias if self.skip_bias_add else None
@@ -91,7 +91,7 @@ class FusedNormLinear(FusedColumnLinear):
         self.norm = TorchNorm(config, input_size)
 
     def norm_weights(self) -> tuple[Tensor, ...]:
-        """Weights of the norm in front."""
+        """Weights of the norm before the product."""
         return tuple(self.norm.parameters())
 
 
@@ -106,14 +106,14 @@ class FusedRowLinear(RowParallelLinear):
         self.tp_size = 1 if self.explicit_expert_comm else self.tp_group.size()
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
-        """The product, and the bias where the caller adds it."""
+        """The product, and the bias if the caller adds it."""
         bias = None if self.skip_bias_add else self.bias
         out = Linear.apply(self.recorder, self, x, self.weight, bias)
         return out, self.bias if self.skip_bias_add else None
 
 
 class FusedWholeLinear(torch.nn.Module):
-    """A weight that every tensor-parallel rank has whole; each multiplies its part of the sequence."""
+    """A weight that every tensor-parallel rank holds completely; each multiplies its part of the sequence."""
 
     recorder: Recorder
     splits = ""
@@ -169,7 +169,7 @@ class FusedGroupedLinear(torch.nn.Module):
         setattr(self, name, parameter)
 
     def forward(self, x_TK: Tensor, _tokens_per_expert: list[int]) -> tuple[Tensor, Any]:
-        """The products, and the biases where the caller adds them."""
+        """The products, and the biases if the caller adds them."""
         added = [] if self.skip_bias_add else self.biases
         out = GroupedLinear.apply(self.recorder, x_TK, len(self.weights), *self.weights, *added)
         return out, self.biases if self.biases and not added else None
@@ -198,11 +198,11 @@ class FusedAttention(SdpaAttention):
 
 
 class FusedSpecs:
-    """Which module megatron-core's specs use for what; each bound to the recorder.
+    """The modules of megatron-core's specs, each bound to the recorder.
 
     Args:
-        recorder: hears of the kernels.
-        tensor_group: for linears that megatron-core hands no group.
+        recorder: records the kernels.
+        tensor_group: for linears that get no group from megatron-core.
     """
 
     def __init__(self, recorder: Recorder, tensor_group: Any) -> None:
@@ -210,7 +210,7 @@ class FusedSpecs:
             return type(module.__name__, (module,), {"recorder": recorder, "tensor_group": tensor_group})
 
         self.norm = bound(FusedNorm)
-        self.whole = bound(FusedWholeLinear)
+        self.duplicated = bound(FusedWholeLinear)
         self._columns, self._norm_columns, self._rows = map(bound, (FusedColumnLinear, FusedNormLinear, FusedRowLinear))
         self._attention = bound(FusedAttention)
         self._grouped = MLPSubmodules(linear_fc1=bound(FusedGroupedColumns), linear_fc2=bound(FusedGroupedRows))
@@ -220,8 +220,8 @@ class FusedSpecs:
         return self
 
     def linear(self) -> type:
-        """A linear with a whole weight."""
-        return self.whole
+        """A linear whose weight is not split."""
+        return self.duplicated
 
     def column_parallel_linear(self) -> type:
         """Columns split."""
@@ -232,7 +232,7 @@ class FusedSpecs:
         return self._rows
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """Say that one module holds both, so that megatron-core asks for it."""
+        """True: one module holds both, and megatron-core asks for it."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
@@ -240,7 +240,7 @@ class FusedSpecs:
         return self._norm_columns
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        """A norm alone."""
+        """A norm without product."""
         return self.norm
 
     def core_attention(self) -> type:
@@ -260,10 +260,10 @@ class FusedSpecs:
 
 @contextlib.contextmanager
 def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
-    """Build and run models inside as if Transformer Engine were installed.
+    """Build and run models inside the block as if Transformer Engine were installed.
 
     Args:
-        tensor_group: for linears that megatron-core hands no group.
+        tensor_group: for linears that get no group from megatron-core.
     """
     if not transformer_engine_is_installed():
         repair_imports()
@@ -271,7 +271,7 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
     stock_config, stock_moe = stage_config.transformer_config, stage_config._moe_fields
     replacements: list[tuple[Any, str, Any]] = [
         (gpt_layer_specs, "TESpecProvider", specs),
-        (multi_latent_attention, "TELinear", specs.whole),
+        (multi_latent_attention, "TELinear", specs.duplicated),
         (transformer_engine, "TENorm", specs.norm),
         (transformer_engine, "TEColumnParallelLinear", specs.column_parallel_linear()),
         (model_builder, "uses_transformer_engine", lambda: True),
@@ -294,12 +294,12 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
 
 
 def with_fusions(tc: Any) -> Any:
-    """The fusions that upstream turns on where Transformer Engine is; its own checks would ask for the library."""
+    """The fusions that upstream turns on with Transformer Engine; its own checks would require the library."""
     changed = tc.activation_func_clamp_value is not None or tc.glu_linear_offset != 0
     gated_silu = tc.gated_linear_unit and tc.activation_func is torch.nn.functional.silu and not changed
     gated_quick = tc.gated_linear_unit and tc.activation_func.__name__ == "quick_gelu"
     if gated_quick:
-        # megatron-core asks for the identity of a function that stands replaced here.
+        # megatron-core tests for the identity of this function, which is replaced here.
         tc.activation_func = moe_experts.quick_gelu
     gelu = tc.activation_func is torch.nn.functional.gelu and not tc.num_moe_experts
     tc.bias_activation_fusion = gated_silu or gated_quick or (gelu and (tc.gated_linear_unit or tc.add_bias_linear))
@@ -310,21 +310,21 @@ def with_fusions(tc: Any) -> Any:
 
 
 def accumulate_in_products(model: Any) -> None:
-    """The output layer, megatron-core's own class, adds its weight gradient in the product, as the fused linears do."""
+    """Make the output layer, megatron-core's own class, add its weight gradient in the product, as the fused linears do."""
     model.output_layer.gradient_accumulation_fusion = True
 
 
 def _weight_gradients(recorder: Recorder) -> Any:
     """The extension that megatron-core's linears call for their weight gradients."""
 
-    def accumulate(whole: Tensor, gradient: Tensor, main_gradient: Tensor) -> None:
-        recorder.kernel("te.weight_gradient", lambda *_: None, gradient, whole, written=(main_gradient,))
+    def accumulate(operand: Tensor, gradient: Tensor, main_gradient: Tensor) -> None:
+        recorder.kernel("te.weight_gradient", lambda *_: None, gradient, operand, written=(main_gradient,))
 
     return SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """A GPU's kernel keeps a mask of a byte per element; a CPU's keeps one in the format of the input."""
+    """On a GPU the kernel saves a mask of one byte per element; on a CPU it saves one in the format of the input."""
     assert not inplace, "megatron-core drops in place nowhere"
     return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
@@ -337,13 +337,13 @@ def _rotary(recorder: Recorder) -> Callable[..., Tensor]:
 
 
 def _angles(rotary: YarnRotaryEmbedding, tokens: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Stand in for both tables of angles: they have one size, and nobody reads their values here."""
+    """Stand in for both tables of angles: they have one size, and nothing reads their values here."""
     table, _scale = rotary.forward(tokens)
     return table, table
 
 
 def _latent_rotary(recorder: Recorder) -> dict[str, Any]:
-    """megatron-core's own kernels for latent attention with YaRN positions, under the names by which it knows them."""
+    """megatron-core's own kernels for latent attention with YaRN positions, by their names there."""
 
     def queries(q_SBHD: Tensor, cosines: Tensor, _sines: Tensor, _width: int, rotated: int, *_: Any) -> Tensor:
         return LatentQueryRotary.apply(recorder, q_SBHD, cosines, rotated)  # type: ignore[no-any-return]
@@ -371,13 +371,13 @@ def _multihot(recorder: Recorder) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _moe_functions(recorder: Recorder) -> dict[str, Any]:
-    """Transformer Engine's functions under the names by which megatron-core's moe_utils.py knows them."""
+    """Transformer Engine's functions, by their names in megatron-core's moe_utils.py."""
 
     def row_map(shape: tuple[int, ...], *of: Tensor) -> Tensor:
         return recorder.kernel("te.row_map", lambda *_: torch.empty(shape, dtype=torch.int32), *of)  # type: ignore[no-any-return]
 
     def routed(routing_map: Tensor, num_out_tokens: Any) -> tuple[Tensor, int]:
-        """The map of rows of a routing map [tokens, experts], and how many rows it selects, where megatron-core knows it."""
+        """The map of rows of a routing map [tokens, experts], and the number of rows it selects, if megatron-core knows it."""
         tokens, experts = routing_map.shape
         assert recorder.rows_of_map is not None, "there are no experts"
         count = num_out_tokens if isinstance(num_out_tokens, int) else recorder.rows_of_map(experts, tokens)
@@ -406,16 +406,16 @@ def _moe_functions(recorder: Recorder) -> dict[str, Any]:
         return MoveRows.apply(recorder, rows_TH, probs, rows, rows_TH.shape[0])  # type: ignore[no-any-return]
 
     def general_gemm(
-        left: Tensor, right: Tensor, dtype: torch.dtype, layout: str, bias: Any = None, grad: bool = False
+        first: Tensor, second: Tensor, dtype: torch.dtype, layout: str, bias: Any = None, grad: bool = False
     ) -> tuple[Tensor]:
-        """`TN`: right times left, transposed; `NN`: right times left; `NT`: right, transposed, times left."""
+        """`TN`: second times first, transposed; `NN`: second times first; `NT`: second, transposed, times first."""
         sizes = {
-            "TN": (right.shape[0], left.shape[0], left.shape[-1]),
-            "NN": (right.shape[0], left.shape[1], left.shape[0]),
-            "NT": (right.shape[1], left.shape[1], left.shape[0]),
+            "TN": (second.shape[0], first.shape[0], first.shape[-1]),
+            "NN": (second.shape[0], first.shape[1], first.shape[0]),
+            "NT": (second.shape[1], first.shape[1], first.shape[0]),
         }[layout]
         out = recorder.kernel(
-            "te.general_gemm", lambda *_: torch.empty(sizes[:2], dtype=dtype), left, right, shape=sizes
+            "te.general_gemm", lambda *_: torch.empty(sizes[:2], dtype=dtype), first, second, shape=sizes
         )
         return (out,)
 
@@ -431,11 +431,11 @@ def _moe_functions(recorder: Recorder) -> dict[str, Any]:
 
 
 def _compiled(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """Every function of megatron-core that torch compiles on a GPU, wherever a module or class knows it."""
+    """Every function of megatron-core that torch compiles on a GPU, in every module or class that refers to it."""
     functions: list[tuple[Any, str, Any]] = []
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
     classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
-    # One wrapper for each: megatron-core compares functions.
+    # One wrapper per function: megatron-core compares functions.
     kernels: dict[Any, Callable[..., Any]] = {}
     for owner in dict.fromkeys([*modules, *classes]):
         for name, value in list(vars(owner).items()):

@@ -4,8 +4,8 @@ A `Part` is one layer of a kind, the embedding, the head, or a multi-token-predi
 pass, as executed. All sizes are expressions in b and s (`expression.py`). Pipeline and data parallelism, ZeRO, offloading and
 the number of layers and micro-batches are not in here: the cost model adds them analytically.
 
-`check` holds the rules of a legal graph. It runs after every pass over a graph; a violation is a mistake of this project, not of
-its user.
+`check` states the rules of a legal graph. It runs after every pass over a graph; a violation is a mistake of this project, not
+of its user.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Phase = Literal["forward", "backward"]
 CostClass = Literal["gemm", "grouped_gemm", "attention", "memory", "collective", "free"]
 """`memory`: bound by the bytes it moves. `free`: a view, or bookkeeping that launches nothing."""
 Role = Literal["parameter", "gradient", "activation", "input", "constant"]
-"""`input`: what another part made (hidden states, gradients of outputs, tokens). `constant`: tables and masks."""
+"""`input`: made by another part (hidden states, gradients of outputs, tokens). `constant`: tables and masks."""
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Implementation = Literal["te", "torch"]
-"""`te`: Transformer Engine's fused kernels, as megatron-core runs on a GPU. `torch`: what runs on a CPU."""
+"""`te`: Transformer Engine's fused kernels, as on a GPU. `torch`: megatron-core's own modules, as on a CPU."""
 
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 OF_EXPERT = re.compile(r"(.*\bexperts\..*\.)(weight|bias)(\d+)")
 """Name of a weight of one expert: module, weight or bias, expert."""
 COPIES_PER = 16
-"""Copies of a token that a dispatch library sends are counted in sixteenths, so that tokens of a sample batch make whole rows."""
+"""Copies of a token by a dispatch library are counted in sixteenths, so that the tokens of a sample batch make whole rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The parallel sizes and the precision, which decide the operators of a layer on one rank.
+    """The parallel sizes and the precision, which determine the operators of a layer on one rank.
 
     Attributes:
-        precision: of the products, as in a plan (`bf16`, `fp16`, `fp32`, `fp8`, …).
+        precision: precision of the products, as in a plan (`bf16`, `fp16`, `fp32`, `fp8`, …).
     """
 
     tensor: int = 1
@@ -51,7 +51,7 @@ class Layout:
 
 
 def world_size(layout: Layout) -> int:
-    """The fewest ranks that hold a layout."""
+    """The smallest number of ranks that holds a layout."""
     return math.lcm(layout.tensor * layout.context, layout.expert * layout.expert_tensor)
 
 
@@ -62,15 +62,15 @@ class Storage:
     Attributes:
         id: its index in `Part.storages`.
         bytes: its size.
-        role: who makes it and how long it lives.
+        role: its kind of content, which determines its lifetime.
         name: the parameter's name inside the part, else empty.
-        replicas: of a parameter or gradient, the axis over which its copies are reduced: `dp` or `edp` (experts).
-        freed_after: id of the operator after which the memory is given back, as observed: references in the model's code
-            may hold it longer than its last reader. None: it outlives the part's backward pass.
-        released_after: of what the forward pass makes, the operator after which a forward pass without gradients gives it back:
-            no autograd node holds it then. None: what such a pass hands out or keeps, or does not make.
-        replaced_after: of what the model's code keeps until the layer runs again, such as a map of rows, the operator of that
-            next pass after which it is given back.
+        replicas: for a parameter or gradient, the axis over which its copies are reduced: `dp` or `edp` (experts).
+        freed_after: id of the operator after which the memory is freed, as observed: references in the model's code may hold it
+            longer than its last reader. None: it outlives the part's backward pass.
+        released_after: for a storage of the forward pass, the operator after which a forward pass without gradients frees it,
+            since no autograd node holds it then. None: such a pass returns, keeps or never makes it.
+        replaced_after: for a storage that the model's code keeps until the layer runs again, such as a map of rows, the operator
+            of that next pass after which it is freed.
     """
 
     id: int
@@ -89,7 +89,7 @@ class Collective:
 
     Attributes:
         axis: tp, cp, ep, etp, tp_ep, tp_cp, dp, dp_cp, tp_dp_cp.
-        size: ranks of the group.
+        size: number of ranks in the group.
         payload_bytes: the larger of the rank's two buffers: the gathered output, the input of a reduce-scatter, the buffer of
             an all-reduce or broadcast, all that is sent (to itself, too) in an all-to-all. (size - 1) / size of it crosses
             the rank's links; of an all-reduce twice that.
@@ -108,21 +108,21 @@ class Op:
     Attributes:
         id: its index in `Part.ops`.
         name: torch's operator (`mm`, `all_to_all`) or the registered kernel.
-        operator: its place in `moe_overlap/plan/operators.py`, without layer and suffix (`moe.experts`).
+        operator: its operator kind in `moe_overlap/plan/operators.py`, without layer and suffix (`moe.experts`).
         module: megatron-core's module path inside the part (`self_attention.linear_qkv`); may be empty in the backward pass.
         shape: gemm (m, n, k); grouped_gemm (groups, total rows, n, k); attention (batch, heads, key/value heads, query length,
             key length, query/key width, value width, window or 0); memory (elements written); else empty. Attention is causal.
-        flops: multiplications and additions; of attention only what the causal mask and the window leave, half the square.
-        bytes: read and written in device memory.
+        flops: multiplications and additions; for attention only those inside causal mask and window, half the square.
+        bytes: bytes read and written in device memory.
         reads, writes: storage ids.
         after: ids of operators that must end before it starts: read after write, write after read, write after write.
-        is_weight_gradient: a product that nothing but a parameter's gradient depends on.
-        is_recomputed: a forward operator that runs again in the backward pass.
-        needs_gradients: a forward operator that a forward pass without gradients leaves out, as those of an auxiliary loss.
-        scales_with_load: work and bytes grow with the rows routed to this rank's experts.
-        touched: of a captured operator, the bytes of each storage that it reads, then of each that it writes: `bytes` is their
-            sum, of more terms than each of them has. Empty in graphs that are put together, and no part of a comparison.
-        elements: the same of the elements written in each storage, where `shape` is their sum.
+        is_weight_gradient: whether it is a product on which only a parameter's gradient depends.
+        is_recomputed: whether it is a forward operator that runs again in the backward pass.
+        needs_gradients: whether a forward pass without gradients omits it, as the operators of an auxiliary loss.
+        scales_with_load: whether work and bytes grow with the rows routed to this rank's experts.
+        touched: for a captured operator, the bytes of each storage that it reads, then of each that it writes: `bytes` is their
+            sum, with more terms than any of them. Empty in composed graphs, and ignored in comparisons.
+        elements: likewise the elements written in each storage, where `shape` is their sum.
     """
 
     id: int
@@ -162,14 +162,15 @@ class Part:
     """Forward and backward pass of one part of the model.
 
     Attributes:
-        kind: embedding, head, dense, moe, mtp.dense, mtp.moe; layers with a window say so (`moe.window128`).
-        variant: what is recomputed: `none`, `full`, or the modules (`core_attn+moe_act`), sorted.
-        one_sample: captured at b = 1, where some copies vanish; otherwise valid for b > 1 (and, without such a twin, for 1).
+        kind: embedding, head, dense, moe, mtp.dense, mtp.moe; kinds of layers with a window include it (`moe.window128`).
+        variant: the recomputation: `none`, `full`, or the sorted modules (`core_attn+moe_act`).
+        one_sample: whether it was captured at b = 1, where some copies vanish; otherwise it is valid for b > 1 (and for 1, if
+            there is no one-sample graph).
         ops: in execution order, the forward pass first.
-        saved: storages kept from the forward to the backward pass, parameters and constants apart. The input is among them
-            where it is kept; it is the output of the part before, so a stage counts it once.
+        saved: storages kept from the forward to the backward pass, without parameters and constants. The input is included if it
+            is kept; it is the output of the previous part, so a stage counts it once.
         inputs, outputs: storages of the hidden states (of the embedding: tokens and positions; of the head: the loss). A
-            prediction layer stands between the decoder's last norm and the head and passes its input on; its loss hangs on
+            prediction layer runs between the decoder's last norm and the head and passes its input on; its loss is attached to
             the gradient. Word embedding and output layer are constants in it: embedding and head count them.
         gradient_inputs, gradient_outputs: storages of the gradients of outputs and of inputs.
     """
@@ -186,7 +187,7 @@ class Part:
     gradient_outputs: tuple[int, ...]
 
     def holds(self, name: str, role: Role = "parameter") -> int | None:
-        """The storage with a name and a role; None where there is none."""
+        """The storage with this name and role; None if there is none."""
         return next((storage.id for storage in self.storages if (storage.name, storage.role) == (name, role)), None)
 
 
@@ -196,8 +197,8 @@ class CapturedModel:
 
     Attributes:
         layer_kinds: kind of each decoder layer; `mtp_kinds` of each multi-token-prediction layer.
-        versions: of torch and megatron-core, and of the capture itself.
-        sha256: of the request: model, flags that matter, layout, implementation, versions.
+        versions: versions of torch and megatron-core, and of the capture itself.
+        sha256: hash of the request: model, flags that matter, layout, implementation, versions.
     """
 
     parts: tuple[Part, ...]
@@ -212,8 +213,8 @@ class CapturedModel:
         """The part of a kind.
 
         Args:
-            variant: embedding and head have `none` only.
-            samples: of a micro-batch; 1 gives the graph of one sample where there is one.
+            variant: embedding and head have only `none`.
+            samples: samples of a micro-batch; 1 gives the one-sample graph if there is one.
         Raises:
             KeyError: it was not captured.
         """
@@ -228,7 +229,7 @@ SAMPLE_POINTS = ((1, 4096), (2, 512), (7, 32768))
 
 
 def check(part: Part) -> None:
-    """Raise for the first thing that is wrong.
+    """Raise an error for the first violated rule.
 
     Raises:
         AssertionError: names the part, the operator or storage, and the rule.
@@ -238,7 +239,7 @@ def check(part: Part) -> None:
 
 
 def complaints(part: Part) -> Iterator[str]:
-    """Everything that is wrong with a part."""
+    """Every violated rule of a part."""
     yield from _numbering(part)
     yield from _storages(part)
     yield from _order(part)
@@ -255,8 +256,8 @@ def _numbering(part: Part) -> Iterator[str]:
 
 
 def _storages(part: Part) -> Iterator[str]:
-    """Check that every read has a writer before it or is there from the start, and that nothing is used after it was freed."""
-    known = {s.id for s in part.storages if s.role != "activation"}
+    """Check that every read follows a write or reads an initial storage, and that nothing is used after it was freed."""
+    written = {s.id for s in part.storages if s.role != "activation"}
     for op in part.ops:
         for index in (*op.reads, *op.writes):
             if not 0 <= index < len(part.storages):
@@ -266,9 +267,9 @@ def _storages(part: Part) -> Iterator[str]:
             if freed is not None and freed < op.id:
                 yield f"operator {op.id} {op.name} uses storage {index}, freed after operator {freed}"
         for index in op.reads:
-            if index not in known:
+            if index not in written:
                 yield f"operator {op.id} {op.name} reads storage {index} before anything has written it"
-        known |= set(op.writes)
+        written |= set(op.writes)
 
 
 def _order(part: Part) -> Iterator[str]:
@@ -287,7 +288,7 @@ def _order(part: Part) -> Iterator[str]:
 
 
 def _dependencies(part: Part) -> Iterator[str]:
-    """Check that `after` names earlier operators only, and orders every pair that must not be swapped."""
+    """Check that `after` names only earlier operators, and orders every pair whose order matters."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for op in part.ops:
@@ -306,7 +307,7 @@ def _dependencies(part: Part) -> Iterator[str]:
 
 
 def _borders(part: Part) -> Iterator[str]:
-    """Check the storages that go in and out, and those that are kept between the passes."""
+    """Check the storages at the part's borders, and those that are kept between the passes."""
     forward = [op for op in part.ops if op.phase == "forward"]
     backward = [op for op in part.ops if op.phase == "backward"]
     written = {index for op in forward for index in op.writes}

@@ -1,8 +1,8 @@
-"""The one table of kernel costs: operators that do more than move bytes, and kernels that torch does not know.
+"""The one table of kernel costs: operators whose cost is more than moved bytes, and kernels that torch does not know.
 
-An operator of torch that is not listed moves its inputs and outputs through memory once. A custom kernel (of another library,
-or a stand-in for one of Transformer Engine's) must be listed: its cost class, how its shape follows from its arguments, its
-FLOPs, and what it keeps for the backward pass. No torch here: arguments are anything with a `shape`.
+An operator of torch that is not listed reads its inputs and writes its outputs once. A custom kernel (of another library, or a
+stand-in for one of Transformer Engine's) must be listed: its cost class, how its shape follows from its arguments, its FLOPs,
+and what it saves for the backward pass. No torch here: arguments are anything with a `shape`.
 
 Legend: M rows, N columns, K inner width, E groups; B samples, S tokens, H heads, G key/value heads, D head width.
 """
@@ -26,10 +26,10 @@ class Kernel:
     """An entry of the table.
 
     Attributes:
-        cost_class: which curve of the cost model it follows.
-        shape: of its `Op`; None leaves the number of elements written.
-        products: of an attention kernel, products of query and key width, and of value width, per pair of tokens.
-        saves: what it keeps for its backward kernel, for people; empty for torch's own operators.
+        cost_class: its cost curve in the cost model.
+        shape: computes the shape of its `Op`; None: the number of elements written.
+        products: for an attention kernel, products of query and key width, and of value width, per pair of tokens.
+        saves: the tensors saved for its backward kernel, as text for readers; empty for torch's own operators.
     """
 
     cost_class: CostClass
@@ -39,7 +39,7 @@ class Kernel:
 
 
 class UnregisteredKernelError(LookupError):
-    """A kernel runs in the model that the table does not list."""
+    """The model runs a kernel that is not in the table."""
 
     def __init__(self, name: str, place: str) -> None:
         super().__init__(
@@ -48,27 +48,29 @@ class UnregisteredKernelError(LookupError):
         )
 
 
-def _product(left: int, right: int) -> ShapeOf:
-    """[M, K] times [K, N], at these places among the tensor arguments."""
-    return lambda tensors, outputs: (*tensors[left].shape, tensors[right].shape[1])[0:3:2] + (tensors[left].shape[1],)
+def _product(first: int, second: int) -> ShapeOf:
+    """[M, K] times [K, N], at these positions among the tensor arguments."""
+    return lambda tensors, outputs: (
+        (*tensors[first].shape, tensors[second].shape[1])[0:3:2] + (tensors[first].shape[1],)
+    )
 
 
-def _batched_product(left: int, right: int) -> ShapeOf:
+def _batched_product(first: int, second: int) -> ShapeOf:
     """[E, M, K] times [E, K, N]: E groups, E · M rows in all."""
 
     def shape(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
-        groups, rows, inner = tensors[left].shape
-        return (groups, groups * rows, tensors[right].shape[2], inner)
+        groups, rows, inner = tensors[first].shape
+        return (groups, groups * rows, tensors[second].shape[2], inner)
 
     return shape
 
 
 def _grouped_product(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
     """Rows [M, K] times weights [E, K, N], or rows [M, K] transposed times rows [M, N] (weight gradients, E groups)."""
-    left, right = tensors[0].shape, tensors[1].shape
-    if len(right) == 3:
-        return (right[0], left[0], right[2], right[1])
-    return (outputs[0].shape[0], left[1], right[1], left[0])
+    first, second = tensors[0].shape, tensors[1].shape
+    if len(second) == 3:
+        return (second[0], first[0], second[2], second[1])
+    return (outputs[0].shape[0], first[1], second[1], first[0])
 
 
 def _attention(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
@@ -128,13 +130,13 @@ KERNELS: dict[str, Kernel] = {
 FORWARD_ONLY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_")
 """Operators that take memory and write nothing."""
 GATHERS = ("index_select", "gather", "embedding", "index", "masked_select")
-"""Operators that read of their first argument only what they return."""
+"""Operators that read only the part of their first argument that they return."""
 
 
 def flops(kernel: str, shape: Sequence[Expression]) -> Expression:
-    """Multiplications and additions of a kernel of this shape; 0 for what is bound by memory or links.
+    """Multiplications and additions of a kernel of this shape; 0 if memory or links bound it.
 
-    Attention is causal: half of the square of query and key tokens, less where a window cuts it.
+    Attention is causal: half of the square of query and key tokens, less if a window cuts it.
     """
     entry = KERNELS.get(kernel)
     if entry is None or entry.cost_class in ("memory", "collective"):
@@ -156,5 +158,5 @@ def flops(kernel: str, shape: Sequence[Expression]) -> Expression:
 def _share(query: Expression, key: Expression) -> Expression:
     """Query tokens over key tokens, a constant."""
     ((monomial, part),) = query.terms
-    # Without a kernel of their own, sinks stand among the keys: s + 1 of them.
+    # Without a kernel of their own, sinks are among the keys: s + 1 of them.
     return Expression.of(part / dict(key.terms)[monomial])

@@ -1,14 +1,14 @@
 """A model's graphs under any layout from captures of a few.
 
-A layout is answered in one of two ways. If captured layouts have every block in the class that it needs, and decide every
-size, its parts are put together (`composition.py`). Otherwise it is captured itself, and from then on helps to answer others;
-so a class of graphs is captured when the first of its layouts is asked for. What was captured although it could have been put
-together is compared: a kind of part that differs is never put together again. `prepare` orders the captures so that few
-suffice; `decide` adds those that tell apart the sums that sizes may still be.
+A layout is answered in one of two ways. If captured layouts have every block in the class that it needs, and determine every
+size, its parts are composed (`composition.py`). Otherwise it is captured itself, and then helps to answer others; so a class of
+graphs is captured when the first of its layouts is requested. A capture of a layout that could have been composed is compared
+with the composition: a kind of part that differs is never composed again. `prepare` orders the captures so that few suffice;
+`decide` adds those that distinguish the remaining candidate sums of sizes.
 
-A variant of recomputation is answered in a third way. A capture of it is compared with the graph without recomputation of the
-same layout, rewritten (`recomputation.py`). If every part is equal, all layouts that are parallel on the same axes or fewer are
-answered by rewriting theirs, and the variant needs no further capture; if one differs, its layouts are captured like any others.
+A variant of recomputation is answered in a third way. A capture of it is compared with the rewritten graph without recomputation
+of the same layout (`recomputation.py`). If every part is equal, all layouts that are parallel on the same axes or fewer are
+answered by rewriting, and the variant needs no further capture; if one differs, its layouts are captured like any others.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from moe_overlap.tuner.capture.stretches import NotRewrittenError
 
 Capture = Callable[[Request], CapturedModel]
 STAYS = "tokens stay on their rank"
-"""A sight of captures of one expert rank, counted beside the classes that they show."""
+"""Entry for captures with one expert rank, counted along with the classes that they show."""
 DECIDING = 8
-"""Captures at most that `BlockLibrary.decide` adds: a size that so many do not tell is no short sum."""
+"""Largest number of captures that `BlockLibrary.decide` adds: a size that so many do not determine is no short sum."""
 
 
 class BlockLibrary:
-    """The graphs of one model, with one choice of what is recomputed, under any layout.
+    """The graphs of one model with one variant of recomputation, under any layout.
 
-    Its requests differ in their layouts only, and in the padding of the vocabulary that goes with them (`_without_layout`).
+    Its requests differ only in their layouts, and in the padding of the vocabulary that follows from them (`_without_layout`).
 
     Args:
-        capture: captures a request, or knows its capture.
-        plain: of a variant of recomputation, the library of the same model without it; None captures the variant's layouts.
+        capture: captures a request, or returns its stored capture.
+        baseline: for a variant of recomputation, the library of the same model without it; None captures the variant's layouts.
     """
 
-    def __init__(self, capture: Capture, plain: BlockLibrary | None = None) -> None:
-        self._capture, self._plain = capture, plain
+    def __init__(self, capture: Capture, baseline: BlockLibrary | None = None) -> None:
+        self._capture, self._baseline = capture, baseline
         self._rewritten: dict[int, tuple[Part, Part]] = {}
         """By the identity of a part without recomputation: that part, and the rewritten one."""
         self._checked: list[set[str]] = []
-        """The axes on which the layout of each capture is parallel that was equal to the rewritten graph."""
+        """For each capture that equals the rewritten graph, the axes on which its layout is parallel."""
         self._captured: dict[tuple[Layout, int], CapturedModel] = {}
         self._composed: dict[tuple[Layout, int], tuple[Part, ...]] = {}
         self._samples: list[Sample] = []
         self._numbers: set[End] = set()
-        """The numbers of ranks that captures have shown."""
+        """The numbers of ranks in the captures so far."""
         self._composer: Composer | None = None
         self._unlike: set[str] = set()
 
@@ -68,23 +68,23 @@ class BlockLibrary:
 
     @property
     def unlike(self) -> tuple[str, ...]:
-        """Kinds of parts that captures have shown to differ from what is put together."""
+        """Kinds of parts whose captures differ from their compositions."""
         return tuple(sorted({*self._unlike, *(self._composer.mixed if self._composer else ())}))
 
     @property
     def rewrites(self) -> bool:
-        """Whether the variant's graphs are those without recomputation, rewritten, as far as captures have shown."""
-        return self._plain is not None
+        """Whether captures so far allow answering the variant by rewriting graphs without recomputation."""
+        return self._baseline is not None
 
     def _is_rewritten(self, request: Request) -> bool:
-        """Whether a capture has shown a variant's collectives on all axes on which a layout is parallel."""
+        """Whether a capture has verified the variant's collectives on all axes on which a layout is parallel."""
         return self.rewrites and any(_axes(request) <= axes for axes in self._checked)
 
     def model(self, request: Request) -> CapturedModel:
         """The captured model of a request.
 
         Raises:
-            CaptureError: it must be captured and cannot be.
+            CaptureError: it must be captured, and the capture fails.
         """
         if (request.layout, request.model.vocab_size) in self._captured:
             return self._captured[request.layout, request.model.vocab_size]
@@ -106,7 +106,7 @@ class BlockLibrary:
         """The graph of a part under all layouts whose blocks have the classes of a request's; None if it must be captured.
 
         Args:
-            samples: of a micro-batch; 1 gives the graph of one sample where there is one.
+            samples: samples of a micro-batch; 1 gives the one-sample graph if there is one.
         """
         if self.rewrites or self._composer is None or kind in self._unlike or kind in self._composer.mixed:
             return None
@@ -118,8 +118,9 @@ class BlockLibrary:
     def prepare(self, requests: Iterable[Request]) -> None:
         """Capture what all of these requests need.
 
-        First those that show a class of a block that no other has shown, and on every axis the fewest and the most ranks of a
-        class: between them a difference shows that no class foresees. They decide nearly all sizes; what they leave open is
+        First the requests that show a new class of a block, and on every axis the smallest and the largest number of ranks of a
+        class, whose comparison reveals differences that no class foresees. They determine nearly all sizes; requests with
+        undetermined sizes are captured, too.
         captured, too.
         """
         for request, is_new in _in_order(requests):
@@ -128,37 +129,38 @@ class BlockLibrary:
                 self._learn(request)
 
     def decide(self, requests: Iterable[Request]) -> None:
-        """Capture what shows the ends of all classes, and what tells apart the sums that sizes of these requests may be.
+        """Capture the extreme rank numbers of all classes, and layouts that distinguish the candidate sums of sizes.
 
-        Each capture does so for many layouts, and of those that show as many ends one that sizes leave open does both.
+        Each capture serves many layouts; of those that show equally many extremes, one with undetermined sizes is captured,
+        since it serves both purposes.
         """
         if self.rewrites:
             return
-        left = [request for request, _ in _in_order(requests)]
-        ends, further = _ends(left), 0
-        while further < DECIDING:
-            unshown = {request: len(_numbers(request) & (ends - self._numbers)) for request in left}
-            is_open = {request: self._is_open(request) for request in left}
-            further += not any(unshown.values())
+        candidates = [request for request, _ in _in_order(requests)]
+        ends, extra = _ends(candidates), 0
+        while extra < DECIDING:
+            unshown = {request: len(_numbers(request) & (ends - self._numbers)) for request in candidates}
+            is_open = {request: self._is_open(request) for request in candidates}
+            extra += not any(unshown.values())
             thin = self._undecided_classes(is_open)
             worth = {
                 request: (unshown[request], is_open[request], len(_sights(request) & thin) if is_open[request] else 0)
-                for request in left
+                for request in candidates
             }
-            best = max(left, key=worth.__getitem__, default=None)
+            best = max(candidates, key=worth.__getitem__, default=None)
             if best is None or not any(worth[best]):
                 return
             self._learn(best)
 
     def _undecided_classes(self, is_open: Mapping[Request, bool]) -> set[object]:
-        """The classes of blocks of which captures decide no other layout: one capture may show several of them."""
+        """The classes of blocks whose captures determine no other layout: one capture may show several of them."""
         captured = {layout for layout, _ in self._captured}
         decided = [request for request, it_is in is_open.items() if not it_is and request.layout not in captured]
         of_open = [_sights(request) for request, it_is in is_open.items() if it_is]
         return set().union(*of_open).difference(*map(_sights, decided))
 
     def _is_open(self, request: Request) -> bool:
-        """Whether the captures of a layout's classes leave a size of it open; what has no such captures is another matter."""
+        """Whether the captures of a layout's classes leave one of its sizes undetermined; false without such captures."""
         composer, model = self._composer, request.model
         if self.rewrites or composer is None or (request.layout, model.vocab_size) in self._captured or self.unlike:
             return False
@@ -172,7 +174,7 @@ class BlockLibrary:
             return False
 
     def must_capture(self, request: Request) -> bool:
-        """Whether what was captured so far does not tell the graphs of a request."""
+        """Whether the captures so far do not determine the graphs of a request."""
         try:
             self.composed(request)
         except (NotComposableError, UndeterminedError):
@@ -180,7 +182,7 @@ class BlockLibrary:
         return False
 
     def composed(self, request: Request) -> tuple[Part, ...]:
-        """The parts of a request, put together.
+        """The composed parts of a request.
 
         Raises:
             NotComposableError, UndeterminedError: it must be captured.
@@ -204,11 +206,11 @@ class BlockLibrary:
         """The layers of a request, rewritten from those without recomputation.
 
         Raises:
-            NotRewrittenError: the variant is none that the rewrite knows.
-            CaptureError: the layout must be captured without recomputation and cannot be.
+            NotRewrittenError: the rewrite does not know the variant.
+            CaptureError: the layout must be captured without recomputation, and the capture fails.
         """
-        assert self._plain is not None
-        model = self._plain.model(dataclasses.replace(request, variant=NO_RECOMPUTATION))
+        assert self._baseline is not None
+        model = self._baseline.model(dataclasses.replace(request, variant=NO_RECOMPUTATION))
         layers = {*model.layer_kinds, *model.mtp_kinds}
         parts = [part for part in model.parts if part.kind in layers]
         for part in parts:
@@ -218,8 +220,8 @@ class BlockLibrary:
         return tuple(self._rewritten[id(part)][1] for part in parts)
 
     def _check_rewrite(self, request: Request, captured: CapturedModel) -> None:
-        """Compare a capture of a variant with the rewritten graph: one that differs ends all rewriting."""
-        if self._plain is None:
+        """Compare a capture of a variant with the rewritten graph: one difference ends all rewriting."""
+        if self._baseline is None:
             return
         try:
             rewritten = self._rewritten_parts(request)
@@ -229,7 +231,7 @@ class BlockLibrary:
         if of_kind == {(part.kind, part.one_sample): part for part in captured.parts}:
             self._checked.append(_axes(request))
         else:
-            self._plain = None
+            self._baseline = None
 
     def _parts(self, composer: Composer, kind: str, request: Request) -> tuple[Part, ...]:
         if kind in self._unlike:
@@ -238,7 +240,7 @@ class BlockLibrary:
         return composer.parts(kind, request.layout, Degrees.of(request.layout, model))
 
     def _learn(self, request: Request) -> CapturedModel:
-        """Capture a layout, and compare it with what the earlier ones say of it."""
+        """Capture a layout, and compare it with the composition of the earlier captures."""
         captured = self._captured[request.layout, request.model.vocab_size] = self._capture(request)
         self._check_rewrite(request, captured)
         self._numbers |= _numbers(request)
@@ -257,52 +259,52 @@ class BlockLibrary:
 
 
 def _in_order(requests: Iterable[Request]) -> Iterator[tuple[Request, bool]]:
-    """The requests of one library in the order in which captures teach the most, and whether each shows a class or an end that
-    none before it has shown."""
-    left = {(request.layout, request.model.vocab_size): request for request in requests}
-    ends = _ends(left.values())
-    sights = {key: _sights(request) | (_numbers(request) & ends) for key, request in left.items()}
-    ranks = {key: _ranks(key[0]) for key in left}
+    """The requests of one library in the order in which captures teach the most, and whether each shows a class or an extreme
+    that no earlier one has shown."""
+    remaining = {(request.layout, request.model.vocab_size): request for request in requests}
+    ends = _ends(remaining.values())
+    sights = {key: _sights(request) | (_numbers(request) & ends) for key, request in remaining.items()}
+    ranks = {key: _ranks(key[0]) for key in remaining}
     shown: Counter[object] = Counter()
     unshown = set().union(*sights.values())
 
     def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int, int]:
-        """New sights; those seen once, above all where tokens stay on their rank, as what runs there is in no other class;
-        numbers of ranks that are not shown yet; and many ranks, where sizes differ most."""
+        """Number of new classes; then of those seen once, above all if tokens stay on their rank, since those operators are in
+        no other class; then of new rank numbers; then more ranks, since sizes differ most there."""
         times = [shown[sight] for sight in sights[key]]
         stays = key[0].expert * key[0].expert_tensor == 1 and shown[STAYS] == 1
         unseen = sum(not shown[pair] for pair in ranks[key])
         return times.count(0), stays, times.count(1), unseen, sum(number for _, number in ranks[key])
 
     while unshown:
-        key = max(left, key=worth)
-        yield left.pop(key), True
+        key = max(remaining, key=worth)
+        yield remaining.pop(key), True
         shown.update({*sights[key], *ranks[key]})
         shown[STAYS] += key[0].expert * key[0].expert_tensor == 1
         unshown -= sights[key]
-    # Nothing is new any more, so no worth changes: the rest is in order at once.
-    for key in sorted(left, key=worth, reverse=True):
-        yield left[key], False
+    # No request is new any more, so no worth changes: the rest is sorted at once.
+    for key in sorted(remaining, key=worth, reverse=True):
+        yield remaining[key], False
 
 
 def _certain(requests: Sequence[Request]) -> list[Request]:
     """One library's requests that are captured in any case.
 
-    Of a variant, those that show whether it is rewritten: together they are parallel on all axes on which a layout is.
+    For a variant: those that show whether it can be rewritten; together they are parallel on all axes of any layout.
     """
     in_order = list(_in_order(requests))
     if requests[0].variant == NO_RECOMPUTATION:
         return _of_classes([request for request, is_new in in_order if is_new])
-    left = [request for request, _ in in_order]
+    remaining = [request for request, _ in in_order]
     certain = []
-    while left:
-        certain.append(max(left, key=lambda request: len(_axes(request))))
-        left = [request for request in left if not _axes(request) <= _axes(certain[-1])]
+    while remaining:
+        certain.append(max(remaining, key=lambda request: len(_axes(request))))
+        remaining = [request for request in remaining if not _axes(request) <= _axes(certain[-1])]
     return certain
 
 
 def _of_classes(requests: Sequence[Request]) -> list[Request]:
-    """Those that show a class of a block which none before them has shown; the ends that are left are decided later."""
+    """Requests that show a class of a block which no earlier one has shown; the other extremes are chosen later."""
     shown: set[object] = set()
     certain = []
     for request in requests:
@@ -318,11 +320,11 @@ def _axes(request: Request) -> set[str]:
 
 
 End = tuple[object, str, int]
-"""A class, an axis, and a number of ranks."""
+"""A class, an axis, and a number of ranks: extremes are compared by it."""
 
 
 def _sends_copies(request: Request) -> bool:
-    """Whether a library dispatches tokens, which sends a token once to each rank that needs it."""
+    """Whether a library dispatches tokens, sending each once to every rank that needs it."""
     return request.config.moe.moe_token_dispatcher_type == "flex"
 
 
@@ -334,14 +336,14 @@ def _sights(request: Request) -> set[object]:
 
 
 def _numbers(request: Request) -> set[End]:
-    """The numbers of ranks above 1 that a capture of a request shows; TP's by the class of attention, which it changes most."""
+    """The numbers of ranks above 1 in a capture of a request; TP's by the class of attention, which it changes most."""
     ranks = dict(_ranks(request.layout))
     heads = block_class(ATTENTION, request.layout, request.model)
     return {(heads if axis == "tensor" else None, axis, number) for axis, number in ranks.items()}
 
 
 def _ends(requests: Iterable[Request]) -> set[End]:
-    """The fewest and the most ranks of every class and axis."""
+    """The smallest and the largest number of ranks of every class and axis."""
     numbers: dict[tuple[object, str], set[int]] = {}
     for request in requests:
         for kind, axis, number in _numbers(request):
@@ -360,10 +362,10 @@ def _without_layout(request: Request) -> Request:
 
 
 class Libraries:
-    """Libraries of all models that are asked for; answers the cost model where many layouts are priced.
+    """Libraries of all requested models; answers the cost model when it prices many layouts.
 
     Args:
-        files: captures that are there, and where new ones go.
+        files: stored captures, and the folder of new ones.
     """
 
     def __init__(self, files: CaptureFiles) -> None:
@@ -375,22 +377,22 @@ class Libraries:
         """The library that answers a request."""
         key = self._key(request)
         if key not in self._libraries:
-            is_plain = request.variant == NO_RECOMPUTATION
-            plain = None if is_plain else self.of(dataclasses.replace(request, variant=NO_RECOMPUTATION))
-            self._libraries[key] = BlockLibrary(self._capture, plain)
+            is_baseline = request.variant == NO_RECOMPUTATION
+            baseline = None if is_baseline else self.of(dataclasses.replace(request, variant=NO_RECOMPUTATION))
+            self._libraries[key] = BlockLibrary(self._capture, baseline)
         return self._libraries[key]
 
     def prepare(self, requests: Sequence[Request], all_layouts: bool = True) -> None:
         """Capture what these requests need.
 
         Args:
-            all_layouts: whether to look at every request; else what few of them need is captured when they are asked for.
+            all_layouts: whether to examine every request; else a layout is captured when it is first requested.
         """
         groups: dict[str, list[Request]] = {}
-        # Variants behind the graphs without recomputation, which they are rewritten from.
+        # Variants after the graphs without recomputation, from which they are rewritten.
         for request in sorted(requests, key=lambda request: request.variant != NO_RECOMPUTATION):
             groups.setdefault(self._key(request), []).append(request)
-        # What is captured in any case is captured by one process: starting one takes longer than a capture.
+        # One process captures all certain requests: starting another takes longer than a capture.
         certain = {key: _certain(members) for key, members in groups.items()}
         self._files.captures([request for of_one in certain.values() for request in of_one])
         for key, members in groups.items():
@@ -402,16 +404,16 @@ class Libraries:
                 library.prepare(certain[key])
             library.decide(members)
             if all_layouts:
-                self._files.captures([one for one in members if library.must_capture(one)])
-                for one in members:
-                    if library.must_capture(one):
-                        library.model(one)
+                self._files.captures([request for request in members if library.must_capture(request)])
+                for request in members:
+                    if library.must_capture(request):
+                        library.model(request)
 
     def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
-        """Captured models of the stages, as `cache.Graphs` has it.
+        """Captured models of the stages, as a `cache.Graphs`.
 
         Raises:
-            CaptureError: a layout that must be captured cannot be.
+            CaptureError: a layout must be captured, and the capture fails.
         """
         requests = stage_requests(config, model, plan)
         # Equal stages share their parts: the cost model counts parts by identity.
@@ -425,7 +427,7 @@ class Libraries:
         }
 
     def _key(self, request: Request) -> str:
-        """The key of a request's library; a hash of all flags is computed once for requests that differ in their layouts."""
+        """The key of a request's library; the hash of all flags is computed once for requests that differ only in layout."""
         bare = _without_layout(request)
         if bare not in self._keys:
             self._keys[bare] = bare.sha256()

@@ -1,10 +1,10 @@
-"""Names of a captured part's operators and storages, under which captures of several layouts are the same. No torch.
+"""Names for a captured part's operators and storages, the same in captures of different layouts. No torch.
 
-1. `named` gives every operator and storage of a part a name that does not depend on its place in the lists, and folds what is
-   there once for every expert of a rank into one: weights and their gradients, and stretches of operators that run for one
-   expert after the other, such as those that add an expert's bias to its rows.
-2. `numbered` turns names into places again, for a number of experts, with sizes from the caller. Of a single part it gives
-   back exactly that part, which `named` checks.
+1. `named` gives every operator and storage of a part a name that does not depend on its index, and folds repetitions for every
+   expert of a rank into one: weights and their gradients, and stretches of operators that run for one expert after the other,
+   such as those that add an expert's bias to its rows.
+2. `numbered` turns names into indices again, for a number of experts, with sizes from the caller. Applied to a single part it
+   returns exactly that part, which `named` checks.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from moe_overlap.tuner.capture.graph import OF_EXPERT, Layout, Op, Part, Storage
 from moe_overlap.tuner.capture.kernels import flops
 
 OpName = tuple[str, str, str, str, int]
-"""Phase, operator, module, kernel, and how many of the same four ran before."""
+"""Phase, operator, module, kernel, and the number of earlier operators with the same four."""
 StorageName = tuple[Any, ...]
-"""How a storage comes to be: its role and name, its place among the inputs, or the operator that first writes or reads it."""
+"""The origin of a storage: its role and name, its index among the inputs, or the operator that first writes or reads it."""
 Field = Literal["bytes", "shape", "payload", "touched", "elements"]
 SUMS: Mapping[str, Field] = {"touched": "bytes", "elements": "shape"}
 """Sizes of an operator in each of its storages, and the size that is their sum."""
 Size = tuple[OpName | StorageName, Field, int]
-"""Operator or storage, which of its sizes, and the axis of a shape or the place of a storage."""
+"""Operator or storage, the kind of size, and the axis of a shape or the index of a storage."""
 OF_OPERATORS = ("written", "read", "handed over")
-"""Names of storages that operators bring, by their first words; the others are there from outside."""
+"""First words of the names of storages that operators introduce; other storages exist from the start."""
 _FOR_EACH_EXPERT = ("te.bias_gradients",)
 """Kernels that write one storage for each expert."""
 LONGEST = 64
-"""Operators of one expert in a stretch at most."""
+"""Largest number of operators of one expert in a stretch."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedStorage:
-    """A storage by name; of a storage for each expert, the one of the first expert.
+    """A storage by name; if there is one for each expert, that of the first expert.
 
     Attributes:
-        freed, released, replaced: the operators of `Storage.freed_after`, `released_after` and `replaced_after`; of operators
-            for each expert, its own, or the last one's.
-        per_expert: there is one for each expert of the rank.
+        freed, released, replaced: the operators of `Storage.freed_after`, `released_after` and `replaced_after`; for operators
+            of each expert, the storage's own, or the last expert's.
+        per_expert: whether there is one for each expert of the rank.
     """
 
     storage: Storage
@@ -68,11 +68,11 @@ class NamedStorage:
 
 @dataclass(frozen=True, slots=True)
 class NamedOp:
-    """An operator by name; of an operator for each expert, the one of the first expert.
+    """An operator by name; if there is one for each expert, that of the first expert.
 
     Attributes:
-        stretch: the stretch of operators that it belongs to, of those that run for one expert after the other; 0 for none,
-            below 0 if the last expert comes first.
+        stretch: number of its stretch of operators, if they run for one expert after the other; 0 for none, negative if the last
+            expert comes first.
     """
 
     name: OpName
@@ -83,7 +83,7 @@ class NamedOp:
 
     @property
     def per_expert(self) -> bool:
-        """Whether it runs for each expert."""
+        """Whether it runs once per expert."""
         return self.stretch != 0
 
     @property
@@ -103,10 +103,10 @@ class NamedPart:
 
     Attributes:
         part: kind, variant, inputs and outputs; its lists are not read.
-        held: storages that are there before the first operator, in order; those of one expert stand for all.
-        emptied: what the forward pass empties and the backward pass fills again, as recomputed modules' outputs are: it counts
-            as new memory, noted between the passes; in order.
-        returned: gradients of the outputs, which appear behind those; behind: storages noted at the end.
+        held: storages that exist before the first operator, in order; those of one expert represent all.
+        emptied: storages that the forward pass empties and the backward pass refills, such as recomputed modules' outputs: they
+            count as new memory between the passes; in order.
+        returned: gradients of the outputs, whose storages follow those; appended: storages that appear at the end.
     """
 
     part: Part
@@ -115,17 +115,17 @@ class NamedPart:
     held: tuple[StorageName, ...]
     emptied: tuple[StorageName, ...]
     returned: tuple[StorageName, ...]
-    behind: tuple[StorageName, ...]
+    appended: tuple[StorageName, ...]
     outputs: tuple[StorageName, ...]
     gradient_outputs: tuple[StorageName, ...]
     homes: Mapping[StorageName, str] = field(default_factory=dict)
-    """Storage -> the block that makes it; empty for those that come from outside."""
+    """Storage -> the block that makes it; empty for storages from outside."""
     shares: Mapping[OpName, tuple[tuple[Expression, ...], tuple[Expression, ...]]] = field(default_factory=dict)
-    """Operator -> the bytes that it moves and the elements that it writes in each storage; those of all experts are one."""
+    """Operator -> the bytes it moves and the elements it writes in each storage; all experts' storages count as one."""
 
     @property
     def runs(self) -> list[tuple[str, str]]:
-        """Phase and block of every stretch of operators of one block."""
+        """Phase and block of every stretch of consecutive operators of one block."""
         return [key for key, _ in groupby((named.op.phase, block_of(named.op)) for named in self.ops)]
 
     def blocks(self) -> dict[str, list[tuple[Any, ...]]]:
@@ -136,13 +136,13 @@ class NamedPart:
         return blocks
 
     def home(self, name: OpName | StorageName) -> str:
-        """The block of an operator, or the one that a storage belongs to; that of parameters is told by their names."""
+        """The block of an operator or storage; names of parameters determine theirs."""
         if name in self.storages:
             return ROUTED if is_of_expert(self.storages[name].storage) else self.homes.get(name, OUTSIDE)
         return next(block_of(named_op.op) for named_op in self.ops if named_op.name == name)
 
     def sizes(self) -> Iterator[tuple[Size, Expression]]:
-        """Every size, storages' among them; of what operators move, that in each storage."""
+        """Yield every size, storages' included; for bytes and elements of operators, those in each storage."""
         for name, storage in self.storages.items():
             yield (name, "bytes", 0), storage.storage.bytes
         for named_op in self.ops:
@@ -159,14 +159,14 @@ class NamedPart:
 
 
 def _lump(op: Op) -> tuple[Expression, ...]:
-    """The bytes of an operator whose storages are not told apart: of a collective, those of one buffer are its payload."""
+    """The bytes of an operator whose storages are not distinguished: of a collective, those of one buffer are its payload."""
     if op.collective is None:
         return (op.bytes,)
     return op.collective.payload_bytes, op.bytes - op.collective.payload_bytes
 
 
 def _by_use(uses: Sequence[tuple[bool, StorageName]], sizes: Sequence[Expression]) -> tuple[Expression, ...]:
-    """The sizes of all uses, those of equal ones added up; none where none were recorded."""
+    """The sizes of all uses, equal uses summed; none if none were recorded."""
     total: dict[tuple[bool, StorageName], Expression] = {}
     for use, size in zip(uses, sizes, strict=bool(sizes)):
         total[use] = total[use] + size if use in total else size
@@ -174,7 +174,7 @@ def _by_use(uses: Sequence[tuple[bool, StorageName]], sizes: Sequence[Expression
 
 
 def with_totals(sizes: Mapping[Size, Expression]) -> dict[Size, Expression]:
-    """The sizes that `numbered` takes: those of all storages of an operator are one."""
+    """The sizes that `numbered` takes: those of all storages of an operator are summed."""
     totals: dict[Size, Expression] = {}
     for size, value in sizes.items():
         name, which, _ = size
@@ -190,7 +190,7 @@ def named(part: Part, layout: Layout, model: ModelDescription) -> NamedPart:
     """A captured part by names.
 
     Raises:
-        NotComposableError: something is there for each expert that is not known to be.
+        NotComposableError: a repetition for each expert is not recognised.
     """
     experts = model.num_experts // layout.expert
     result = _Names(part, experts).result()
@@ -200,16 +200,16 @@ def named(part: Part, layout: Layout, model: ModelDescription) -> NamedPart:
 
 
 def _stretches(ops: Sequence[Op], expert_of: Mapping[int, int], experts: int) -> dict[int, tuple[int, int, int]]:
-    """Operators that run for one expert after the other: the same ones as often as there are experts.
+    """Find operators that run for one expert after the other: the same ones, as often as there are experts.
 
     Args:
-        expert_of: storage -> the expert that it belongs to.
+        expert_of: storage -> its expert.
     Returns:
-        Operator -> stretch (`NamedOp.stretch`), expert, and its place among those of an expert.
+        Operator -> stretch (`NamedOp.stretch`), expert, and position among the operators of that expert.
     """
     kinds = [(op.phase, op.operator, op.module, op.name) for op in ops]
     owners = [{expert_of[index] for index in (*op.reads, *op.writes) if index in expert_of} for op in ops]
-    found: dict[int, tuple[int, int, int]] = {}
+    stretches: dict[int, tuple[int, int, int]] = {}
     first, count = 0, 0
     while first < len(ops) and experts > 1:
         length, order = _repetition(kinds, owners, first, experts)
@@ -219,22 +219,24 @@ def _stretches(ops: Sequence[Op], expert_of: Mapping[int, int], experts: int) ->
         count += 1
         for index in range(first, first + length * experts):
             place = index - first
-            found[ops[index].id] = (count if order[0] == 0 else -count, order[place // length], place % length)
+            stretches[ops[index].id] = (count if order[0] == 0 else -count, order[place // length], place % length)
         first += length * experts
-    return found
+    return stretches
 
 
 def _repetition(
     kinds: Sequence[tuple[str, ...]], owners: Sequence[set[int]], first: int, experts: int
 ) -> tuple[int, Sequence[int]]:
-    """The operators of one expert in the stretch that starts at an operator, and the order of experts; 0 if none starts there."""
+    """The operators of one expert in a stretch that starts at an operator, and the order of experts; 0 if none starts there."""
     upwards = range(experts)
     for length in range(1, min(LONGEST, (len(kinds) - first) // experts) + 1):
         if kinds[first : first + length] != kinds[first + length : first + 2 * length]:
             continue
         rounds = [slice(first + r * length, first + (r + 1) * length) for r in range(experts)]
-        seen = [set().union(*owners[each]) for each in rounds]
-        if any(len(of_round) != 1 for of_round in seen) or any(kinds[each] != kinds[rounds[0]] for each in rounds):
+        seen = [set().union(*owners[one_round]) for one_round in rounds]
+        if any(len(of_round) != 1 for of_round in seen) or any(
+            kinds[one_round] != kinds[rounds[0]] for one_round in rounds
+        ):
             continue
         order = [of_round.pop() for of_round in seen]
         if order in (list(upwards), list(reversed(upwards))):
@@ -246,13 +248,13 @@ class _Names:
     """Names of one part's operators and storages.
 
     Args:
-        experts: on this rank.
+        experts: number of experts on this rank.
     """
 
     def __init__(self, part: Part, experts: int) -> None:
         self._part, self._experts = part, experts
         self._of: dict[int, tuple[StorageName, int | None]] = {}
-        """Storage -> name and, of a storage for each expert, which one."""
+        """Storage -> name and, if there is one for each expert, which expert."""
         for storage in part.storages:
             expert = OF_EXPERT.fullmatch(storage.name)
             if expert is not None:
@@ -266,7 +268,7 @@ class _Names:
         self._ops, self._name_of_op = self._operators()
 
     def _name_handed_over(self) -> None:
-        """Name what shared experts make for others by its place: which of their operators makes it depends on TP."""
+        """Name storages that shared experts make for others by index: which of their operators makes them depends on TP."""
         maker: dict[int, Op] = {}
         for op in self._part.ops:
             for index in op.reads:
@@ -283,7 +285,7 @@ class _Names:
         counts: dict[tuple[str, str, str, str], int] = {}
         stretches = _stretches(self._part.ops, self._experts_of(), self._experts)
         of_stretch: dict[tuple[int, int], tuple[int, OpName]] = {}
-        """By stretch and place among the operators of an expert: the place in `ops`, and the name."""
+        """By stretch and position among the operators of an expert: the index in `ops`, and the name."""
         for op in self._part.ops:
             kind = (op.phase, op.operator, op.module, op.name)
             stretch, expert, place = stretches.get(op.id, (0, None, 0))
@@ -291,7 +293,7 @@ class _Names:
                 counts[kind] = counts.get(kind, 0) + 1
                 name: OpName = (*kind, counts[kind] - 1)
             else:
-                # Operators of the experts behind the first have the name of the first one's.
+                # Operators of further experts have the name of the first expert's.
                 name = of_stretch[stretch, place][1]
             names[op.id] = name
             self._name_new(op, name, expert)
@@ -306,7 +308,7 @@ class _Names:
         return ops, names
 
     def _experts_of(self) -> dict[int, int]:
-        """Storages of one expert that have their names, and those of kernels that write one for each."""
+        """Storages of one expert, by their names, and those of kernels that write one for each."""
         experts = {index: expert for index, (_, expert) in self._of.items() if expert is not None}
         for op in self._part.ops:
             if op.name in _FOR_EACH_EXPERT:
@@ -337,10 +339,10 @@ class _Names:
                 storages[name] = NamedStorage(storage, freed, released, replaced, is_saved, is_each)
         touched = {index for op in part.ops for index in (*op.reads, *op.writes)} - set(part.gradient_inputs)
         first = min((i for i in touched if part.storages[i].name == "" and i not in part.inputs), default=0)
-        # In the order of their ids: what is held from the start stands in front of what the operators bring.
+        # In the order of their ids: storages that exist from the start come before those that operators introduce.
         outside = [storage.id for storage in part.storages if self._of[storage.id][0][0] not in OF_OPERATORS]
         start = [i for i in outside if i < first and i not in part.gradient_inputs]
-        behind = [i for i in outside if i > first and i not in (*part.gradient_inputs, *touched)]
+        appended = [i for i in outside if i > first and i not in (*part.gradient_inputs, *touched)]
         emptied = [i for i in range(min(part.gradient_inputs, default=0)) if self._is_met_in_backward(i)]
 
         def by_name(ids: Sequence[int]) -> tuple[StorageName, ...]:
@@ -358,7 +360,7 @@ class _Names:
             held=by_name(start),
             emptied=by_name(emptied),
             returned=by_name(part.gradient_inputs),
-            behind=by_name(behind),
+            appended=by_name(appended),
             outputs=by_name(part.outputs),
             gradient_outputs=by_name(part.gradient_outputs),
             homes=homes,
@@ -378,11 +380,11 @@ class _Names:
 
 
 def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Size, Expression]) -> Part:
-    """The part of a layout, by places.
+    """The part of a layout, by indices.
 
     Args:
-        experts: on this rank.
-        sizes: of every operator and storage.
+        experts: number of experts on this rank.
+        sizes: size of every operator and storage.
     """
     places, order = _places(source, experts)
     ops, last_of = _operators(source, layout, experts, sizes, places)
@@ -425,11 +427,11 @@ def _label(name: StorageName, entry: NamedStorage, expert: int | None) -> str:
 
 
 def _replicas(name: StorageName, entry: NamedStorage, layout: Layout) -> Literal["", "dp", "edp"]:
-    """The axis over which the copies of a storage are reduced, whichever expert it is of."""
+    """The axis over which the copies of a storage are reduced, for any expert."""
     if not entry.storage.replicas:
         return ""
-    one = dataclasses.replace(entry.storage, name=_label(name, entry, 0))
-    return expert_replicas(layout) if is_of_expert(one) else entry.storage.replicas
+    first_expert = dataclasses.replace(entry.storage, name=_label(name, entry, 0))
+    return expert_replicas(layout) if is_of_expert(first_expert) else entry.storage.replicas
 
 
 def operator_order(source: NamedPart, experts: int) -> list[OpName]:
@@ -441,11 +443,11 @@ def operator_order(source: NamedPart, experts: int) -> list[OpName]:
 
 
 Place = tuple[StorageName, int | None]
-"""A storage, and of storages for each expert, which one."""
+"""A storage and, if there is one for each expert, which expert."""
 
 
 def _places(source: NamedPart, experts: int) -> tuple[dict[Place, int], list[Place]]:
-    """The place of every storage: what is held first, then in the order in which operators meet them."""
+    """The index of every storage: initial ones first, then in the order in which operators use them."""
     order: dict[Place, None] = {}
 
     def add(names: Sequence[StorageName]) -> None:
@@ -473,12 +475,12 @@ def _places(source: NamedPart, experts: int) -> tuple[dict[Place, int], list[Pla
             for name in (name for named_op in members for name in (*named_op.reads, *named_op.writes)):
                 order.setdefault((name, expert if source.storages[name].per_expert else None))
     add(source.returned)
-    add(source.behind)
+    add(source.appended)
     return {place: index for index, place in enumerate(order)}, list(order)
 
 
 def _order(stretch: int, experts: int) -> Iterable[int]:
-    """The experts in the order in which the operators of a stretch run for them."""
+    """The experts in the order in which the operators of a stretch run."""
     return range(experts) if stretch > 0 else reversed(range(experts))
 
 
@@ -513,13 +515,13 @@ def _operator(
     places: Mapping[Place, int],
 ) -> Op:
     def ids(names: Sequence[StorageName]) -> tuple[int, ...]:
-        found: list[int] = []
+        indices: list[int] = []
         for name in names:
             if not source.storages[name].per_expert:
-                found.append(places[name, None])
+                indices.append(places[name, None])
             else:
-                found += [places[name, e] for e in (range(experts) if expert is None else (expert,))]
-        return tuple(found)
+                indices += [places[name, e] for e in (range(experts) if expert is None else (expert,))]
+        return tuple(indices)
 
     op, collective = member.op, None
     if op.collective is not None:

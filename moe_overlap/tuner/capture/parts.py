@@ -1,4 +1,4 @@
-"""Runs each part of a built model once per sample batch and writes what the recorder saw as a graph.
+"""Runs each part of a built model once per sample batch and turns the recording into a graph.
 
 Legend: S tokens of a sample that this rank holds, B samples, H hidden size.
 """
@@ -44,10 +44,10 @@ class RunnablePart:
     """A part of the model that can be run.
 
     Attributes:
-        kind: as in `Part.kind`.
-        modules: hold its parameters, whose names start with the key.
-        borrowed: the same, of parameters that another part counts: constants here.
-        inputs: (samples, tokens) -> the tensors it is called with; those of a floating type get gradients.
+        kind: see `Part.kind`.
+        modules: modules that hold its parameters, whose names start with the key.
+        borrowed: modules with parameters that another part counts: constants here.
+        inputs: (samples, tokens) -> its input tensors; those of a floating type get gradients.
         run: inputs -> the output, hidden states or the loss.
     """
 
@@ -60,7 +60,7 @@ class RunnablePart:
 
 
 class HandOver(torch.autograd.Function):
-    """The hidden states that come in, held by nobody but the part itself; takes their gradient."""
+    """Passes the input hidden states to the part, which alone holds them; receives their gradient."""
 
     @staticmethod
     def forward(ctx: Any, seed: torch.Tensor, box: list[torch.Tensor], results: list[torch.Tensor]) -> torch.Tensor:
@@ -70,13 +70,13 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        """Keep the gradient."""
+        """Store the gradient."""
         ctx.results.append(gradients[0])
         return None, None, None
 
 
 class TakeOver(torch.autograd.Function):
-    """The output of a part; its backward hands over the gradient in the box, which then belongs to the backward pass alone."""
+    """The output of a part; its backward passes on the gradient in the box, which only the backward pass then holds."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
@@ -95,9 +95,9 @@ class PartRecorder:
 
     Args:
         model: megatron-core's GPTModel with one layer of each of `kinds`, prediction layers last.
-        recorder: records it; hooks for it are placed on the model here.
+        recorder: records it; its hooks are placed on the model here.
         buffer: the scratch buffer that the model's linears share.
-        variant: what is recomputed.
+        variant: the recomputation.
     """
 
     def __init__(
@@ -127,20 +127,20 @@ class PartRecorder:
         with self._recording(runnable, samples, tokens) as inputs:
             input_ids = tuple(recorder.hold(tensor, "input") for tensor in inputs)
             results: list[torch.Tensor] = []
-            given = [HandOver.apply(self._seed, [x.detach()], results) if x.requires_grad else x for x in inputs]
-            # A reference to the inputs would keep them alive through both passes: only the part and autograd may hold them, as
-            # in a step.
+            arguments = [HandOver.apply(self._seed, [x.detach()], results) if x.requires_grad else x for x in inputs]
+            # A reference to the inputs would keep them alive through both passes: as in a step, only the part and autograd may
+            # hold them.
             inputs.clear()
             with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
-                output = runnable.run(*given)
+                output = runnable.run(*arguments)
                 output_id = recorder.id_of(output)
                 recorder.end_forward()
             gradient = [torch.empty_like(output)]
             gradient_id = recorder.hold(gradient[0], "input")
             end = TakeOver.apply(output, gradient)
-            # From here on the next part would own the output; the backward pass must find the storages alive that a
+            # From here on the next part would own the output; the backward pass must find only the storages alive that a
             # step would hold.
-            del given, output
+            del arguments, output
             with recorder:
                 torch.autograd.backward([end], [self._seed.detach()])
             gradient_outputs = tuple(recorder.id_of(tensor) for tensor in results)
@@ -167,9 +167,9 @@ class PartRecorder:
     def record_without_gradients(
         self, runnable: RunnablePart, samples: int, tokens: int
     ) -> tuple[Sequence[Op], Sequence[Storage]]:
-        """The forward pass of one batch where no gradients are recorded, and behind it the pass where they are.
+        """The forward pass of one batch without gradients, followed by one with gradients.
 
-        In the first, nothing but the model's code holds storages; what it still holds then the second one replaces.
+        In the first, only the model's code holds storages; the second pass then replaces those that it still holds.
         """
         recorder = self._recorder
         with self._recording(runnable, samples, tokens) as inputs:
@@ -181,18 +181,18 @@ class PartRecorder:
                 self._buffer.buffer.clear()
                 outputs.append(runnable.run(*inputs))
             ops, storages = recorder.recording.ops, recorder.recording.frozen_storages()
-            # What goes now was there when the passes ended.
+            # Storages that are freed now existed when the passes ended.
             del outputs
             return ops, storages
 
     @contextlib.contextmanager
     def _recording(self, runnable: RunnablePart, samples: int, tokens: int) -> Iterator[list[torch.Tensor]]:
-        """Begin a recording; gives the inputs of the part."""
+        """Begin a recording; yields the inputs of the part."""
         self._make_tables(runnable, samples, tokens)
-        # Every recording allocates its own, at the size of its batch.
+        # Every recording allocates its own buffer, at the size of its batch.
         self._buffer.buffer.clear()
         gc.collect()
-        # What is left need not be walked through again before the next recording.
+        # The garbage collector need not walk through the present objects before the next recording.
         gc.freeze()
         with _no_collection():
             self._recorder.begin()
@@ -200,7 +200,7 @@ class PartRecorder:
             yield list(runnable.inputs(samples, tokens))
 
     def _make_tables(self, runnable: RunnablePart, samples: int, tokens: int) -> None:
-        """Build the tables that layers compute once, or once for a sequence length, and that belong to no recording."""
+        """Build the tables that layers compute once, or once for a sequence length, so that no recording contains them."""
         if not runnable.is_layer:
             return
         lengths = self._warm.setdefault(runnable.kind, set())
@@ -210,7 +210,7 @@ class PartRecorder:
         with self._recorder:
             output = runnable.run(*runnable.inputs(samples, tokens))
             if not lengths:
-                # Recomputed layers keep books of their losses in the backward pass alone, from the first one on.
+                # Recomputed layers log their losses only in the backward pass, from the first one on.
                 torch.autograd.backward([output], [torch.empty_like(output)])
         lengths.add(tokens)
 
@@ -284,7 +284,7 @@ class PartRecorder:
             return hidden  # type: ignore[no-any-return]
 
         def run(x_SBH: torch.Tensor) -> torch.Tensor:
-            # The table is as long as the whole sample, of which a rank holds one share of the hidden states.
+            # The table covers the whole sample, of which a rank holds one share of the hidden states.
             split = self._layout.context * (self._layout.tensor if self._model.config.sequence_parallel else 1)
             rotary = self._rotary(x_SBH.shape[0] * split)
             if self._variant == FULL:
@@ -306,7 +306,7 @@ class PartRecorder:
         ):
             _name(owner, method, operator, recorder)
         if self._variant == FULL:
-            # Decoder layers are wrapped from outside; a prediction layer wraps what it projects and its layer itself.
+            # The caller wraps decoder layers; a prediction layer wraps its projection and its layer itself.
             config = model.config
             config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
 
@@ -334,7 +334,7 @@ def prediction_layers(model: Any) -> Sequence[Any]:
 
 
 def name_operators(layer: Any, recorder: Recorder) -> None:
-    """Attribute what the methods of a transformer layer run to operators of the plan's vocabulary."""
+    """Attribute the operators in the methods of a transformer layer to operators of the plan's vocabulary."""
     _name(layer, "_forward_attention", ATTENTION, recorder)
     if not layer.is_moe_layer:
         _name(layer, "_forward_mlp", MLP, recorder)
@@ -364,12 +364,12 @@ def _name(owner: Any, method: str, operator: str, recorder: Recorder) -> None:
         with recorder.at(operator):
             return stock(*args, **kwargs)
 
-    # Past the module's own __setattr__, which looks for parameters.
+    # Not through the module's __setattr__, which looks for parameters.
     object.__setattr__(owner, method, named)
 
 
 def keep_gradients_apart(model: torch.nn.Module, in_fp32: bool) -> None:
-    """Add gradients to buffers of their own and drop them, as megatron-core's DDP does in its hooks."""
+    """Add gradients to separate buffers and drop them, as megatron-core's DDP does in its hooks."""
     for parameter in model.parameters():
         kind = torch.float32 if in_fp32 else parameter.dtype
         parameter.main_grad = torch.zeros_like(parameter, dtype=kind, requires_grad=False)  # type: ignore[attr-defined]
@@ -385,7 +385,7 @@ def _into_main_gradient(parameter: Any) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Cycles of references are freed later, at no certain operator: keep the garbage collector out."""
+    """Disable the garbage collector, which would free cycles of references at an arbitrary operator."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -397,5 +397,5 @@ def _no_collection() -> Iterator[None]:
 
 def _saved(recording: Any, input_ids: tuple[int, ...], output_id: int) -> tuple[int, ...]:
     """Storages that the forward pass leaves for the backward pass: `Part.saved`."""
-    kept = {index for index in recording.alive if recording.storages[index].role == "activation"} - {output_id}
-    return tuple(sorted(kept | (recording.packed & {*input_ids, output_id})))
+    saved = {index for index in recording.alive if recording.storages[index].role == "activation"} - {output_id}
+    return tuple(sorted(saved | (recording.packed & {*input_ids, output_id})))

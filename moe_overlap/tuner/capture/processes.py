@@ -1,7 +1,7 @@
-"""The processes that capture: started when something is missing, kept for what is missing later. No torch.
+"""The processes that capture: started for missing captures, and kept for later ones. No torch.
 
-Importing torch and megatron-core takes longer than a capture, and a search meets further layouts that must be captured when it is
-well on its way. So a process answers requests, one a line, until nobody asks any more.
+Importing torch and megatron-core takes longer than a capture, and a search may need further layouts late. So a process answers
+requests, one a line, until stdin ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moe_overlap.describe.host import usable_cores
 from moe_overlap.tuner.capture.request import Request
 
 EACH = 4
-"""Captures that are worth a process."""
+"""Number of captures that justify another process."""
 MOST = 4
-"""Processes at once: each holds torch, about half a GiB."""
+"""Largest number of processes: each holds torch, about half a GiB."""
 
 
 class CaptureError(RuntimeError):
@@ -46,14 +46,14 @@ class _Worker:
             raise self.failure() from None
 
     def failure(self) -> CaptureError:
-        """Why it ended."""
+        """The error with which it ended."""
         self.process.wait()
         self.errors.seek(0)
         lines = self.errors.read().strip().splitlines()
         return CaptureError(lines[-1] if lines else "the capture was killed")
 
     def end(self) -> None:
-        """End it; files are complete or absent whatever it does."""
+        """End it; files stay complete or absent."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.errors):
@@ -62,18 +62,18 @@ class _Worker:
 
 
 class CaptureProcesses:
-    """Captures in other processes, as many as there are cores and work for; they end with this object.
+    """Captures in other processes, as many as cores and work allow; they end with this object.
 
     Args:
-        command: of a process, which reads requests from stdin and writes a line to stdout behind each; default captures.
-        cores: default those of this machine.
+        command: command line of a process, which reads requests from stdin and writes a line to stdout after each.
+        cores: number of cores; None: those of this machine.
     """
 
     def __init__(self, command: Sequence[str] = (), cores: int | None = None) -> None:
-        # -P: a torch.py in the folder that the user works in is not torch.
+        # -P: a torch.py in the user's working folder is not torch.
         self._command = command or [sys.executable, "-P", "-m", "moe_overlap.tuner.capture"]
         self._most = min(MOST, cores or usable_cores())
-        # By the process that started them: one that is forked from it shares their pipes, and must leave them alone.
+        # By the process that started them: a forked process shares their pipes, and must not use them.
         self._workers: dict[int, list[_Worker]] = {}
         self._owner = os.getpid()
         weakref.finalize(self, _end_all, self._workers)
@@ -82,30 +82,30 @@ class CaptureProcesses:
         """Capture all requests, each to its path.
 
         Raises:
-            CaptureError: a capture failed; those that are done stay.
+            CaptureError: a capture failed; finished ones stay.
         """
-        left = list(missing.items())[::-1]
+        waiting = list(missing.items())[::-1]
         workers = self._workers.setdefault(os.getpid(), [])
         # Forked processes share the cores, so each of them starts one.
         most = self._most if os.getpid() == self._owner else 1
-        while len(workers) < min(most, -(-len(left) // EACH)):
+        while len(workers) < min(most, -(-len(waiting) // EACH)):
             workers.append(self._started())
         try:
             with selectors.DefaultSelector() as busy:
-                for worker in workers[: len(left)]:
-                    worker.ask(*left.pop())
+                for worker in workers[: len(waiting)]:
+                    worker.ask(*waiting.pop())
                     busy.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
                 while busy.get_map():
                     for key, _ in busy.select():
                         worker = key.data
                         if not worker.process.stdout.readline():
                             raise worker.failure()
-                        if left:
-                            worker.ask(*left.pop())
+                        if waiting:
+                            worker.ask(*waiting.pop())
                         else:
                             busy.unregister(key.fileobj)
         except BaseException:
-            # What they still do is an answer to nobody.
+            # Nobody needs their remaining answers.
             _end_all(self._workers)
             raise
 
@@ -118,7 +118,7 @@ class CaptureProcesses:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
-        # A file, because nobody reads a pipe in time.
+        # A file, because nobody would empty a pipe in time.
         errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `end`)
         process = subprocess.Popen(
             self._command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True

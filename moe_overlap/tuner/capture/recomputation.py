@@ -1,21 +1,22 @@
-"""The graph of a part that recomputes, from its graph without recomputation. Standard library alone.
+"""The graph of a part with recomputation, rewritten from its graph without. Standard library only.
 
 megatron-core 0.16.1 recomputes a stretch of a layer's forward pass in one of two ways (`tensor_parallel/random.py`):
 
 - `checkpoint` (class CheckpointFunction) runs the stretch without gradients and keeps its inputs. When the gradients of its
-  outputs are there, it runs the stretch again, now with gradients, and then the stretch's backward pass.
-- `CheckpointWithoutOutput` does the same, and empties the stretch's outputs once the operators behind it have read them. A hook
-  on the gradient of a later tensor runs the stretch again and copies its results into the emptied storages, which the operators
-  behind the stretch hold for their own backward passes.
+  outputs arrive, it runs the stretch again, now with gradients, and then the stretch's backward pass.
+- `CheckpointWithoutOutput` does the same, and empties the stretch's outputs once the operators after it have read them. A hook
+  on the gradient of a later tensor runs the stretch again and copies its results into the emptied storages, which those operators
+  hold for their own backward passes.
 
-`recomputed` writes that down as a rewrite: which operators run again, when, on which storages, and how long each storage lives.
-What a pass without gradients leaves out and how long the model's code holds a storage without autograd is in the marks of the
-part (`without_gradients.py`). `library.py` compares the rewritten graph of one layout with a capture before it answers with
-others: that shows a variant's collectives, but not every class of a block, which slow tests compare (`test_capture_layouts.py`).
-Variants that are not written down raise `NotRewrittenError`, and are captured.
+`recomputed` implements this as a rewrite: which operators run again, when, on which storages, and how long each storage lives.
+The marks of the part (`without_gradients.py`) give the operators that a pass without gradients omits, and the storages that the
+model's code holds without autograd. `library.py` compares the rewritten graph of one layout with a capture before it answers
+with others: this verifies a variant's collectives, but not every class of a block, which slow tests compare
+(`test_capture_layouts.py`). Other variants raise `NotRewrittenError`, and are captured.
 
-Recomputation moves the attribution of operators, too: a hook runs outside of the methods that name operators, so what runs in a
-module of its own there has no operator name, and everything else has the place of the operator whose gradient fired the hook.
+Recomputation changes the attribution of operators, too: a hook runs outside of the methods that name operators, so an operator
+in a module of its own has no operator name there, and every other one has the place of the operator whose gradient fired the
+hook.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from moe_overlap.tuner.capture.graph import Op, Part, Storage
 from moe_overlap.tuner.capture.stretches import NotRewrittenError, Place, Stretch, forward_count, place_of, stretches
 
 FIRST, AGAIN, REFILLED, SCRATCH, SCRATCH_TOO = range(5)
-"""Copies of a storage: of the forward pass, of the stretch that runs again, the emptied one that is filled again, and two without
-a byte that torch makes to copy one storage into another."""
+"""Copies of a storage: of the forward pass, of the stretch that runs again, the emptied one that is refilled, and two without
+any bytes that torch creates to copy one storage into another."""
 Copy = tuple[int, int]
-"""A storage of the part without recomputation, and which copy of it."""
+"""A storage of the part without recomputation, and the index of its copy."""
 
 
 def recomputed(part: Part, variant: str) -> Part:
-    """The part as it is captured with a variant of recomputation.
+    """The part as it would be captured with a variant of recomputation.
 
     Args:
         part: captured without recomputation, with the marks of its pass without gradients.
-        variant: as `Request.variant`.
+        variant: see `Request.variant`.
     Raises:
         NotRewrittenError: it must be captured.
     """
@@ -53,8 +54,8 @@ class _Step:
     """An operator of the rewritten part.
 
     Attributes:
-        op: with the place that it has there.
-        run: FIRST, or AGAIN for what runs again in the backward pass.
+        op: the operator, with its place in the rewritten part.
+        run: FIRST, or AGAIN if it runs again in the backward pass.
     """
 
     op: Op
@@ -65,18 +66,18 @@ class _Step:
 
 
 class _Storages:
-    """The storages of a part as one stretch uses them.
+    """The storages of a part, from the point of view of one stretch.
 
     Attributes:
-        late: the sum of a gradient that leaves the stretch and one from outside. Without a checkpoint it is in the midst of the
-            backward operators; behind them with one, whose results autograd sees when it ends.
-        made: by the stretch, constants of its code among them: each run makes its own.
-        outputs: of these, what operators behind the stretch read.
-        inputs: what a checkpoint keeps.
+        late: the sum of a gradient that leaves the stretch and one from outside. Without a checkpoint it runs among the backward
+            operators; with one it runs after them, since autograd sees the checkpoint's results when it ends.
+        own_storages: storages made by the stretch, including constants of its code: each run makes its own.
+        outputs: those of `own_storages` that operators after the stretch read.
+        inputs: storages that a checkpoint keeps.
         met: gradients from outside that the stretch's backward pass reads.
-        left: gradients that it hands over to operators behind it.
-        held: inputs, met and left: a checkpoint holds them until its backward pass has ended.
-        never_freed: of these, what stays because the model's code keeps a result until the layer runs again (the
+        leaving: gradients that it passes to operators after it.
+        held: inputs, met and leaving: a checkpoint holds them until its backward pass has ended.
+        never_freed: those of `held` that stay because the model's code keeps a result until the layer runs again (the
             probabilities, in a token dispatcher), and with it the graph of autograd, which ends in the checkpoint's inputs and
             their gradients.
     """
@@ -87,33 +88,37 @@ class _Storages:
             part.ops[stretch.forward.start : stretch.forward.stop],
             part.ops[stretch.backward.start : stretch.backward.stop],
         )
-        known = _used(part.ops[: stretch.forward.start])
-        self.made = {index for index in _used(inside) - known if _is_own(storages[index])}
-        behind = _read(part.ops[stretch.forward.stop : count]).union(part.outputs)
-        self.outputs = sorted(self.made & behind)
-        self.inputs = {index for index in _read(inside) - self.made if storages[index].role in ("activation", "input")}
+        used_before = _used(part.ops[: stretch.forward.start])
+        self.own_storages = {index for index in _used(inside) - used_before if _is_own(storages[index])}
+        read_later = _read(part.ops[stretch.forward.stop : count]).union(part.outputs)
+        self.outputs = sorted(self.own_storages & read_later)
+        self.inputs = {
+            index for index in _read(inside) - self.own_storages if storages[index].role in ("activation", "input")
+        }
         self.late = _late_sum(back)
-        own = _written(op for op in back if op is not self.late)
+        written = _written(op for op in back if op is not self.late)
         before = _written(part.ops[count : stretch.backward.start]).union(part.gradient_inputs)
         self.met = (_read(back) & before) - self.inputs
         after = _read([*part.ops[stretch.backward.stop :], *([self.late] if self.late is not None else [])])
-        self.left = {index for index in own & after if storages[index].role == "activation"} - self.inputs - self.met
-        self.held = self.inputs | self.met | self.left
-        self.never_freed = _never_freed(part, inside, self.inputs, self.left)
+        self.leaving = (
+            {index for index in written & after if storages[index].role == "activation"} - self.inputs - self.met
+        )
+        self.held = self.inputs | self.met | self.leaving
+        self.never_freed = _never_freed(part, inside, self.inputs, self.leaving)
 
 
-def _never_freed(part: Part, inside: Sequence[Op], inputs: set[int], left: set[int]) -> set[int]:
-    kept = {
+def _never_freed(part: Part, inside: Sequence[Op], inputs: set[int], leaving: set[int]) -> set[int]:
+    replaced = {
         index
         for op in inside
         for index in op.writes
         if part.storages[index].replaced_after is not None and "float" in op.dtype
     }
     for op in reversed(inside):
-        if not kept.isdisjoint(op.writes):
-            kept.update(op.reads)
-    held = inputs & kept
-    return held | left if held else held
+        if not replaced.isdisjoint(op.writes):
+            replaced.update(op.reads)
+    held = inputs & replaced
+    return held | leaving if held else held
 
 
 def _read(ops: Iterable[Op]) -> set[int]:
@@ -129,15 +134,15 @@ def _used(ops: Sequence[Op]) -> set[int]:
 
 
 def _is_own(storage: Storage) -> bool:
-    """Whether a run makes a storage for itself: tables that all runs read are never freed."""
+    """Whether each run makes its own copy of a storage: tables that all runs read are never freed."""
     is_number = storage.role == "constant" and not storage.name and storage.freed_after is not None
     return storage.role == "activation" or is_number
 
 
 def _late_sum(backward: Sequence[Op]) -> Op | None:
-    made, read = _written(backward), _read(backward)
+    written, read = _written(backward), _read(backward)
     for op in backward:
-        from_outside = [index for index in op.reads if index not in made]
+        from_outside = [index for index in op.reads if index not in written]
         if op.name == "add" and len(op.reads) == 2 and len(from_outside) == 1 and read.isdisjoint(op.writes):
             return op
     return None
@@ -147,23 +152,25 @@ class _Rewrite:
     """The rewrite of one part.
 
     Args:
-        stretches: that run again; none of them overlap.
+        stretches: the stretches that run again; they must not overlap.
     """
 
     def __init__(self, part: Part, stretches: Sequence[Stretch]) -> None:
         self._part, self._stretches = part, stretches
         self._count = forward_count(part)
-        if any(left.forward.stop > right.forward.start for left, right in zip(stretches, stretches[1:], strict=False)):
+        if any(
+            earlier.forward.stop > later.forward.start for earlier, later in zip(stretches, stretches[1:], strict=False)
+        ):
             raise NotRewrittenError(f"{part.kind}: recomputed stretches inside of each other")
         self._of = {stretch: _Storages(part, stretch) for stretch in stretches}
-        self._maker = {index: stretch for stretch in stretches for index in self._of[stretch].made}
+        self._maker = {index: stretch for stretch in stretches for index in self._of[stretch].own_storages}
         """Storage -> the stretch that makes it."""
-        self._around = {place: each for each in stretches for place in (*each.forward, *each.backward)}
-        """Operator -> the stretch that it, or its forward operator, is in."""
+        self._around = {place: stretch for stretch in stretches for place in (*stretch.forward, *stretch.backward)}
+        """Operator -> the stretch of it, or of its forward operator."""
         self._is_marked = any(storage.released_after is not None for storage in part.storages)
         self._steps: list[_Step] = []
         self._at: dict[tuple[int, int], int] = {}
-        """Operator of the part, and FIRST or AGAIN -> its place in `_steps`, or that of the last one before it."""
+        """Operator of the part, and FIRST or AGAIN -> its index in `_steps`, or that of the last one before it."""
         self._ends: dict[Stretch, int] = {}
         """Stretch -> the last step of its backward pass."""
         self._last_use: dict[Copy, int] = {}
@@ -207,16 +214,17 @@ class _Rewrite:
         )
 
     def _run(self) -> None:
-        """Lay out the operators in the order in which they run."""
+        """Put the operators into the order in which they run."""
         for op in self._part.ops[: self._count]:
             stretch = self._around.get(op.id)
             if stretch is None or not op.needs_gradients:
                 self._add(op, FIRST, stretch)
             self._at[op.id, FIRST] = len(self._steps) - 1
         for op in self._part.ops[self._count :]:
-            # A hook on what a checkpoint returns fires before the checkpoint's own backward pass.
+            # A hook on a result of a checkpoint fires before the checkpoint's own backward pass.
             for stretch in sorted(
-                [each for each in self._stretches if each.starts == op.id], key=lambda each: each.hook is None
+                [candidate for candidate in self._stretches if candidate.starts == op.id],
+                key=lambda candidate: candidate.hook is None,
             ):
                 self._run_again(stretch)
             stretch = self._around.get(op.id)
@@ -231,8 +239,8 @@ class _Rewrite:
         late = self._of[stretch].late
         if late is None:
             return
-        # Autograd adds what comes from outside when the stretch hands over its gradient.
-        operator, module = stretch.known or place_of(self._steps[-1].op)
+        # Autograd adds gradients from outside when the stretch returns its gradient.
+        operator, module = stretch.function_place or place_of(self._steps[-1].op)
         self._add(dataclasses.replace(late, operator=operator, module=module), FIRST, None)
         self._at[late.id, AGAIN] = len(self._steps) - 1
 
@@ -244,7 +252,7 @@ class _Rewrite:
             return
         at = self._hook_place(stretch)
         for index in self._of[stretch].outputs:
-            # torch copies one storage into another through two empty tensors that are put on them.
+            # torch copies one storage into another through two empty tensors that it points at them.
             for which in (SCRATCH, SCRATCH_TOO):
                 self._steps.append(_made("empty", at, (), ((index, which),), Expression()))
             copied = ((index, AGAIN),), ((index, REFILLED),)
@@ -264,16 +272,16 @@ class _Rewrite:
         self._steps.append(_Step(op, run, is_backward, reads, writes))
 
     def _hook_place(self, stretch: Stretch) -> Place:
-        """The place of the function of autograd whose gradient fires a stretch's hook: an operator's, or another checkpoint's."""
+        """The place of the autograd function whose gradient fires a stretch's hook: an operator's, or another checkpoint's."""
         assert stretch.hook is not None
         hooked = stretch.hook[0]
         around = self._around.get(hooked.id)
         if around is None or around.hook is not None:
             return place_of(hooked)
-        return around.known or place_of(self._steps[-1].op)
+        return around.function_place or place_of(self._steps[-1].op)
 
     def _copy(self, index: int, stretch: Stretch | None, is_backward: bool) -> Copy:
-        """The copy of a storage that an operator uses, which runs in a stretch or in none."""
+        """The copy of a storage that an operator uses, inside a stretch or outside of all."""
         maker = self._maker.get(index)
         if maker is None or not is_backward:
             return index, FIRST
@@ -282,7 +290,7 @@ class _Rewrite:
         return index, REFILLED if maker.hook is not None else FIRST
 
     def _storage_order(self) -> list[Copy]:
-        """The storages in the order in which a recorder meets them."""
+        """The storages in the order in which a recorder would number them."""
         part = self._part
         order: dict[Copy, None] = dict.fromkeys((index, FIRST) for index in range(max(part.inputs) + 1))
         emptied = sorted(
@@ -326,7 +334,7 @@ class _Rewrite:
             return self._freed_without_gradients(storage)
         if stretch.hook is None and (storage.freed_after is None or storage.freed_after not in stretch.backward):
             return self._after(storage.freed_after, FIRST)
-        # What is emptied goes with its last reader; and the stretch's own backward operators hold the other copy.
+        # An emptied storage is freed by its last reader; the stretch's own backward operators hold the other copy.
         return self._last_use[storage.id, FIRST]
 
     def _freed_without_gradients(self, storage: Storage) -> int | None:
@@ -341,8 +349,8 @@ class _Rewrite:
         return None
 
     def _freed_outside(self, storage: Storage) -> int | None:
-        """The step after which a storage is freed that no stretch makes: a checkpoint holds its inputs and the gradients of its
-        outputs until its backward pass has ended, and hands over the gradients of its inputs there."""
+        """The step after which a storage from outside all stretches is freed: a checkpoint holds its inputs and the gradients
+        of its outputs until its backward pass has ended, and returns the gradients of its inputs then."""
         freed = self._after(storage.freed_after, FIRST)
         for stretch, storages in self._of.items():
             if storage.id in storages.never_freed:
@@ -352,15 +360,17 @@ class _Rewrite:
         return freed
 
     def _after(self, op: int | None, run: int) -> int | None:
-        """The step of an operator; of a forward one, that of a run."""
+        """The step of an operator; for a forward one, that of a run."""
         return None if op is None else self._at[op, AGAIN if op >= self._count else run]
 
     def _saved(self, order: Sequence[Copy], storages: Sequence[Storage]) -> tuple[int, ...]:
-        """`Part.saved`: what the forward pass writes and does not free, and inputs that autograd or a checkpoint keeps."""
+        """`Part.saved`: storages that the forward pass writes and does not free, and inputs kept by autograd or a checkpoint."""
         part = self._part
         forward = [step for step in self._steps if not step.is_backward]
         written = {copy for step in forward for copy in step.writes}
-        kept_inputs = set(part.saved).union(*(each.inputs for each in self._of.values())) & set(part.inputs)
+        kept_inputs = set(part.saved).union(*(storages_of.inputs for storages_of in self._of.values())) & set(
+            part.inputs
+        )
         saved = []
         for number, copy in enumerate(order):
             freed = storages[number].freed_after
@@ -372,7 +382,7 @@ class _Rewrite:
 
 
 def _made(name: str, at: Place, reads: tuple[Copy, ...], writes: tuple[Copy, ...], size: Expression) -> _Step:
-    """An operator of a hook that the part without recomputation has not: it moves bytes from storage to storage."""
+    """An operator of a hook, which the part without recomputation lacks: it moves bytes from storage to storage."""
     op = Op(
         id=-1,
         name=name,

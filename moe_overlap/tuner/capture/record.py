@@ -1,7 +1,7 @@
-"""A recorder of operators: what torch runs, on which storages, for which module. Works on real and on fake tensors.
+"""A recorder of operators: their kernels, storages and modules. Works on real and on fake tensors.
 
-The recorder is a dispatch mode. It writes a `Part` whose expressions are constants, those of the batch that ran. Memory is
-watched by storage, so that lifetimes are those of the references that the model's code and autograd really hold.
+The recorder is a dispatch mode. It writes a `Part` whose expressions are constants, those of the batch that ran. It watches
+memory by storage, so that lifetimes are those of the references that the model's code and autograd really hold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KNOWN_LIBRARIES = ("aten", "prim", "prims", "c10d")
 
 @dataclass(slots=True)
 class _Watched:
-    """A storage while it is recorded."""
+    """A storage during a recording."""
 
     bytes: int
     role: Role
@@ -51,8 +51,8 @@ class Recording:
     """The record of a run: operators, storages, and the storages that autograd and the model keep between the passes.
 
     Attributes:
-        alive: storages alive when the forward pass ended.
-        packed: storages that autograd's nodes kept.
+        alive: storages alive at the end of the forward pass.
+        packed: storages saved by autograd's nodes.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Recording:
     packed: set[int] = field(default_factory=set)
 
     def frozen_storages(self) -> tuple[Storage, ...]:
-        """The storages as the graph writes them."""
+        """The storages in the form of the graph."""
         return tuple(
             Storage(
                 id=index,
@@ -76,14 +76,14 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs inside `with recorder:`.
+    """Records the operators that run inside `with recorder:`.
 
     Args:
-        axis_of: name of a process group -> axis (`ep`), for the groups the model was given.
+        axis_of: name of a process group -> axis (`ep`), for the groups of the model.
 
     Attributes:
-        rows_of_map: how many tokens a routing map (experts, tokens) selects: what `masked_select` by one returns, whose
-            size would depend on data.
+        rows_of_map: number of tokens that a routing map (experts, tokens) selects: the size of a `masked_select` by one, which
+            would depend on data.
     """
 
     def __init__(self, axis_of: Mapping[str, str]) -> None:
@@ -94,10 +94,11 @@ class Recorder(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Start a new recording; what hooks and wrappers announce belongs to it from now on.
+        """Start a new recording; later reports of hooks and wrappers belong to it.
 
-        Storages of the one before are no longer watched. Some outlive their model, and each would hold a whole recording: after
-        ten captures in a process every further one took twice as long, as the garbage collector walked through all of them.
+        Storages of the previous one are no longer watched. Some outlive their model, and each would hold a whole recording:
+        after ten captures in a process every further one took twice as long, as the garbage collector walked through all of
+        them.
         """
         for watch in self._watches:
             watch.detach()
@@ -112,10 +113,10 @@ class Recorder(TorchDispatchMode):
         self._inside: list[Any] | None = None
         self._recomputing = 0
 
-    # -- what the caller announces ------------------------------------------------------------------------------------------
+    # -- reports of the caller ----------------------------------------------------------------------------------------------
 
     def hold(self, tensor: torch.Tensor, role: Role, name: str = "", replicas: str = "") -> int:
-        """A tensor that is there before the recording starts, or that something beside the model holds.
+        """Register a tensor that exists before the recording starts, or that is held by something besides the model.
 
         Returns:
             The id of its storage.
@@ -131,7 +132,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def at(self, operator: str) -> Iterator[None]:
-        """Attribute what runs inside to an operator of the plan's vocabulary."""
+        """Attribute operators inside the block to an operator of the plan's vocabulary."""
         self._operators.append(operator)
         try:
             yield
@@ -140,7 +141,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Mark what runs inside, in the backward pass, as recomputation."""
+        """Mark operators inside the block, in the backward pass, as recomputation."""
         self._recomputing += self.phase == "backward"
         # A checkpoint runs its function in the forward pass, too, which is no recomputation.
         counted = self.phase == "backward"
@@ -157,7 +158,7 @@ class Recorder(TorchDispatchMode):
 
         for name, module in root.named_modules(prefix=prefix):
             module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
-            # Also behind an exception: a name that stays would be given to all later operators.
+            # Also after an exception: a name that stays would be given to all later operators.
             module.register_forward_hook(leave, always_call=True)
 
     def end_forward(self) -> None:
@@ -167,9 +168,10 @@ class Recorder(TorchDispatchMode):
         self.phase = "backward"
 
     def _split_discarded(self) -> set[int]:
-        """Give every discarded storage a second id, under which the backward pass fills it again.
+        """Give every discarded storage a second id, under which the backward pass refills it.
 
-        megatron-core's checkpoints without output empty the storage of what they recompute and keep the tensor: it is alive, but
+        megatron-core's checkpoints without output empty the storage of the recomputed tensors and keep the tensors: they are
+        alive, but hold no data between the passes.
         holds nothing between the passes.
 
         Returns:
@@ -189,7 +191,7 @@ class Recorder(TorchDispatchMode):
         return second
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note what autograd keeps; for saved_tensors_hooks."""
+        """Note a tensor that autograd saves; for saved_tensors_hooks."""
         if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) in self._ids:
             self.recording.packed.add(self._ids[key])
         return tensor
@@ -204,15 +206,15 @@ class Recorder(TorchDispatchMode):
         compiled: bool = False,
         sent: tuple[Any, int] | None = None,
     ) -> Any:
-        """Run a function that is one kernel on a GPU: its inner operators are not recorded, only what remains of them.
+        """Run a function that is one kernel on a GPU: its inner operators are not recorded, only their remaining results.
 
         Args:
             written: tensors that it writes in place.
-            shape: as in `Op.shape`; by default what the table makes of the arguments.
-            compiled: by torch, which fuses operators that move memory; other kernels are looked up in the table.
-            sent: of a kernel that is an all-to-all: the process group, and all bytes that a rank sends, to itself, too.
+            shape: shape of its `Op`; default: the table computes it from the arguments.
+            compiled: whether torch compiles it, fusing operators that move memory; other kernels are looked up in the table.
+            sent: for an all-to-all: the process group, and all bytes that a rank sends, including those to itself.
         Raises:
-            UnregisteredKernelError: neither compiled nor in the table.
+            UnregisteredKernelError: it is neither compiled nor in the table.
         """
         if not compiled and name not in KERNELS:
             raise UnregisteredKernelError(name, self._place()[0])
@@ -226,7 +228,7 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         outputs += self._left_inside(inner, outputs)
-        # What the kernel returns of its arguments is no result; a kernel without results and writes moved nothing, such
+        # A returned argument is no result; a kernel without results and writes moves no bytes, such
         # as a view.
         results = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
         if results or written:
@@ -236,17 +238,17 @@ class Recorder(TorchDispatchMode):
     def _left_inside(
         self, inner: Sequence[weakref.ref[torch.UntypedStorage]], outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Tensors that autograd keeps from inside a kernel, such as a mask: the kernel writes them, too."""
+        """Tensors inside a kernel that autograd keeps, such as a mask: the kernel writes them, too."""
         seen = {leaf.untyped_storage()._cdata for leaf in outputs}
-        kept: list[torch.Tensor] = []
-        # These views are none of the model's operators.
+        tensors: list[torch.Tensor] = []
+        # These views are no operators of the model.
         self._inside = []
         for storage in filter(None, (reference() for reference in inner)):
             if storage._cdata not in self._ids and storage._cdata not in seen and storage.nbytes():
                 seen.add(storage._cdata)
-                kept.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+                tensors.append(torch.empty(0, dtype=torch.uint8).set_(storage))
         self._inside = None
-        return kept
+        return tensors
 
     def _exchange(self, sent: tuple[Any, int] | None) -> Collective | None:
         if sent is None:
@@ -255,11 +257,11 @@ class Recorder(TorchDispatchMode):
         axis = self._axis_of[group.group_name]
         return Collective(kind="all_to_all", axis=axis, size=group.size(), payload_bytes=Expression.of(payload))
 
-    # -- what torch announces -----------------------------------------------------------------------------------------------
+    # -- reports of torch ---------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.prim.device.default:
-            # Asked of every tensor without data, many times for each operator: answered as FakeTensor itself does.
+            # Called on every tensor without data, many times per operator: answered as FakeTensor itself does.
             return args[0].fake_device
         kwargs = kwargs or {}
         self._note_node()
@@ -270,7 +272,7 @@ class Recorder(TorchDispatchMode):
             result = function(*args, **kwargs)
         if self._inside is not None:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            # Weak: a reference from here would keep the storage alive and change the lifetimes that are recorded.
+            # Weak: a strong reference would keep the storage alive and change the recorded lifetimes.
             self._inside += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]
             return result
         if library not in _KNOWN_LIBRARIES and name not in KERNELS:
@@ -281,7 +283,7 @@ class Recorder(TorchDispatchMode):
             self._emit_collective(name, args, tensors)
             return result
         if name in ("lift_fresh", "set_"):
-            # A number in the code becomes a tensor: a constant, where it is read. A tensor put on a storage moves no bytes.
+            # A number in the code becomes a constant, recorded where it is read; `set_` moves no bytes.
             return result
         aliases = {tensor.untyped_storage()._cdata for tensor in tensors}
         # A result on the storage of an argument is a view: it moves no bytes.
@@ -302,7 +304,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Record one kernel."""
         if name == "copy_":
-            # A copy overwrites its first argument; it does not read it.
+            # A copy overwrites its first argument and does not read it.
             tensors = tensors[1:]
         reads = [self._watch(tensor, "constant") for tensor in tensors]
         writes = [self._watch(tensor, "activation") for tensor in written]
@@ -318,7 +320,7 @@ class Recorder(TorchDispatchMode):
             shape = (sum(elements.values()),)
         read_bytes, written_bytes = (list(map(_touched_bytes, side)) for side in (tensors, written))
         if name.removesuffix("_") in GATHERS:
-            # A gather reads the rows that it takes, not the whole table.
+            # A gather reads only the rows that it returns, not the whole table.
             read_bytes[0] = sum(written_bytes)
         of_reads, of_writes = _by_storage(reads, read_bytes), _by_storage(writes, written_bytes)
         if name in FORWARD_ONLY:
@@ -336,7 +338,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _emit_collective(self, name: str, args: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Record one collective; c10d's schemas do not say what is written: the first argument is."""
+        """Record one collective; c10d's schemas do not mark the written argument: it is the first."""
         if name not in COLLECTIVES:
             if name in ("barrier", "monitored_barrier_"):
                 return
@@ -347,7 +349,7 @@ class Recorder(TorchDispatchMode):
         sent_bytes, received_bytes = (list(map(_touched_bytes, side)) for side in (inputs, outputs))
         sent, received = sum(sent_bytes), sum(received_bytes)
         kind = COLLECTIVES[name]
-        # The whole tensor, as `links.collective_seconds` counts it, not the shard of a rank.
+        # The whole tensor, as in `links.collective_seconds`, not the shard of a rank.
         payload = sent if kind in ("all_to_all", "reduce_scatter") else max(sent, received)
         reads = [self._watch(tensor, "constant") for tensor in inputs]
         writes = [self._watch(tensor, "activation") for tensor in outputs]
@@ -387,8 +389,8 @@ class Recorder(TorchDispatchMode):
             return (self._modules[-1] if self._modules else "", self._operators[-1] if self._operators else "")
         place = self._place_of_node.get(node._sequence_nr())
         if place is None:
-            # Autograd makes nodes that no forward operator made, such as sums of gradients: they count with what ran
-            # before.
+            # Autograd creates nodes without forward operator, such as sums of gradients: they get the place of the previous
+            # operator.
             last = self.recording.ops[-1] if self.recording.ops else None
             place = (last.module, last.operator) if last is not None else ("", "")
         return place
@@ -405,7 +407,7 @@ class Recorder(TorchDispatchMode):
             self._ids[key] = len(self.recording.storages)
             self._references[key] = weakref.ref(storage)
             self.recording.storages.append(_Watched(storage.nbytes(), role, name, replicas))
-            # The key is an address, which the next storage may get: it is forgotten when this one is freed.
+            # The key is an address, which the next storage may reuse: it is dropped when this one is freed.
             self._watches.append(weakref.finalize(storage, _free, self._ids, self._references, key, self.recording))
         return self._ids[key]
 
@@ -429,7 +431,7 @@ def _mutated(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _by_storage(ids: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
-    """Storage -> the bytes of all its tensors among some."""
+    """Storage -> bytes of all its tensors in a list."""
     total: dict[int, int] = {}
     for index, size in zip(ids, sizes, strict=True):
         total[index] = total.get(index, 0) + size
@@ -437,7 +439,7 @@ def _by_storage(ids: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
 
 
 def _memory(of_reads: Mapping[int, int], of_writes: Mapping[int, int]) -> dict[str, Any]:
-    """The fields of an operator that say what it moves.
+    """The fields of an operator that describe the bytes it moves.
 
     Args:
         of_reads, of_writes: storage -> bytes.

@@ -1,4 +1,4 @@
-"""The request for a capture, and the key under which its result is kept. No torch.
+"""The request for a capture, and the key under which its result is stored. No torch.
 
 Layers of one kind run the same operators, so a request names kinds, and one layer of each is captured.
 """
@@ -28,11 +28,11 @@ def layer_kinds(model: ModelDescription) -> tuple[str, ...]:
 
 
 AHEAD = "mtp."
-"""Beginning of the kinds of multi-token-prediction layers."""
+"""Prefix of the kinds of multi-token-prediction layers."""
 
 
 def prediction_kinds(model: ModelDescription) -> tuple[str, ...]:
-    """Kind of every multi-token-prediction layer: it holds a layer like the decoder's last, windows count on behind those."""
+    """Kind of every multi-token-prediction layer: it holds a layer like the decoder's last, and its window number follows."""
     inside = model.moe_layers[-1:] * model.mtp_layers
     return tuple(f"{AHEAD}{kind}" for kind in _kinds(inside, _windows(model)[model.num_layers :]))
 
@@ -49,15 +49,15 @@ def _kinds(moe_layers: Iterable[bool], windows: Iterable[int | None]) -> tuple[s
 
 
 NO_RECOMPUTATION, FULL = "none", "full"
-"""Variants beside lists of modules."""
+"""Variants besides lists of modules."""
 
 _SOURCES = ("moe_overlap/tuner/capture", "megatron/training/model", "megatron/training/cli")
-"""Folders whose sources decide, beside the libraries, which operators run."""
+"""Folders whose sources, besides the libraries, determine the operators that run."""
 _ANSWERING = (
     *("library.py", "composition.py", "names.py", "blocks.py", "scaling.py"),
     *("recomputation.py", "stretches.py"),
 )
-"""Files of the first folder that answer from captures: a capture does not depend on them."""
+"""Files of the first folder that only read captures: a capture does not depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Request:
 
     Attributes:
         config: validated flags; pipeline, data parallelism, optimizer and overlap in them do not matter.
-        variant: what is recomputed: `none`, `full`, or sorted modules joined by +.
+        variant: the recomputation: `none`, `full`, or sorted modules joined by +.
     """
 
     config: Config
@@ -80,7 +80,7 @@ class Request:
         of_model = dataclasses.replace(self.model, name="", num_layers=0, moe_layers=(), windows=(), mtp_layers=0)
         content = {
             "model": as_values(of_model),
-            # In the order of their first layer: how many layers there are of each kind changes no graph.
+            # In the order of their first layer: the number of layers of each kind changes no graph.
             "kinds": list(dict.fromkeys((*layer_kinds(self.model), *prediction_kinds(self.model)))),
             "flags": {
                 name: as_values(getattr(self.config, name))

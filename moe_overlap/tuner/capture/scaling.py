@@ -1,12 +1,12 @@
-"""Sizes of a graph as functions of the parallel layout, found from captures of a few layouts. Standard library and numpy.
+"""Sizes of a graph as functions of the parallel layout, derived from captures of a few layouts. Standard library and numpy.
 
 A size is a polynomial in b and s; each of its coefficients is a short sum of products of powers of the layout's *degrees*
-(`Degrees`): ranks of TP, CP, EP and ETP, rows of the vocabulary on a rank, and copies that a dispatch library sends. A weight
-of the experts falls with 1/ep · 1/etp, the rows they compute grow with etp, an all-gather moves A + B/tp.
+(`Degrees`): ranks of TP, CP, EP and ETP, rows of the vocabulary on a rank, and copies that a dispatch library sends. A weight of
+the experts shrinks with 1/ep · 1/etp, the rows they compute grow with etp, an all-gather moves A + B/tp.
 
-`Samples.scaling` finds the sums: of all that pass through every captured value exactly, in rational arithmetic, those with the
-fewest terms. Each must pass one value more than it has terms, so a size that is no such sum is noticed. Where several equally
-short sums pass through all values, a layout is answered only if they agree there: nothing is guessed.
+`Samples.scaling` finds the sums: the shortest of all that fit every captured value exactly, in rational arithmetic. Each must
+fit one value more than it has terms, so a size that is no such sum is noticed. If several equally short sums fit all values, a
+layout is answered only if they agree there: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Powers = tuple[int, int, int, int, int, int, int]
 Sum = tuple[tuple[Powers, Fraction], ...]
 """Products of powers with their coefficients."""
 TERMS = 2
-"""Products in a sum at most."""
+"""Largest number of products in a sum."""
 
 
 class UndeterminedError(LookupError):
-    """The captured layouts do not decide a size: too few of them have the operator, or it is no short sum of products."""
+    """The captured layouts do not determine a size: too few of them have the operator, or it is no short sum of products."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """The numbers that sizes depend on beside the batch.
+    """The numbers on which sizes depend, besides the batch.
 
     Attributes:
         vocabulary: rows of the embedding on a rank.
-        copies: ranks that a token is sent to by a library that sends it once to each, in sixteenths (`sent_rows` of the
-            library's stand-in in fused_functions.py).
-        groups: ranks of TP over which key/value heads are split: not further than to one.
+        copies: number of ranks to which a library sends a token, once to each, in sixteenths (`sent_rows` of the library's
+            stand-in in fused_functions.py).
+        groups: number of TP ranks over which key/value heads are split: at most one per head.
     """
 
     tensor: int
@@ -62,10 +62,10 @@ class Degrees:
         """Degrees of a layout.
 
         Args:
-            model: whose vocabulary is padded for this layout.
+            model: the model, with its vocabulary padded for this layout.
         """
         vocabulary, topk = model.vocab_size, model.router_topk
-        # Every shard of an expert is a choice: a token goes to all ranks that hold one.
+        # Every shard of an expert counts as a choice: a token goes to all ranks that hold one.
         choices, ranks = topk * layout.expert_tensor, layout.expert * layout.expert_tensor
         return Degrees(
             tensor=layout.tensor,
@@ -92,11 +92,11 @@ def product(powers: Powers, values: Sequence[int]) -> Fraction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Products:
-    """The products that sizes of a block may consist of, simplest first; the two functions below make each once.
+    """The products that sizes of a block may contain, simplest first; the two functions below create each set once.
 
     Attributes:
-        fixed: of coefficients that no tokens multiply, such as weights.
-        of_tokens: of the others.
+        fixed: for coefficients without tokens, such as weights.
+        of_tokens: for the others.
     """
 
     fixed: tuple[Powers, ...]
@@ -105,24 +105,24 @@ class Products:
 
 @cache
 def dense_products(of_vocabulary: bool, of_heads: bool = False) -> Products:
-    """Widths are whole or fall with TP. Tokens are whole, or fall with CP, under sequence parallelism with TP, too.
+    """Widths are constant or shrink with TP. Tokens are constant or shrink with CP, under sequence parallelism also with TP.
 
     Args:
-        of_vocabulary: a width may be that of the vocabulary.
-        of_heads: or that of key/value heads.
+        of_vocabulary: whether a width may be that of the vocabulary.
+        of_heads: whether a width may be that of key/value heads.
     """
-    whole, per_rank = (0, 0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0, 0, 0)
-    words, heads = (0, 0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 0, -1)
-    fixed = (whole, per_rank, *((words,) if of_vocabulary else ()), *((heads,) if of_heads else ()))
+    constant, per_rank = (0, 0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0, 0, 0)
+    vocabulary, heads = (0, 0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 0, -1)
+    fixed = (constant, per_rank, *((vocabulary,) if of_vocabulary else ()), *((heads,) if of_heads else ()))
     return Products(fixed, (*fixed, *((t, c - 1, *others) for t, c, *others in fixed)))
 
 
 @cache
 def routed_products(of_copies: bool) -> Products:
-    """Experts of a rank fall with EP, their widths with ETP; gathered rows and counts grow with the ranks they come from.
+    """Experts of a rank shrink with EP, their widths with ETP; gathered rows and counts grow with the ranks they come from.
 
     Args:
-        of_copies: a library sends each token once to every rank.
+        of_copies: whether a library sends each token once to every rank.
     """
     grown = sorted(itertools.product((-1, 0, 1), (-1, 0, 1)), key=lambda powers: (sum(map(abs, powers)), powers))
     copies = (0, 1) if of_copies else (0,)
@@ -140,21 +140,21 @@ class Scaling:
     """A size as a function of the layout.
 
     Attributes:
-        terms: of every product of powers of b and s, the equally short sums that its coefficient may be.
+        terms: for every product of powers of b and s, the equally short candidate sums of its coefficient.
     """
 
     terms: tuple[tuple[Monomial, tuple[Sum, ...]], ...]
 
     @property
     def is_unique(self) -> bool:
-        """Whether every coefficient is one sum alone."""
+        """Whether every coefficient has only one candidate sum."""
         return all(len(sums) == 1 for _, sums in self.terms)
 
     def at(self, degrees: Degrees) -> Expression:
         """The size of a layout, an expression in b and s.
 
         Raises:
-            UndeterminedError: sums that captured values do not tell apart differ there.
+            UndeterminedError: candidate sums that captured values do not distinguish differ there.
         """
         values, total = degrees.values, []
         for monomial, sums in self.terms:
@@ -169,7 +169,7 @@ class Scaling:
 def total(scalings: Sequence[Scaling]) -> Scaling:
     """The sum of some sizes as one scaling.
 
-    Of every other sum that a size may be, the sum of all is another one, too: they agree where each size is decided.
+    Every combination of the candidates is a candidate of the total: they agree if each size is determined.
     """
     if len(scalings) == 1:
         return scalings[0]
@@ -186,7 +186,7 @@ def total(scalings: Sequence[Scaling]) -> Scaling:
 
 
 def _sorted(monomials: Iterable[Monomial]) -> list[Monomial]:
-    """Each once, in the order of an expression's terms."""
+    """Each monomial once, in the order of an expression's terms."""
     return sorted(set(monomials), key=monomial_text)
 
 
@@ -212,10 +212,10 @@ def _total(terms: Sum, values: Sequence[int]) -> Fraction:
 
 
 class Samples:
-    """Captured layouts with their degrees; finds scalings and remembers them, as graphs repeat few sizes.
+    """Captured layouts with their degrees; caches the scalings, as graphs repeat few sizes.
 
     Args:
-        degrees: of every captured layout.
+        degrees: degrees of every captured layout.
     """
 
     def __init__(self, degrees: Sequence[Degrees]) -> None:
@@ -229,9 +229,9 @@ class Samples:
 
         Args:
             sizes: index of a captured layout -> the size there.
-            products: that it may consist of.
+            products: the products that it may contain.
         Raises:
-            UndeterminedError: no short sum passes through all values, or there are too few.
+            UndeterminedError: no short sum fits all values, or there are too few.
         """
         places = tuple(sizes)
         if len(places) < 2:
@@ -282,7 +282,7 @@ class _System:
         self._columns: Floats = np.array(self._exact, dtype=np.float64).reshape(len(degrees), len(products))
 
     def solutions(self, numbers: Sequence[Fraction]) -> list[Sum]:
-        """The shortest sums through all numbers; none if those leave no number for a check."""
+        """The shortest sums through all numbers; none if no number remains for a check."""
         values: Floats = np.array(numbers, dtype=np.float64)
         if not any(numbers):
             return [()]
@@ -301,7 +301,7 @@ class _System:
 
     def _passes(self, columns: tuple[int, ...], factors: tuple[Fraction, ...], numbers: Sequence[Fraction]) -> bool:
         rows = {tuple(row[column] for column in columns) for row in self._exact}
-        # Sizes are added up, never taken away; and layouts that the products do not tell apart check nothing.
+        # Sizes are sums without negative terms; and layouts that the products do not distinguish check nothing.
         if len(columns) > 1 and (min(factors) <= 0 or len(rows) <= len(columns)):
             return False
         return all(
@@ -311,31 +311,31 @@ class _System:
 
     @cached_property
     def _pair_places(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], Floats]:
-        """Every pair of products, with the two layouts that tell them apart best, and the determinant there."""
-        left, right = np.triu_indices(len(self._products), 1)
+        """Every pair of products, with the two layouts that distinguish them best, and the determinant there."""
+        first, second = np.triu_indices(len(self._products), 1)
         rows, others = np.triu_indices(len(self._columns), 1)
         c = self._columns
         # Columns of one length: products of large numbers would win every comparison otherwise.
         scaled = c / np.abs(c).max(axis=0)
         determinants = (
-            scaled[rows][:, left] * scaled[others][:, right] - scaled[rows][:, right] * scaled[others][:, left]
+            scaled[rows][:, first] * scaled[others][:, second] - scaled[rows][:, second] * scaled[others][:, first]
         )
         best = np.abs(determinants).argmax(axis=0)
-        apart = np.abs(determinants[best, np.arange(len(left))]) > 1e-12
-        left, right, best = left[apart], right[apart], best[apart]
+        distinct = np.abs(determinants[best, np.arange(len(first))]) > 1e-12
+        first, second, best = first[distinct], second[distinct], best[distinct]
         row, other = rows[best], others[best]
-        return left, right, row, other, c[row, left] * c[other, right] - c[row, right] * c[other, left]
+        return first, second, row, other, c[row, first] * c[other, second] - c[row, second] * c[other, first]
 
     def _pairs(self, numbers: Sequence[Fraction], values: Floats) -> list[_Solution]:
-        left, right, row, other, determinant = self._pair_places
+        column, other_column, row, other, determinant = self._pair_places
         c = self._columns
-        first = (values[row] * c[other, right] - values[other] * c[row, right]) / determinant
-        second = (c[row, left] * values[other] - c[other, left] * values[row]) / determinant
-        through = c[:, left] * first + c[:, right] * second
+        first = (values[row] * c[other, other_column] - values[other] * c[row, other_column]) / determinant
+        second = (c[row, column] * values[other] - c[other, column] * values[row]) / determinant
+        through = c[:, column] * first + c[:, other_column] * second
         close = np.isclose(through, values[:, None], rtol=1e-7, atol=0.0).all(axis=0)
         solutions: list[_Solution] = []
         for index in np.flatnonzero(close):
-            i, j, m, n = int(left[index]), int(right[index]), int(row[index]), int(other[index])
+            i, j, m, n = int(column[index]), int(other_column[index]), int(row[index]), int(other[index])
             e = self._exact
             exact = e[m][i] * e[n][j] - e[m][j] * e[n][i]
             solutions.append(
@@ -354,7 +354,7 @@ class ScalingMatrix:
     """Many scalings at many layouts at once, in double precision.
 
     Args:
-        scalings: of M sizes.
+        scalings: M scalings.
     """
 
     def __init__(self, scalings: Sequence[Scaling]) -> None:
@@ -377,7 +377,7 @@ class ScalingMatrix:
         """[M, layouts] sizes at a batch.
 
         Raises:
-            UndeterminedError: sums that captured values do not tell apart differ at one of the layouts.
+            UndeterminedError: candidate sums that captured values do not distinguish differ at one of the layouts.
         """
         of_layouts: Floats = np.array([of_layout.values for of_layout in degrees], dtype=np.float64)
         products: Floats = np.ones((len(self._columns), len(degrees)))
@@ -386,8 +386,8 @@ class ScalingMatrix:
             batch = math.prod(symbols[str(symbol)] ** power for symbol, power in monomial)
             products[column] = batch * np.prod(of_layouts ** np.array(powers, dtype=np.float64), axis=1)
         if len(self._differences):
-            apart = np.abs(self._differences @ products) > 1e-9 * (np.abs(self._differences) @ products)
-            if apart.any():
+            differ = np.abs(self._differences @ products) > 1e-9 * (np.abs(self._differences) @ products)
+            if differ.any():
                 raise UndeterminedError("several values are possible")
         values: Floats = self._coefficients @ products
         return values

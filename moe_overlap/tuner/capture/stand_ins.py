@@ -1,7 +1,7 @@
-"""Replacements, while a capture runs, for what megatron-core cannot do on tensors without data and without peers.
+"""Replacements, during a capture, for operations of megatron-core that need data or peers.
 
-Balanced routing stands in for the router's choice: every expert gets the same number of rows. `Counts` are lists that answer
-what megatron-core asks of tensors of counts.
+Balanced routing replaces the router's choice: every expert gets the same number of rows. `Counts` are lists that have the
+methods which megatron-core calls on tensors of counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Total(int):
     """A sum of counts."""
 
     def item(self) -> int:
-        """A plain number."""
+        """The number as an int."""
         return int(self)
 
 
@@ -51,12 +51,12 @@ class Counts(list[int]):
         return Total(sum(self))
 
     def tolist(self) -> list[int]:
-        """Plain numbers."""
+        """The counts as a list of ints."""
         return list(self)
 
 
 class NoRandomStates:
-    """The tracker of generator states where nothing is drawn."""
+    """The tracker of generator states, for a model that draws nothing."""
 
     def fork(self, name: str = "") -> contextlib.AbstractContextManager[None]:
         """Switch nothing."""
@@ -65,10 +65,10 @@ class NoRandomStates:
 
 @contextlib.contextmanager
 def without_data(buffer: GlobalMemoryBuffer) -> Iterator[None]:
-    """Replace what reads generators, or globals that outlive a capture.
+    """Replace functions that read generators, or globals that outlive a capture.
 
     Args:
-        buffer: takes the place of the scratch buffer of the tensor-parallel linears.
+        buffer: replaces the scratch buffer of the tensor-parallel linears.
     """
     scale = torch.ones((), device="cpu")
     tracker: dict[str, Any] = {}
@@ -79,13 +79,13 @@ def without_data(buffer: GlobalMemoryBuffer) -> Iterator[None]:
         (random, "_get_all_rng_states", lambda: ()),
         (random, "_set_all_rng_states", lambda *states: None),
         (random, "_fork_rng", contextlib.nullcontext),
-        # State that outlives a micro-batch: made anew, so that captures do not differ by who came first.
+        # State that outlives a micro-batch: created per capture, so that captures do not depend on earlier ones.
         (layers, "get_global_memory_buffer", lambda: buffer),
         (mappings, "get_global_memory_buffer", lambda: buffer),
         (moe_utils, "get_moe_layer_wise_logging_tracker", lambda: tracker),
         (MoEAuxLossAutoScaler, "main_loss_backward_scale", scale),
         (MTPLossAutoScaler, "main_loss_backward_scale", scale),
-        # The neighbours that hand over a token.
+        # The neighbours that would send a token.
         (multi_token_prediction, "roll_tensor", roll_without_neighbours),
         (multi_token, "roll_tensor", roll_without_neighbours),
     ]
@@ -94,7 +94,7 @@ def without_data(buffer: GlobalMemoryBuffer) -> Iterator[None]:
 
 
 def roll_without_neighbours(tensor_BS: torch.Tensor, cp_group: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, S] and its sum, one token further on; the token that a neighbour would send under context parallelism is broadcast."""
+    """[B, S] rolled by one token, and its sum; the token that a neighbour would send under context parallelism is broadcast."""
     if cp_group.size() == 1:
         return _ROLL(tensor_BS, cp_group=cp_group)  # type: ignore[no-any-return]
     token_B = tensor_BS.select(-1, -1).clone()
@@ -106,7 +106,7 @@ def roll_without_neighbours(tensor_BS: torch.Tensor, cp_group: Any, **_: Any) ->
 
 @contextlib.contextmanager
 def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Owner, attribute, value: set on entry, given back on exit; what was not there is not there again."""
+    """Owner, attribute, value: set on entry, restored on exit; missing attributes are missing again."""
     before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
     for owner, name, value in replacements:
         setattr(owner, name, value)
@@ -168,7 +168,7 @@ class Balance:
         self._count = self._dispatcher.preprocess if hasattr(self._dispatcher, "preprocess") else None
         if self._count is not None:
             self._dispatcher.preprocess = self._balanced_counts
-            # Orders of chunks: lists can be read where tensors without data cannot.
+            # Orders of chunks: lists can be read, tensors without data cannot.
             for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
                 if hasattr(self._dispatcher, name):
                     setattr(self._dispatcher, name, Counts(range(getattr(self._dispatcher, name).numel())))
@@ -187,14 +187,14 @@ class Balance:
         return int(capacity if self._config.moe_pad_expert_input_to_capacity else min(rows, capacity))
 
     def rows_of_map(self, experts: int, tokens: int) -> int:
-        """Rows that tokens send to some of the experts."""
+        """Number of rows that tokens send to some of the experts."""
         return experts * self.rows_per_expert(tokens)
 
     def _balanced_counts(self, routing_map: torch.Tensor) -> Any:
-        """Run the stock count for what it computes and communicates; answer with balanced counts."""
+        """Run the stock count for its operators and communication; return balanced counts."""
         assert self._count is not None
         dispatcher = self._dispatcher
-        # Its operators and its collective belong to the graph; only its answer, which would need data, is replaced.
+        # Its operators and its collective belong to the graph; only its result, which would need data, is replaced.
         self._count(routing_map)
         rows = self.rows_per_expert(routing_map.shape[0])
         shares, tensor = dispatcher.ep_size, dispatcher.tp_size

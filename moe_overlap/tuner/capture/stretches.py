@@ -1,9 +1,9 @@
-"""The stretches of a part's forward pass that a variant of recomputation runs again. Standard library alone.
+"""The stretches of a part's forward pass that a variant of recomputation runs again. Standard library only.
 
-Which operators a module's checkpoint wraps, and where its hook is, stands in megatron-core 0.16.1: `transformer_layer.py`
-(norms), `moe/experts.py` (activation function), `multi_latent_attention.py` (projections from latent vectors),
-`transformer_block.py` and `multi_token_prediction.py` (whole layers). Here they are found by the modules of the operators, so a
-stretch has the operators that a layout gives it.
+megatron-core 0.16.1 defines which operators a module's checkpoint wraps, and where its hook is: `transformer_layer.py` (norms),
+`moe/experts.py` (activation function), `multi_latent_attention.py` (projections from latent vectors), `transformer_block.py` and
+`multi_token_prediction.py` (whole layers). Here stretches are identified by the modules of the operators, so a stretch has the
+operators that a layout gives it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Place = tuple[str, str]
 
 
 class NotRewrittenError(LookupError):
-    """The graph of a variant does not follow from the graph without recomputation by what is written down: it is captured."""
+    """No rule here derives the graph of a variant from the graph without recomputation: it is captured."""
 
 
 def forward_count(part: Part) -> int:
-    """How many operators the forward pass has."""
+    """Number of operators in the forward pass."""
     return sum(op.phase == "forward" for op in part.ops)
 
 
@@ -34,21 +34,21 @@ class Stretch:
     """Operators that run again.
 
     Attributes:
-        forward: their places in `Part.ops`.
-        backward: the places of their backward operators.
-        place: operator of the stretch -> the place that it has where the stretch runs again. None: what a hook runs outside of
-            all modules has the place of the backward operator that the hook is on, or of the one that ran before.
-        hook: of a checkpoint without output, the forward operator that makes the tensor whose gradient fires the hook, and the
-            place of the backward operator before which it fires; of a plain one None.
-        known: the place by which the recorder knows the checkpoint's own function of autograd: that of the first operator inside,
-            if that is none of another function's. None: what runs for it has the place of the operator before.
+        forward: indices of the forward operators in `Part.ops`.
+        backward: indices of their backward operators.
+        place: operator of the stretch -> its place when the stretch runs again. None: a hook's operator outside of all modules
+            has the place of the backward operator that the hook is on, or of the one that ran before.
+        hook: for a checkpoint without output, the forward operator that makes the tensor whose gradient fires the hook, and the
+            index of the backward operator before which it fires; else None.
+        function_place: the place that the recorder gives to the checkpoint's own autograd function: that of the first operator
+            inside, unless that belongs to another function. None: its operators have the place of the operator before.
     """
 
     forward: range
     backward: range
     place: Callable[[Op], Place | None]
     hook: tuple[Op, int] | None = None
-    known: Place | None = None
+    function_place: Place | None = None
 
     @property
     def starts(self) -> int:
@@ -60,18 +60,18 @@ def stretches(part: Part, variant: str) -> list[Stretch]:
     """The stretches of a part, in the order of the forward pass.
 
     Raises:
-        NotRewrittenError: a module of the variant is none of those below.
+        NotRewrittenError: there is no rule for a module of the variant.
     """
     modules = [FULL] if variant == FULL else variant.split("+")
     unknown = set(modules) - _FINDERS.keys()
     if unknown:
         raise NotRewrittenError(f"recomputation of {', '.join(sorted(unknown))} is captured")
-    found = [stretch for module in modules for stretch in _FINDERS[module](part)]
-    return sorted(found, key=lambda stretch: stretch.forward.start)
+    all_stretches = [stretch for module in modules for stretch in _FINDERS[module](part)]
+    return sorted(all_stretches, key=lambda stretch: stretch.forward.start)
 
 
 def _whole(part: Part) -> list[Stretch]:
-    """A whole layer; a prediction layer wraps its projection, its layer and the norm behind, but not embedding and loss."""
+    """A whole layer; a prediction layer wraps its projection, its layer and the norm after it, but not embedding and loss."""
     count = forward_count(part)
     if not part.kind.startswith(AHEAD):
         return [Stretch(range(count), range(count, len(part.ops)), place_of)]
@@ -80,20 +80,20 @@ def _whole(part: Part) -> list[Stretch]:
 
 
 def _norms(part: Part) -> list[Stretch]:
-    """Norms that are modules of their own; those inside of Transformer Engine's linears are not recomputed.
+    """Norms that are modules of their own; norms inside Transformer Engine's linears are not recomputed.
 
     The hook of the first is on the output of attention, that of the second on the output of the MLP (transformer_layer.py).
     """
-    found = []
+    norms = []
     for module, source in (("input_layernorm", "self_attention"), ("pre_mlp_layernorm", "mlp")):
         inside = _inside(part, lambda op, name=module: op.module == _prefix(part) + name)  # type: ignore[misc]
         if inside:
-            found.append(_without_output(part, inside, lambda op, name=source: _is_in(op, part, name)))  # type: ignore[misc]
-            hooked, fires = found[-1].hook or (None, 0)
+            norms.append(_without_output(part, inside, lambda op, name=source: _is_in(op, part, name)))  # type: ignore[misc]
+            hooked, fires = norms[-1].hook or (None, 0)
             if hooked is not None and hooked.operator in (COMBINE, MERGE):
-                # Whatever the last kernel is, the MoE layer hands out a view that its `postprocess` makes.
-                found[-1] = dataclasses.replace(found[-1], hook=(dataclasses.replace(hooked, operator=MERGE), fires))
-    return found
+                # Whatever the last kernel is, the MoE layer returns a view that its `postprocess` makes.
+                norms[-1] = dataclasses.replace(norms[-1], hook=(dataclasses.replace(hooked, operator=MERGE), fires))
+    return norms
 
 
 def _activation(part: Part) -> list[Stretch]:
@@ -128,7 +128,7 @@ def _is_in(op: Op, part: Part, module: str) -> bool:
 
 
 def _inside(part: Part, belongs: Callable[[Op], bool]) -> range:
-    """From the first forward operator that belongs to a stretch to the last; empty where none does."""
+    """From the first forward operator of a stretch to the last; empty if there is none."""
     ids = [op.id for op in part.ops if op.phase == "forward" and belongs(op)]
     return range(min(ids), max(ids) + 1) if ids else range(0)
 
@@ -137,20 +137,20 @@ def _without_output(part: Part, forward: range, is_hooked: Callable[[Op], bool],
     """A stretch whose outputs are emptied.
 
     Args:
-        is_hooked: tells the operators of which the last one makes the tensor with the hook.
+        is_hooked: selects operators; the last of them makes the tensor with the hook.
     """
     count = forward_count(part)
     hooked = next(op for op in reversed(part.ops[:count]) if is_hooked(op))
-    # Autograd goes backwards through the forward pass: the hook fires before the first operator that no later one brought.
-    behind = _places(part.ops[hooked.id + 1 : count])
-    fires = next(op.id for op in part.ops[count:] if place_of(op) not in behind)
+    # Autograd traverses the forward pass backwards: the hook fires before the first operator that no later one caused.
+    later_places = _places(part.ops[hooked.id + 1 : count])
+    fires = next(op.id for op in part.ops[count:] if place_of(op) not in later_places)
 
     def place_again(op: Op) -> Place | None:
         return None if owner and op.module == owner else ("", op.module)
 
     first = part.ops[forward.start]
-    known = place_of(first) if first.module == owner and not first.library else None
-    return Stretch(forward, _backward_of(part, forward, fires, owner), place_again, (hooked, fires), known)
+    function_place = place_of(first) if first.module == owner and not first.library else None
+    return Stretch(forward, _backward_of(part, forward, fires, owner), place_again, (hooked, fires), function_place)
 
 
 def _module(part: Part, module: str) -> list[Stretch]:
@@ -170,7 +170,7 @@ def _dense_mlp(part: Part) -> list[Stretch]:
 
 
 def _moe(part: Part) -> list[Stretch]:
-    """The whole of a MoE layer: its checkpoint is inside of the module, whose own code has no module where it runs again."""
+    """The whole of a MoE layer: its checkpoint is inside the module, whose own code has no module when it runs again."""
     owner = f"{_prefix(part)}mlp"
 
     def place_again(op: Op) -> Place:
@@ -178,18 +178,22 @@ def _moe(part: Part) -> list[Stretch]:
 
     stretches = _module(part, "mlp") if _is_moe(part) else []
     first = [part.ops[stretch.forward.start] for stretch in stretches]
-    # Shared experts run in front of the router if there are any, and begin with a linear's own function.
-    known = [place_of(op) if _is_in(op, part, "mlp.router") else None for op in first]
+    # Shared experts, if there are any, run before the router, and begin with a linear's own function.
+    function_places = [place_of(op) if _is_in(op, part, "mlp.router") else None for op in first]
     return [
-        dataclasses.replace(stretch, place=place_again, known=of) for stretch, of in zip(stretches, known, strict=True)
+        dataclasses.replace(stretch, place=place_again, function_place=of)
+        for stretch, of in zip(stretches, function_places, strict=True)
     ]
 
 
 def _core_attention(part: Part) -> list[Stretch]:
-    """Core attention; the kind of its mask is read in the code of attention, before it is called."""
+    """Core attention; the code of attention reads the kind of its mask before the call."""
     stretches = _module(part, "self_attention.core_attention")
     owner = f"{_prefix(part)}self_attention"
-    return [dataclasses.replace(each, known=(part.ops[each.forward.start].operator, owner)) for each in stretches]
+    return [
+        dataclasses.replace(stretch, function_place=(part.ops[stretch.forward.start].operator, owner))
+        for stretch in stretches
+    ]
 
 
 def place_of(op: Op) -> Place:
@@ -202,20 +206,20 @@ def _places(ops: Iterable[Op]) -> set[Place]:
 
 
 def _backward_of(part: Part, forward: range, start: int, owner: str = "") -> range:
-    """The backward operators of some forward ones, which have their places and run one behind the other.
+    """The backward operators of some forward ones: they have the same places and run consecutively.
 
     Args:
         start: the backward operator before which none of them runs.
-        owner: a module whose own code runs in front of the stretch, too: its place ends no stretch that has others.
+        owner: a module whose own code also runs before the stretch: its place ends no stretch that has other places.
     """
     count = forward_count(part)
     inside = _places(part.ops[place] for place in forward)
-    own = inside - _places(op for op in part.ops[:count] if op.id not in forward)
-    own = {each for each in own if not owner or each[1] != owner}
+    own_places = inside - _places(op for op in part.ops[:count] if op.id not in forward)
+    own_places = {place for place in own_places if not owner or place[1] != owner}
     later = part.ops[start:]
-    certain = [op.id for op in later if place_of(op) in own]
+    certain = [op.id for op in later if place_of(op) in own_places]
     if not certain:
-        # Code in front of and behind the stretch may have its place: the stretch's is the first run behind the hook.
+        # Code before and after the stretch may have its place: the stretch's is the first run after the hook.
         first = next((op.id for op in later if place_of(op) in inside), None)
         if first is None:
             raise NotRewrittenError(f"{part.kind}: a recomputed stretch without backward pass")
