@@ -46,7 +46,7 @@ from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import Graphs, Tell, cached_graphs, cpu_graphs
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.feasibility import Change
+from moe_overlap.tuner.cost.feasibility import MemoryChange
 from moe_overlap.tuner.cost.hardware import Constants, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.machine import Machine, machine_of, require_units
@@ -174,7 +174,13 @@ def predict_job(words: Sequence[str], cluster: Cluster, options: Options) -> Pre
 
 
 def _features_with(
-    change: Change, plan: Plan, words: Sequence[str], job: Job, problem: Problem, cluster: Cluster, options: Options
+    change: MemoryChange,
+    plan: Plan,
+    words: Sequence[str],
+    job: Job,
+    problem: Problem,
+    cluster: Cluster,
+    options: Options,
 ) -> Features | None:
     """The features of a job with the flags of a change; None where they do not make the changed plan, or break a rule that the
     job kept: this fork's, or Megatron-LM's where that alone runs the change.

@@ -16,12 +16,12 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench.real_lists import LISTS, ROOT, Answer, answer
+from tools.bench.real_lists import LISTS, ROOT, ListAnswer, answer
 
 RECORD = ROOT / "examples/records/argument_lists.md"
 
 
-def record(answers: Sequence[Answer]) -> str:
+def record(answers: Sequence[ListAnswer]) -> str:
     """The record's text."""
     accepted = sum(row.refused is None for row in answers)
     runnable = sum(row.refused is None and not row.stops for row in answers)

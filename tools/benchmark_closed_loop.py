@@ -52,8 +52,8 @@ from tools.bench.bed import Bed, CpuGroup, require_namespaces
 from tools.bench.closed_loop import (
     EVERY_MODEL,
     MODELS,
-    Cell,
-    Row,
+    LoopCell,
+    LoopRow,
     as_json,
     grid,
     job_of,
@@ -64,8 +64,8 @@ from tools.bench.closed_loop import (
 from tools.bench.launch import (
     FIRST_PORT,
     ROOT,
+    LaunchedRanks,
     RankFailed,
-    Ranks,
     Tell,
     environment_of_job,
     kill_sessions,
@@ -176,7 +176,7 @@ def refusal_of(flags: Sequence[str], ranks: int) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class LoopCandidate:
     """A command line to predict and run."""
 
     name: str
@@ -187,7 +187,7 @@ class Candidate:
 
 def candidates_of(
     job: Sequence[str], cluster: Cluster, free: Cluster, micro_batches: Sequence[int], say: Say
-) -> tuple[list[Candidate], list[Row]]:
+) -> tuple[list[LoopCandidate], list[LoopRow]]:
     """Every layout of the grid, predicted; and those that are refused."""
     described = read_job([*job, "--micro-batch-size", "1"], cluster.gpus)
     run = Run(
@@ -201,19 +201,19 @@ def candidates_of(
     fitting = {layout.name: (*job, *layout_flags_of(layout)) for layout in chosen}
     for name, flags in list(fitting.items()):
         if (rule := refusal_of(flags, cluster.gpus)) is not None:
-            refused.append(Row(name, flags, refusal=rule))
+            refused.append(LoopRow(name, flags, refusal=rule))
             del fitting[name]
     assert cluster.measured is not None
     keys = {key for flags in fitting.values() for key in job_operators(flags, cluster.gpus, "cpu")}
     fill(Database.load(Path(cluster.measured.database)), sorted(keys), cluster.gpus)
     for name, flags in fitting.items():
         seconds = predict(flags, cluster).predicted.step_seconds
-        candidates.append(Candidate(name, flags, seconds, operator_seconds(flags, free)))
+        candidates.append(LoopCandidate(name, flags, seconds, operator_seconds(flags, free)))
     say(f"{len(candidates)} layouts predicted, {len(refused)} refused")
     return candidates, refused
 
 
-def choose(job: Sequence[str], cluster: Cluster, free: Cluster, folder: Path, say: Say) -> tuple[Candidate, float]:
+def choose(job: Sequence[str], cluster: Cluster, free: Cluster, folder: Path, say: Say) -> tuple[LoopCandidate, float]:
     """Search the plan as tools/autotune.py does, and write its files."""
     answer = search_plan([*job], cluster, SearchSettings(has_baseline=False))
     write_search(folder, answer)
@@ -222,17 +222,19 @@ def choose(job: Sequence[str], cluster: Cluster, free: Cluster, folder: Path, sa
     flags = (f"@{(folder / 'megatron_args.txt').resolve()}",)
     say(f"chosen in {answer.seconds:.1f} s: {name}")
     predicted = answer.prediction.predicted.step_seconds
-    return Candidate(name, flags, predicted, operator_seconds(flags, free)), answer.seconds
+    return LoopCandidate(name, flags, predicted, operator_seconds(flags, free)), answer.seconds
 
 
-def measure(candidates: Sequence[Candidate], start: Callable[[], Ranks], steps: int, say: Say) -> list[Row]:
+def measure(
+    candidates: Sequence[LoopCandidate], start: Callable[[], LaunchedRanks], steps: int, say: Say
+) -> list[LoopRow]:
     """Run every candidate for some steps.
 
     Args:
         start: starts new ranks. Each earlier layout of a rank keeps about 45 threads of gloo, which wake up even if nothing is
             sent: as the eighteenth layout of its ranks a plan took 2.63 s, as the first one 1.82.
     """
-    rows: list[Row] = []
+    rows: list[LoopRow] = []
     for first in range(0, len(candidates), LAYOUTS_OF_RANKS):
         with start() as ranks:
             ranks.answers()
@@ -245,7 +247,7 @@ def measure(candidates: Sequence[Candidate], start: Callable[[], Ranks], steps: 
     return rows
 
 
-def _measured(candidates: Sequence[Candidate], tell: Callable[..., list[Any]], steps: int) -> list[Row]:
+def _measured(candidates: Sequence[LoopCandidate], tell: Callable[..., list[Any]], steps: int) -> list[LoopRow]:
     rows = []
     for candidate in candidates:
         tell(do=ORDER_LAYOUT, flags=list(candidate.flags), seconds=candidate.seconds)
@@ -254,11 +256,13 @@ def _measured(candidates: Sequence[Candidate], tell: Callable[..., list[Any]], s
         worst = [max(step, key=lambda answer: float(answer["late"])) for step in answers]
         late = sorted(float(answer["late"]) for answer in worst)[steps // 2]
         unknown = tuple(sorted({name for answer in answers[0] for name in answer["unknown"]}))
-        rows.append(Row(candidate.name, candidate.flags, candidate.predicted_seconds, tuple(seconds), late, unknown))
+        rows.append(
+            LoopRow(candidate.name, candidate.flags, candidate.predicted_seconds, tuple(seconds), late, unknown)
+        )
     return rows
 
 
-def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) -> Cell:
+def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) -> LoopCell:
     """Profile, choose, predict and run one model on links of one rate."""
     job, folder = job_of(model), arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -272,8 +276,8 @@ def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) ->
         measure_cluster(bed, priority, path)
         command = command_of_padded(job, arguments.slower)
 
-        def start() -> Ranks:
-            return Ranks(
+        def start() -> LaunchedRanks:
+            return LaunchedRanks(
                 command, bed.hosts, bed, priority, folder=ROOT, port=FIRST_PORT + 3, timeout_seconds=STEP_SECONDS
             )
 
@@ -289,7 +293,7 @@ def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) ->
         keep_operators(database, operators)
         candidates = sorted(candidates, key=lambda candidate: candidate.predicted_seconds)[: arguments.fastest]
         chosen_row, *rows = measure([chosen, *candidates], start, arguments.steps, say)
-    return Cell(model, mbit, (*rows, *refused), chosen_row, search_seconds)
+    return LoopCell(model, mbit, (*rows, *refused), chosen_row, search_seconds)
 
 
 def keep_operators(database: Path, operators: Path) -> None:

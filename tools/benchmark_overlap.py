@@ -37,7 +37,7 @@ if __name__ == "__main__":
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.gates import GATE_FACTS, require_partitionable
-from tools.bench.figures import Figures, Measured, Totals, Turn, table
+from tools.bench.figures import Figures, MeasuredSteps, MeasuredTurn, Totals, table
 from tools.bench.launch import (
     RankFailed,
     RanksOnBed,
@@ -70,18 +70,18 @@ def step_of(processes: RanksOnBed, variant: str, scale: float = 1.0, trace: Path
     return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
 
-def turn_of(processes: RanksOnBed, variant: str) -> Turn:
+def turn_of(processes: RanksOnBed, variant: str) -> MeasuredTurn:
     """Measure one step."""
     figures = step_of(processes, variant)
-    return Turn(figures["step"], figures["exposed"])
+    return MeasuredTurn(figures["step"], figures["exposed"])
 
 
 def measure(
     processes: RanksOnBed, names: Sequence[str], repeats: int, mbit: float, timer: bool, say: Callable[[str], None]
-) -> Measured:
+) -> MeasuredSteps:
     """Measure all variants in turn, `repeats` times, each with the limited and with the free link."""
-    limited: dict[str, list[Turn]] = {name: [] for name in names}
-    free: dict[str, list[Turn]] = {name: [] for name in names}
+    limited: dict[str, list[MeasuredTurn]] = {name: [] for name in names}
+    free: dict[str, list[MeasuredTurn]] = {name: [] for name in names}
     communication: dict[str, list[float]] = {name: [] for name in names} if timer else {}
     for repeat in range(repeats):
         processes.set_rate(mbit)
@@ -93,7 +93,7 @@ def measure(
         for name in names:
             free[name].append(turn_of(processes, name))
         say(f"repeat {repeat + 1}/{repeats}")
-    return Measured(limited, free, communication)
+    return MeasuredSteps(limited, free, communication)
 
 
 def run(

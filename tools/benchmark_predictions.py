@@ -108,7 +108,7 @@ def choose(names: Sequence[str]) -> dict[Shape, list[Variant]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedPredictions:
     """One plan, predicted and measured.
 
     Attributes:
@@ -132,16 +132,16 @@ class Judged:
         return self.predicted_seconds / self.measured_seconds - 1.0
 
 
-def judge(plan: str, predicted: Trace, measured: Sequence[Trace]) -> Judged:
+def judge(plan: str, predicted: Trace, measured: Sequence[Trace]) -> JudgedPredictions:
     """Compare a prediction with repeated measurements."""
     kinds = {kind for trace in measured for kind in trace.seconds}
     middle = {kind: statistics.median(trace.seconds.get(kind, 0.0) for trace in measured) for kind in kinds}
     steps = tuple(trace.step_seconds for trace in measured)
     rows = rows_of(predicted, Trace(middle, statistics.median(steps)))
-    return Judged(plan, predicted.step_seconds, steps, rows)
+    return JudgedPredictions(plan, predicted.step_seconds, steps, rows)
 
 
-def report(judged: Sequence[Judged]) -> dict[str, Any]:
+def report(judged: Sequence[JudgedPredictions]) -> dict[str, Any]:
     """Everything, for JSON: errors of steps, and of the kinds of spans over all plans, weighted by their seconds."""
     return {
         "mean_error": statistics.fmean(abs(comparison.error) for comparison in judged),
@@ -159,7 +159,7 @@ def report(judged: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-def table(judged: Sequence[Judged]) -> str:
+def table(judged: Sequence[JudgedPredictions]) -> str:
     """Steps, then the spans of each plan that matter most."""
     lines = [f"{'plan':<34}{'predicted ms':>14}{'measured ms':>13}{'error':>9}   min … max of {len(judged[0].steps)}"]
     for comparison in judged:
@@ -182,7 +182,7 @@ def _line(name: str, predicted: float, measured: float, error: float | None) -> 
     return f"{name:<34}{predicted * 1e3:>14.1f}{measured * 1e3:>13.1f}{share:>9}"
 
 
-def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Judged]:
+def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[JudgedPredictions]:
     """Measure the beds, predict all plans, execute and compare them."""
     chosen = choose(arguments.plans).items()
     return [comparison for shape, some in chosen if some for comparison in run_on(shape, some, arguments, rest, say)]
@@ -190,7 +190,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Ju
 
 def run_on(
     shape: Shape, chosen: Sequence[Variant], arguments: argparse.Namespace, rest: Sequence[str], say: Say
-) -> list[Judged]:
+) -> list[JudgedPredictions]:
     """Measure the bed of one shape, predict its plans, execute and compare them."""
     job = [*JOB, *shape.flags, *rest]
     real = not arguments.timer_compute

@@ -49,7 +49,7 @@ MODEL = """
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ComparedLayout:
     """One way to spread the same model over processes."""
 
     name: str
@@ -70,29 +70,31 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 EP, PP, VPP = "--expert-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
 ETP, CP = "--expert-tensor-parallel-size", "--context-parallel-size"
 LAYOUTS = (
-    Layout(REFERENCE, 1, ""),
-    Layout(SPREAD, 1, "--micro-batch-size 2"),
-    Layout("full recompute", 1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-    Layout("DP2", 2, ""),
-    Layout("DP2, overlapped reduce and gather", 2, OVERLAP),
-    Layout("EP2", 2, f"{EP} 2"),
-    Layout("EP2, overlapped reduce and gather", 2, f"{EP} 2 {OVERLAP}"),
-    Layout("EP2, allgather dispatcher", 2, f"{EP} 2 --moe-token-dispatcher-type allgather"),
-    Layout("TP2 with sequence parallel, ETP2", 2, "", tensor=2),
-    Layout("TP2 with sequence parallel, EP2 ETP1", 2, f"{EP} 2 {ETP} 1", tensor=2),
-    Layout("CP2", 2, f"{CP} 2"),
-    Layout("CP2, EP2", 2, f"{CP} 2 {EP} 2"),
-    Layout("PP2", 2, f"{PP} 2"),
-    Layout("PP2, 2 virtual stages", 2, f"{PP} 2 {VPP} 2"),
-    Layout("EP4", 4, f"{EP} 4"),
-    Layout("EP2 × expert-DP2", 4, f"{EP} 2"),
-    Layout("EP2 × PP2", 4, f"{EP} 2 {PP} 2"),
-    Layout("EP2 × PP2, 2 virtual stages", 4, f"{EP} 2 {PP} 2 {VPP} 2"),
-    Layout("CP2 × TP2, EP2 ETP2", 4, f"{CP} 2 {EP} 2", tensor=2),
-    Layout("CP2 × PP2, EP2", 4, f"{CP} 2 {PP} 2 {EP} 2"),
-    Layout("TP2 × PP2", 4, f"{PP} 2", tensor=2),
-    Layout("TP2 × DP2, EP2 ETP2", 4, f"{EP} 2", tensor=2),
-    Layout("TP2 × DP2, EP4 ETP1", 4, f"{EP} 4 {ETP} 1", tensor=2),
+    ComparedLayout(REFERENCE, 1, ""),
+    ComparedLayout(SPREAD, 1, "--micro-batch-size 2"),
+    ComparedLayout(
+        "full recompute", 1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    ),
+    ComparedLayout("DP2", 2, ""),
+    ComparedLayout("DP2, overlapped reduce and gather", 2, OVERLAP),
+    ComparedLayout("EP2", 2, f"{EP} 2"),
+    ComparedLayout("EP2, overlapped reduce and gather", 2, f"{EP} 2 {OVERLAP}"),
+    ComparedLayout("EP2, allgather dispatcher", 2, f"{EP} 2 --moe-token-dispatcher-type allgather"),
+    ComparedLayout("TP2 with sequence parallel, ETP2", 2, "", tensor=2),
+    ComparedLayout("TP2 with sequence parallel, EP2 ETP1", 2, f"{EP} 2 {ETP} 1", tensor=2),
+    ComparedLayout("CP2", 2, f"{CP} 2"),
+    ComparedLayout("CP2, EP2", 2, f"{CP} 2 {EP} 2"),
+    ComparedLayout("PP2", 2, f"{PP} 2"),
+    ComparedLayout("PP2, 2 virtual stages", 2, f"{PP} 2 {VPP} 2"),
+    ComparedLayout("EP4", 4, f"{EP} 4"),
+    ComparedLayout("EP2 × expert-DP2", 4, f"{EP} 2"),
+    ComparedLayout("EP2 × PP2", 4, f"{EP} 2 {PP} 2"),
+    ComparedLayout("EP2 × PP2, 2 virtual stages", 4, f"{EP} 2 {PP} 2 {VPP} 2"),
+    ComparedLayout("CP2 × TP2, EP2 ETP2", 4, f"{CP} 2 {EP} 2", tensor=2),
+    ComparedLayout("CP2 × PP2, EP2", 4, f"{CP} 2 {PP} 2 {EP} 2"),
+    ComparedLayout("TP2 × PP2", 4, f"{PP} 2", tensor=2),
+    ComparedLayout("TP2 × DP2, EP2 ETP2", 4, f"{EP} 2", tensor=2),
+    ComparedLayout("TP2 × DP2, EP4 ETP1", 4, f"{EP} 4 {ETP} 1", tensor=2),
 )
 
 
@@ -100,7 +102,7 @@ LAYOUTS = (
 class Comparison:
     """A layout against the reference."""
 
-    layout: Layout
+    layout: ComparedLayout
     steps: int
     worst: float
     """Largest relative difference of the loss."""
@@ -111,7 +113,7 @@ class Comparison:
     agrees: bool
 
 
-def run_layouts(layouts: Sequence[Layout], steps: int, folder: Path) -> dict[str, dict[int, float]]:
+def run_layouts(layouts: Sequence[ComparedLayout], steps: int, folder: Path) -> dict[str, dict[int, float]]:
     """Train every layout; one launch per world size, the reference's first.
 
     Returns:
@@ -135,7 +137,7 @@ def run_layouts(layouts: Sequence[Layout], steps: int, folder: Path) -> dict[str
     return {layout.name: losses_of(folder, layout) for layout in layouts}
 
 
-def compare(losses: Mapping[str, Mapping[int, float]], layouts: Sequence[Layout]) -> list[Comparison]:
+def compare(losses: Mapping[str, Mapping[int, float]], layouts: Sequence[ComparedLayout]) -> list[Comparison]:
     """Every layout but the reference, judged."""
     reference = dict(losses[REFERENCE])
     spread = relative_differences(reference, dict(losses[SPREAD]))
@@ -207,12 +209,12 @@ def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def losses_of(folder: Path, layout: Layout) -> dict[int, float]:
+def losses_of(folder: Path, layout: ComparedLayout) -> dict[int, float]:
     """Step -> loss of a layout that was trained with this folder."""
     return read_losses(_log(folder, layout))
 
 
-def _log(folder: Path, layout: Layout) -> Path:
+def _log(folder: Path, layout: ComparedLayout) -> Path:
     return folder / f"{LAYOUTS.index(layout):02d}.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""`Job`, which the training loop is given: built by the caller and never changed.
+"""`TrainingJob`, which the training loop is given: built by the caller and never changed.
 
 The loop sees the runtime through protocols, `StepRunner` (plan/step.py) and those here: this package imports neither the runtime
 nor the tuner. Each protocol lists only what the loop calls; megatron-core's objects and the runtime's satisfy them as they are.
@@ -81,7 +81,7 @@ class Machinery:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LearningSchedule:
     """How many steps a run has, how large each is, and what this rank executes in it.
 
     Attributes:
@@ -121,7 +121,7 @@ class Reporting:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """Everything a run consists of.
 
     Attributes:
@@ -130,7 +130,7 @@ class Job:
 
     config: Config
     machinery: Machinery
-    schedule: Schedule
+    schedule: LearningSchedule
     batches: BatchSource
     checkpoints: Checkpoints
     reporting: Reporting

@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.cli.config import Config
 from megatron.training.cli.config import OptimizerConfig as OptimizerFlags
 from megatron.training.cli.fused_gradients import gradient_fusion, sums_in_fp32
-from megatron.training.cli.start import Machine, this_machine
+from megatron.training.cli.start import StartMachine, this_machine
 from megatron.training.model.fused_gradients import fuse_weight_gradients
 from megatron.training.model.stage_config import weight_type
 from moe_overlap.plan.plan import Plan
@@ -70,7 +70,7 @@ def wrap_chunks(
     return wrapped
 
 
-def machine_of_process() -> Machine:
+def machine_of_process() -> StartMachine:
     """This machine, with a GPU if this process sees one."""
     return dataclasses.replace(this_machine(), cuda=torch.cuda.is_available())
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron.training.checkpoint.checkpointing import Progress
 from megatron.training.cli.config import Config
-from megatron.training.job import Job
+from megatron.training.job import TrainingJob
 from megatron.training.messages import of_all_on_first
 from megatron.training.report.metrics import StepMetrics
 from megatron.training.report.outputs import Sink
@@ -52,7 +52,7 @@ class TrainingLoop:
         on_activity: called with each activity when it begins.
     """
 
-    def __init__(self, job: Job, progress: Progress) -> None:
+    def __init__(self, job: TrainingJob, progress: Progress) -> None:
         self.progress = progress
         self.reason: str | None = None
         self.first_loss: float | None = None

@@ -157,7 +157,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from moe_overlap.plan_search.asked import SearchSettings
 
     # From here on an error first ends the line of progress.
-    progress = Progress(sys.stderr)
+    progress = SearchProgress(sys.stderr)
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
@@ -177,7 +177,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _searched(
-    arguments: argparse.Namespace, settings: SearchSettings, train_tokens: float | None, progress: Progress
+    arguments: argparse.Namespace, settings: SearchSettings, train_tokens: float | None, progress: SearchProgress
 ) -> int:
     """Search, write and print the answer, for one or several numbers of GPUs and targets."""
     from moe_overlap.commands.tune_many import tune_both, tune_numbers
@@ -273,7 +273,7 @@ def _limits(arguments: argparse.Namespace) -> SearchLimits:
     return dataclasses.replace(PLAN_SEARCH_LIMITS, **limits)
 
 
-class Progress:
+class SearchProgress:
     """Reports the progress of the search: on one live line of a terminal, otherwise on a new line every ten seconds."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -243,7 +243,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
     from megatron.training.data.sources import tokenizer_of_run
     from megatron.training.initialize import device_of_this_process
-    from megatron.training.job import Job, Schedule
+    from megatron.training.job import LearningSchedule, TrainingJob
     from megatron.training.plan_flags import plan_of_run
     from megatron.training.plan_values import config_of_stage
     from megatron.training.report.outputs import prove_outputs
@@ -277,7 +277,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
 
     blocks = _nccl_blocks(config, plan, lists)
     total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
-    schedule = Schedule(total_steps, plan.global_batch_size, sizes, lowered)
+    schedule = LearningSchedule(total_steps, plan.global_batch_size, sizes, lowered)
     context = build_context(plan, model, settings_of(config, plan, blocks), builders_of(config, model, plan))  # 2
     machinery = machinery_of(config, context, total_steps)
     batches = batches_of(config, context, tokenizer, total_steps)  # 3
@@ -296,7 +296,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     reporting = reporting_of(parsed, context, rank, total_steps, batches.description)  # 4
     for note in checkpoints.notes:
         reporting.log.say("loaded", note)
-    return TrainingLoop(Job(config, machinery, schedule, batches, checkpoints, reporting), progress)
+    return TrainingLoop(TrainingJob(config, machinery, schedule, batches, checkpoints, reporting), progress)
 
 
 def on_device(plan: Plan, config: Config, device: torch.device) -> Plan:

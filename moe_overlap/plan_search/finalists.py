@@ -20,7 +20,7 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import listed_seconds
 from moe_overlap.tuner.search.dispatchers import LIBRARIES
-from moe_overlap.tuner.search.shares import Share
+from moe_overlap.tuner.search.shares import LayoutShare
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 
@@ -63,7 +63,7 @@ def _simulated_at(
 ) -> list[Finalist | None]:
     """The finalists, those at some places simulated; None where one then does not fit."""
 
-    def simulated(share: Share) -> list[tuple[float | None, Prediction] | None]:
+    def simulated(share: LayoutShare) -> list[tuple[float | None, Prediction] | None]:
         tried = (_simulated(finalists[index], deadline) for index in places[share.index :: share.count])
         return [None if each is None else (each.simulated, each.prediction) for each in tried]
 

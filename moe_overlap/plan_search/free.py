@@ -30,7 +30,7 @@ from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages, with_meshes
 from moe_overlap.tuner.search.pipeline.shares import joined_meshes, joined_stages
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch, search_meshes
-from moe_overlap.tuner.search.shares import Share, share_of
+from moe_overlap.tuner.search.shares import LayoutShare, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import RECOMPUTE, Run, SearchSpace, UniformLayout, uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, joined_uniform, search_uniform, widened
@@ -132,7 +132,7 @@ class _Going:
     progress: Progress
     jobs: int
 
-    def told(self, share: Share) -> Progress:
+    def told(self, share: LayoutShare) -> Progress:
         """Who is told of a share's progress: one process speaks for all."""
         return self.progress if share.index == 0 else silent
 
@@ -154,7 +154,7 @@ def _search_wider(
     # States that step by themselves are not priced to a hundredth where chunks interleave.
     whole, known = [layout for layout in layouts if layout.virtual == 1], found.solution.objective
 
-    def wider(share: Share) -> UniformSearch:
+    def wider(share: LayoutShare) -> UniformSearch:
         said = going.told(share)
         return search_uniform(
             share_of(whole, share),
@@ -180,7 +180,7 @@ def search_freed(
     """Step 2, plans of unlike stages for the layouts of the fastest uniform ones."""
     uniform, freed, going = found.ranked, freed_layouts(found, layouts), _Going(deadline, progress, jobs)
 
-    def freer(share: Share) -> StageSearch:
+    def freer(share: LayoutShare) -> StageSearch:
         return search_stages(
             costs,
             freed[share.index :: share.count],
@@ -207,7 +207,7 @@ def _search_meshes(
     # Where uniform plans are not in the space they are not known either.
     known = fastest if task.space.uniform else math.inf
 
-    def on_meshes(share: Share) -> MeshSearch:
+    def on_meshes(share: LayoutShare) -> MeshSearch:
         return search_meshes(
             task,
             run,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.process import end_with_parent
-from moe_overlap.tuner.search.shares import Share, SharedBar
+from moe_overlap.tuner.search.shares import LayoutShare, SharedBar
 from moe_overlap.tuner.search.uniform import UniformSearch, joined_uniform
 
 Answer = TypeVar("Answer")
@@ -24,7 +24,7 @@ Refused = list[tuple[str, str]]
 
 
 def shared_search(
-    search: Callable[[Share, SharedBar | None], tuple[UniformSearch, Refused]], jobs: int, keep: int
+    search: Callable[[LayoutShare, SharedBar | None], tuple[UniformSearch, Refused]], jobs: int, keep: int
 ) -> tuple[UniformSearch, Refused]:
     """A search of uniform plans in so many processes, and what rules refuse.
 
@@ -42,7 +42,7 @@ def shared_search(
     return joined_uniform([found for found, _ in answers], keep), list(refused)
 
 
-def in_processes(search: Callable[[Share], Answer], jobs: int) -> list[Answer]:
+def in_processes(search: Callable[[LayoutShare], Answer], jobs: int) -> list[Answer]:
     """The answers of so many shares, each from a process that is forked from this one; this one searches the first itself.
 
     Raises:
@@ -53,13 +53,13 @@ def in_processes(search: Callable[[Share], Answer], jobs: int) -> list[Answer]:
     processes, answers = [], []
     for index in range(1, jobs):
         receiving, sending = context.Pipe(duplex=False)
-        arguments = search, Share(index, jobs), sending, os.getpid()
+        arguments = search, LayoutShare(index, jobs), sending, os.getpid()
         process = context.Process(target=_answer, args=arguments, daemon=True)
         process.start()
         sending.close()
         processes.append((process, receiving))
     try:
-        answers.append(search(Share(0, jobs)))
+        answers.append(search(LayoutShare(0, jobs)))
         answers += [_received(receiving, jobs) for _, receiving in processes]
     finally:
         for process, receiving in processes:
@@ -70,7 +70,7 @@ def in_processes(search: Callable[[Share], Answer], jobs: int) -> list[Answer]:
     return answers
 
 
-def _answer(search: Callable[[Share], Answer], share: Share, sending: Connection, parent: int) -> None:
+def _answer(search: Callable[[LayoutShare], Answer], share: LayoutShare, sending: Connection, parent: int) -> None:
     # Nobody takes the answer of a search that was killed, or that memory ran out for.
     end_with_parent(parent)
     try:

@@ -77,7 +77,7 @@ from moe_overlap.tuner.search.hidden import search_hidden
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
-from moe_overlap.tuner.search.shares import Share, SharedBar, share_of
+from moe_overlap.tuner.search.shares import LayoutShare, SharedBar, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, SearchSpace, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform
@@ -210,7 +210,7 @@ class _Search:
         """Uniform plans of the narrow space, under all dispatchers that are searched."""
         asked, settings = self.asked, self.asked.settings
 
-        def search(share: Share, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
+        def search(share: LayoutShare, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
             layouts, costs, bounds = share_of(asked.layouts, share), UniformCosts(self.task), self.bounds
             if self.paired is not None:
                 layouts, costs = [*with_paired(layouts)], CostsOfBoth(self.task, self.paired)

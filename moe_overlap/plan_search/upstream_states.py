@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from moe_overlap.plan_search.processes import Refused, shared_search
 from moe_overlap.tuner.search.bounds import Bounds
-from moe_overlap.tuner.search.shares import Share, SharedBar, share_of
+from moe_overlap.tuner.search.shares import LayoutShare, SharedBar, share_of
 from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import (
     Accepts,
@@ -45,7 +45,7 @@ def search_states(
     one_stage = [layout for layout in layouts if layout.pipeline == 1]
     costs, before = UniformCosts(task), found.solution.value
 
-    def search(share: Share, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
+    def search(share: LayoutShare, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
         said = progress if share.index == 0 else lambda done, total, best: None
         further = search_uniform(
             share_of(one_stage, share),

@@ -16,7 +16,7 @@ ALIKE = 0.99
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
+class StageBalance:
     """The stages of a plan by their seconds in the stable part of a step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Balance:
         return f"{who} {100 * self.longer:.1f} % longer than the mean of all"
 
 
-def balance_of(plan: Plan, prediction: Prediction) -> Balance:
+def balance_of(plan: Plan, prediction: Prediction) -> StageBalance:
     """Compare the stages of a predicted plan.
 
     The seconds of a layer are estimated as the largest seconds per layer among the faster stages, including their embedding or
@@ -61,7 +61,7 @@ def balance_of(plan: Plan, prediction: Prediction) -> Balance:
     others = [index for index in range(len(work)) if index not in slow]
     layer = max((work[index] / max(1, len(plan.stages[index].layers)) for index in others), default=0.0)
     room = sum(int((most - work[index]) / layer) for index in others) if layer > 0 else 0
-    return Balance(
+    return StageBalance(
         slowest=tuple(slow),
         longer=most / mean - 1.0 if mean > 0 else 0.0,
         waiting_seconds=most - mean,

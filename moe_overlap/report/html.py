@@ -113,14 +113,14 @@ def _preformatted(content: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class PageCell:
     """A cell of a table: the shown text, and the exact value, if it is a number."""
 
     shown: str
     value: float | None = None
 
 
-Row = Sequence[Cell]
+Row = Sequence[PageCell]
 
 
 def _table(identifier: str, head: Sequence[str], rows: Sequence[Row], chosen: frozenset[int] = frozenset()) -> str:
@@ -150,12 +150,12 @@ def _row(cells: str, is_chosen: bool) -> str:
     return f'<tr class="chosen">{cells}</tr>' if is_chosen else f"<tr>{cells}</tr>"
 
 
-def _gib(size: float) -> Cell:
-    return Cell(f"{size / GIB:.1f}", size / GIB)
+def _gib(size: float) -> PageCell:
+    return PageCell(f"{size / GIB:.1f}", size / GIB)
 
 
-def _seconds(seconds: float) -> Cell:
-    return Cell(f"{seconds:.4f}", seconds)
+def _seconds(seconds: float) -> PageCell:
+    return PageCell(f"{seconds:.4f}", seconds)
 
 
 # Sections
@@ -174,7 +174,7 @@ def _memory(report: Report) -> Iterator[str]:
     bars = {f"stage {index}": {name: size / GIB for name, size in peak.items()} for index, peak in enumerate(peaks)}
     yield stacked_bars(bars, "GiB", prediction.capacity_bytes / GIB, "memory of every stage")
     rows = [
-        [Cell(f"stage {index}"), *map(_gib, peak.values()), _gib(stage.peak_bytes), _gib(needed_bytes(stage))]
+        [PageCell(f"stage {index}"), *map(_gib, peak.values()), _gib(stage.peak_bytes), _gib(needed_bytes(stage))]
         for index, (peak, stage) in enumerate(zip(peaks, prediction.predicted.stages, strict=True))
     ]
     yield _table("memory-table", ["GiB", *peaks[0], "peak", "needed"], rows)
@@ -189,18 +189,18 @@ def _breakdown(report: Report) -> Iterator[str]:
     total = prediction.predicted.step_seconds
     parts = {term_words(name): seconds for name, seconds in prediction.breakdown.items()}
     yield stacked_bars({"step": parts}, "s", None, "what a step is spent on")
-    rows = [[Cell(name), _seconds(seconds), _share(seconds / total)] for name, seconds in parts.items()]
-    rows.append([Cell("step"), _seconds(total), _share(1.0)])
+    rows = [[PageCell(name), _seconds(seconds), _share(seconds / total)] for name, seconds in parts.items()]
+    rows.append([PageCell("step"), _seconds(total), _share(1.0)])
     yield _table("step-table", ["", "seconds", "share"], rows)
     stages = [
-        [Cell(f"stage {index}"), *map(_seconds, (stage.first_seconds, stage.stable_seconds, stage.last_seconds))]
+        [PageCell(f"stage {index}"), *map(_seconds, (stage.first_seconds, stage.stable_seconds, stage.last_seconds))]
         for index, stage in enumerate(prediction.predicted.stages)
     ]
     yield _table("stage-table", ["seconds of a micro-batch", "first", "stable", "last"], stages)
 
 
-def _share(part: float) -> Cell:
-    return Cell(f"{100 * part:.1f} %", part)
+def _share(part: float) -> PageCell:
+    return PageCell(f"{100 * part:.1f} %", part)
 
 
 def _timeline(report: Report) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _timeline(report: Report) -> Iterator[str]:
         "timeline-table",
         ["", "step", "exposed communication"],
         [
-            [Cell(f"stage {index}"), _seconds(step.seconds), _seconds(simulation.exposed_seconds(rank))]
+            [PageCell(f"stage {index}"), _seconds(step.seconds), _seconds(simulation.exposed_seconds(rank))]
             for index, (rank, step) in enumerate(zip(ranks, steps, strict=False))
         ],
     )
@@ -238,10 +238,10 @@ def _candidates(report: Report) -> Iterator[str]:
         yield chart(points, ("GiB needed", "seconds a step"), joined=False, limit=capacity)
     rows = [
         [
-            Cell(row.name),
-            Cell("") if row.seconds is None else _seconds(row.seconds),
-            Cell("") if row.needed_bytes is None else _gib(row.needed_bytes),
-            Cell("chosen" if row.is_chosen else row.note),
+            PageCell(row.name),
+            PageCell("") if row.seconds is None else _seconds(row.seconds),
+            PageCell("") if row.needed_bytes is None else _gib(row.needed_bytes),
+            PageCell("chosen" if row.is_chosen else row.note),
         ]
         for row in report.candidates
     ]
@@ -258,7 +258,8 @@ def _sensitivity(report: Report) -> Iterator[str]:
         ]
         yield chart(points, (sensitivity.unit, "seconds a step"), joined=True)
         rows = [
-            [Cell(f"{value:g}", value), _seconds(seconds), Cell(note)] for value, seconds, note in sensitivity.points
+            [PageCell(f"{value:g}", value), _seconds(seconds), PageCell(note)]
+            for value, seconds, note in sensitivity.points
         ]
         yield _table(f"sensitivity-table-{index}", [sensitivity.unit, "seconds a step", "plan"], rows)
 

@@ -36,7 +36,7 @@ SMALLEST_GAP_PIXELS = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepPicture:
     """One step of one rank, ready to be drawn.
 
     Attributes:
@@ -52,7 +52,7 @@ class Step:
     seconds: float
 
 
-def step_of(spans: Sequence[Span], title: str) -> Step:
+def step_of(spans: Sequence[Span], title: str) -> StepPicture:
     """Sort the spans of one rank into the lanes of a picture."""
     compute: dict[str, list[Interval]] = {}
     for span in spans:
@@ -66,7 +66,7 @@ def step_of(spans: Sequence[Span], title: str) -> Step:
     seconds = max(span.end for span in spans)
     # The heading has no total of communication: a span lasts until its result is used, not until it has arrived.
     heading = f"{title}: {seconds:.2f} s a step, {communication_seconds(spans)[1]:.2f} s of it exposed communication"
-    return Step(heading, compute, communication, seconds)
+    return StepPicture(heading, compute, communication, seconds)
 
 
 def kind_of_work(name: str) -> str:
@@ -117,7 +117,7 @@ def tick_seconds(longest: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if longest <= MOST_TICKS * factor * power)
 
 
-def draw(steps: Sequence[Step], about: str = "One training step without and with overlap") -> str:
+def draw(steps: Sequence[StepPicture], about: str = "One training step without and with overlap") -> str:
     """The picture of all steps, one below the other, on one axis.
 
     Args:

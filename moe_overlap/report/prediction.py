@@ -10,7 +10,7 @@ from moe_overlap.describe.figures import VISIBLE_BYTES
 from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import LEVEL
-from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
+from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryChange, Remedy
 from moe_overlap.tuner.write.memory_changes import RUN_BY_MEGATRON_LM, change_flags
 
 WHOLE_FROM = 10.0
@@ -142,7 +142,7 @@ def _remedy_json(remedy: Remedy) -> dict[str, Any]:
     }
 
 
-def change_name(change: Change) -> str:
+def change_name(change: MemoryChange) -> str:
     """A change as text."""
     return {
         ChangeKind.MODULES: f"recompute {', '.join(change.modules)}",
@@ -155,7 +155,7 @@ def change_name(change: Change) -> str:
     }[change.kind]
 
 
-def change_advice(change: Change) -> str:
+def change_advice(change: MemoryChange) -> str:
     """The flags of a change, with a note if this fork's training refuses them."""
     if change.kind not in RUN_BY_MEGATRON_LM:
         return change_flags(change)

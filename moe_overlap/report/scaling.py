@@ -18,7 +18,7 @@ FOR_WHOM = {"megatron-lm": "unmodified Megatron-LM", "moe-overlap": "this runtim
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RowFigures:
     """Figures of a row.
 
     Attributes:
@@ -33,20 +33,20 @@ class Figures:
     gpu_hours: float | None
 
 
-def figures_of(rows: Sequence[ScalingRow], train_tokens: float | None) -> list[Figures | None]:
+def figures_of(rows: Sequence[ScalingRow], train_tokens: float | None) -> list[RowFigures | None]:
     """The figures of every row; None for a row without a plan."""
     predictions = [None if row.search is None else row.search.prediction for row in rows]
     smallest = next(
         prediction.predicted.tokens_per_second_per_gpu for prediction in predictions if prediction is not None
     )
-    figures: list[Figures | None] = []
+    figures: list[RowFigures | None] = []
     for row, prediction in zip(rows, predictions, strict=True):
         if prediction is None:
             figures.append(None)
             continue
         rate = prediction.predicted.tokens_per_second_per_gpu
         training = training_of(prediction, row.cluster, train_tokens) if train_tokens is not None else (None, None)
-        figures.append(Figures(prediction.predicted.step_seconds, rate, rate / smallest, *training))
+        figures.append(RowFigures(prediction.predicted.step_seconds, rate, rate / smallest, *training))
     return figures
 
 
@@ -100,7 +100,7 @@ def _plan_text(row: ScalingRow) -> str:
     return "; ".join((plan_sentence(search.plan), *notes))
 
 
-def _cells(row: ScalingRow, figures: Figures | None) -> tuple[str, ...]:
+def _cells(row: ScalingRow, figures: RowFigures | None) -> tuple[str, ...]:
     if figures is None:
         return (str(row.cluster.gpus),)
     cells = (

@@ -25,7 +25,7 @@ from moe_overlap.plan.lowering.residency import BlockLimits
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.step import StepRunner
-from moe_overlap.runtime.context import BucketReduction, RunContext, WeightGathers, language_model
+from moe_overlap.runtime.context import BucketReduction, RunContext, WeightGathering, language_model
 from moe_overlap.runtime.groups import StageGroups, build_groups
 from moe_overlap.runtime.layer_collectives import channels_inside
 from moe_overlap.runtime.megatron_core.moe_layer import AdaptLayer, MakeDispatcher, MakeGate, adapt_layer
@@ -253,7 +253,7 @@ def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> 
     return GradientBuckets(chunks)
 
 
-def _weight_gathers(overlap: StageOverlap, chunks: Sequence[DistributedDataParallel]) -> WeightGathers | None:
+def _weight_gathers(overlap: StageOverlap, chunks: Sequence[DistributedDataParallel]) -> WeightGathering | None:
     """The weight gathers that the list places before passes; None where the update or DDP's hooks gather."""
     if not overlap.overlap_param_gather:
         return None

@@ -33,7 +33,7 @@ class BucketReduction(Protocol):
         """End the step's reductions, after the list has waited for every bucket."""
 
 
-class WeightGathers(Protocol):
+class WeightGathering(Protocol):
     """Gathers updated weights one parameter group at a time, where the instruction list says so (state/weight_gathers.py)."""
 
     def start(self, parameter_group: str) -> Callable[[], None]:
@@ -69,7 +69,7 @@ class RunContext:
     clock: DrawClock
     weight_gradients: WeightGradQueue
     bucket_reduction: BucketReduction | None
-    weight_gathers: WeightGathers | None = None
+    weight_gathers: WeightGathering | None = None
     graph_stream: torch.cuda.Stream | None = None
 
     @property

@@ -11,7 +11,7 @@ from tests.end_to_end.crossing import HIDDEN, RECEIVERS, SAMPLES, TOKENS
 from tests.end_to_end.program import ROOT
 from tests.link_hosts import namespaces_allowed
 from tools.bench.bed import Bed, CpuGroup
-from tools.bench.launch import Ranks
+from tools.bench.launch import LaunchedRanks
 
 MBIT = 200.0
 WAYS = ("tiles", "whole tiles", "leader")
@@ -26,7 +26,7 @@ def medians(senders: int) -> dict[str, float]:
     with (
         Bed(ranks, MBIT) as bed,
         CpuGroup() as priority,
-        Ranks(command, ranks, bed, priority, folder=ROOT) as all_ranks,
+        LaunchedRanks(command, ranks, bed, priority, folder=ROOT) as all_ranks,
     ):
         for turn in range(TURNS + 1):
             for way in WAYS:

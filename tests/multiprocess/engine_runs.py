@@ -122,7 +122,7 @@ def _engine_is_used() -> Iterator[None]:
     import pytest
 
     from megatron.training import optimizer
-    from megatron.training.cli.start import Machine
+    from megatron.training.cli.start import StartMachine
     from megatron.training.model import build
 
     configuration = build.transformer_config
@@ -133,7 +133,7 @@ def _engine_is_used() -> Iterator[None]:
         return config
 
     with pytest.MonkeyPatch.context() as patch:
-        machine = Machine(cuda=True, packages=frozenset({"transformer_engine"}))
+        machine = StartMachine(cuda=True, packages=frozenset({"transformer_engine"}))
         patch.setattr(optimizer, "machine_of_process", lambda: machine)
         patch.setattr(build, "uses_transformer_engine", lambda: True)
         patch.setattr(build, "transformer_config", grouped)

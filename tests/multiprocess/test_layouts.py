@@ -17,7 +17,7 @@ from tools.compare_layouts import (
     REFERENCE,
     SPREAD,
     SPREAD_FACTOR,
-    Layout,
+    ComparedLayout,
     compare,
     losses_of,
     run_layouts,
@@ -138,11 +138,11 @@ TOGETHER = (
 )
 
 
-def check(layouts: tuple[Layout, ...], steps: int, folder: Path) -> None:
+def check(layouts: tuple[ComparedLayout, ...], steps: int, folder: Path) -> None:
     check_losses(run_layouts(layouts, steps, folder), layouts, steps)
 
 
-def check_losses(losses: Mapping[str, Losses], layouts: tuple[Layout, ...], steps: int) -> None:
+def check_losses(losses: Mapping[str, Losses], layouts: tuple[ComparedLayout, ...], steps: int) -> None:
     rows = compare(losses, layouts)
     assert len(rows) == len(layouts) - 1 and all(row.steps == steps for row in rows)
     assert all(row.agrees for row in rows), "\n" + table(rows)
@@ -200,7 +200,7 @@ def worst_difference(reference: Losses, losses: Losses) -> float:
 
 
 def test_a_layout_that_differs_is_told() -> None:
-    layouts = (Layout(REFERENCE, 1, ""), Layout(SPREAD, 1, ""), Layout("DP2", 2, ""))
+    layouts = (ComparedLayout(REFERENCE, 1, ""), ComparedLayout(SPREAD, 1, ""), ComparedLayout("DP2", 2, ""))
     reference = {1: 5.0, 2: 4.0, 3: 3.0}
 
     def judged(spread: dict[int, float], losses: dict[int, float]) -> bool:

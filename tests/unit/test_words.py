@@ -29,10 +29,10 @@ ALLOWED = {
     "moe_overlap": 33,
     "moe_overlap/plan_search": 101,
     "moe_overlap/runtime": 5,
-    "moe_overlap/tuner/capture": 90,
-    "moe_overlap/tuner/cost": 150,
+    "moe_overlap/tuner/capture": 3,
+    "moe_overlap/tuner/cost": 60,
     "moe_overlap/tuner/profile": 2,
-    "moe_overlap/tuner/search": 139,
+    "moe_overlap/tuner/search": 126,
     "moe_overlap/tuner/write": 1,
     "tools": 6,
 }

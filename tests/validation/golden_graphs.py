@@ -16,7 +16,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.expression import Expression
-from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Part, Storage
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Collective, Layout, Storage
 from moe_overlap.tuner.capture.request import layer_kinds, prediction_kinds
 from moe_overlap.tuner.cost.stage_parts import WORDS, stage_variants
 from tests.unit.tuner.hand_made import E, Maker, Pass
@@ -85,12 +85,12 @@ class GoldenMaker(Maker):
         self.local = self.tokens / layout.tensor if layout.sequence_parallel else self.tokens
         self.variant, self.is_ahead = "none", False
 
-    def layer(self, kind: str, variant: str) -> Part:
+    def layer(self, kind: str, variant: str) -> CapturedPart:
         """A layer of a kind; `core_attn` among the modules of a variant is computed again."""
         self.variant = variant
         return _with_writers(super().layer(kind, variant))
 
-    def ends(self) -> tuple[Part, Part]:
+    def ends(self) -> tuple[CapturedPart, CapturedPart]:
         """Embedding and head."""
         first, last = super().ends()
         return first, _with_writers(last)
@@ -157,7 +157,7 @@ class GoldenMaker(Maker):
         run.gemm("loss", self.tokens, self.hidden, words)
         self.weight(run, "loss", words, self.hidden)
 
-    def prediction(self, kind: str, variant: str) -> Part:
+    def prediction(self, kind: str, variant: str) -> CapturedPart:
         """A prediction layer: one of the decoder's behind what it projects, its loss, and the word embedding that it reads."""
         self.is_ahead = True
         part = self.layer(kind.removeprefix("mtp."), variant)
@@ -167,7 +167,7 @@ class GoldenMaker(Maker):
         return dataclasses.replace(part, kind=kind, storages=(*part.storages, words))
 
 
-def _with_writers(part: Part) -> Part:
+def _with_writers(part: CapturedPart) -> CapturedPart:
     """The part whose last forward operator writes what is saved and what no operator was said to write."""
     written = {index for op in part.ops for index in op.writes}
     left = tuple(index for index in part.saved if index not in written)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_overlap.tuner.calibrate import interference as fit_interference
-from moe_overlap.tuner.calibrate.interference import Samples, alone_seconds, read_samples, used_samples
+from moe_overlap.tuner.calibrate.interference import InterferenceSamples, alone_seconds, read_samples, used_samples
 from moe_overlap.tuner.cost import interference as interference_hosts
 from moe_overlap.tuner.cost.interference import Floats, Host, Interference, measured_hosts, place_of
 
@@ -21,7 +21,7 @@ GROUP_PERCENT = {"l4": 1.1, "a100-sxm4-40gb": 3.6}
 
 
 @cache
-def samples_of(source: str) -> tuple[Samples, Floats]:
+def samples_of(source: str) -> tuple[InterferenceSamples, Floats]:
     samples = read_samples(DATA)[source]
     return samples, alone_seconds(samples)
 

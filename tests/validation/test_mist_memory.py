@@ -27,7 +27,7 @@ from moe_overlap.api import read_job
 from moe_overlap.tuner.calibrate.fit.rows import models
 from moe_overlap.tuner.capture.cache import CaptureFiles, joined, stage_requests
 from moe_overlap.tuner.capture.expression import evaluate
-from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.memory import part_bytes
 from moe_overlap.tuner.cost.operators import tabulate
@@ -94,7 +94,7 @@ def test_layers_embedding_and_head_are_mists_to_the_byte(tmp_path: Path) -> None
                 check_ends(case, graph, b)
 
 
-def measures(part: Part, b: int) -> dict[str, float]:
+def measures(part: CapturedPart, b: int) -> dict[str, float]:
     bytes_ = part_bytes(tabulate(part, b, S), b, S, 2.0, Features())
     return {
         "parameters": 2 * bytes_.dense_parameters,
@@ -115,7 +115,7 @@ def facts_of(case: tuple[str, str, int], b: int) -> tuple[dict[str, Any], float,
     return facts, hidden, 4 * S * facts["heads"] * b / tp - 4
 
 
-def check_layer(case: tuple[str, str, int], part: Part, b: int) -> None:
+def check_layer(case: tuple[str, str, int], part: CapturedPart, b: int) -> None:
     family, size, tp = case
     facts, hidden, more = facts_of(case, b)
     ours = measures(part, b)
@@ -133,7 +133,7 @@ def check_layer(case: tuple[str, str, int], part: Part, b: int) -> None:
     assert unfused.saved == ours["saved"] + scores
 
 
-def check_recomputed(case: tuple[str, str, int], part: Part, b: int) -> None:
+def check_recomputed(case: tuple[str, str, int], part: CapturedPart, b: int) -> None:
     family, size, tp = case
     _, hidden, more = facts_of(case, b)
     ours = measures(part, b)

@@ -29,8 +29,8 @@ RUNS = 1000
 PRODUCTS = (CostClassCode.GEMM, CostClassCode.GROUPED_GEMM, CostClassCode.ATTENTION)
 ROUNDING = 1e-9
 MOVED = 0.005
-"""Of a step whose states move: the first and the last micro-batch add differences of overlaps, which may shrink with more work. Of
-57 such runs one gets shorter, by 0.2 %; answers are those of lists."""
+"""Of a step whose states move: the first and the last micro-batch add differences of overlaps, which may shrink with more work.
+Of 57 such runs one gets shorter, by 0.2 %; answers are those of lists."""
 MOST_SHORTER = 0.05
 """Share of such runs that get shorter by any of the changes, or no longer with more layers or tokens."""
 GIGA = 1e9

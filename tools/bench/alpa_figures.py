@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_overlap.tuner.search.space import FULL, LEVELS, Restriction, SearchSpace
 from tools.bench.paper_searches import Machines, Outcome
-from tools.bench.paper_spaces import PAPER_SPACES, Case, Figure, Space, seconds_and_gains, sizes
+from tools.bench.paper_spaces import PAPER_SPACES, Figure, PaperCase, Space, seconds_and_gains, sizes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = {"350m": 1, "1.3b": 4, "2.6b": 8, "6.7b": 16, "15b": 32, "39b": 64}
@@ -56,16 +56,16 @@ SPACES = (
 )
 
 
-def job(family: str, size: str, gpus: int) -> Case:
+def job(family: str, size: str, gpus: int) -> PaperCase:
     """A model of the evaluation on so many V100."""
     machines = Machines(gpu=V100, gpus=gpus, network_gb_per_s=25 / 8 / 8, like="A100")
     flags = (f"@{EXAMPLES / f'alpa-{family}-{size}.args'}",)
     name = f"{family.upper() if family == 'gpt' else 'MoE'}-{size.upper()}, {gpus} V100"
     paper = PAPER[family].get(gpus, "") if {**GPT, **MOE}.get(size) == gpus else ""
-    return Case(name=name, words=flags, machines=machines, paper=paper)
+    return PaperCase(name=name, words=flags, machines=machines, paper=paper)
 
 
-def sizes_of(family: str) -> tuple[Case, ...]:
+def sizes_of(family: str) -> tuple[PaperCase, ...]:
     """All sizes of a family, each on its GPUs."""
     of_family = GPT if family == "gpt" else MOE
     return tuple(job(family, size, gpus) for size, gpus in of_family.items())
@@ -88,13 +88,13 @@ def large() -> Figure:
     """The two searches whose time and memory have a goal."""
     full = (Space(name="full", space=FULL),)
     cases = (
-        Case(
+        PaperCase(
             name="GPT-22B, 32 L4",
             words=(f"@{EXAMPLES / 'mist-gpt-22b.args'}",),
             machines=Machines(gpu="L4", gpus=32),
             paper="goal: 120 s and 6 GB; Mist's released tuner about 2,300 CPU s, extrapolated",
         ),
-        Case(
+        PaperCase(
             name="DeepSeek-V3, 1024 H100",
             words=(f"@{EXAMPLES / 'deepseek-v3.args'}",),
             machines=Machines(gpu="H100", gpus=1024),

@@ -72,7 +72,7 @@ def grid(layouts: Sequence[UniformLayout], micro_batches: Sequence[int]) -> Iter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class LoopRow:
     """One layout of a cell, or the chosen plan.
 
     Attributes:
@@ -97,7 +97,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
+class LoopCell:
     """One model on links of one rate.
 
     Attributes:
@@ -108,17 +108,17 @@ class Cell:
 
     model: str
     mbit: float
-    rows: tuple[Row, ...]
-    chosen: Row
+    rows: tuple[LoopRow, ...]
+    chosen: LoopRow
     search_seconds: float
 
     @property
-    def ran(self) -> list[Row]:
+    def ran(self) -> list[LoopRow]:
         """The layouts that were run."""
         return [row for row in self.rows if row.steps]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> LoopRow:
         """The fastest layout that was run."""
         return min(self.ran, key=lambda row: row.measured_seconds)
 
@@ -133,7 +133,7 @@ class Cell:
         return spearman([row.predicted_seconds or math.nan for row in self.ran], [r.measured_seconds for r in self.ran])
 
     @property
-    def picked(self) -> Row:
+    def picked(self) -> LoopRow:
         """The layout of the grid that is predicted to be the fastest."""
         return min(self.ran, key=lambda row: row.predicted_seconds or math.inf)
 
@@ -157,13 +157,13 @@ def ranks_of(values: Sequence[float]) -> list[float]:
 COLUMNS = "model, Mbit/s, layouts run, refused, chosen, s (min median max), best layout, s, over best, picked over best, Spearman"
 
 
-def table(cells: Sequence[Cell]) -> str:
+def table(cells: Sequence[LoopCell]) -> str:
     """A row for each cell, in Markdown."""
     names = COLUMNS.split(", ")
     return "\n".join([f"| {' | '.join(names)} |", "|" + "---|" * len(names), *map(line, cells)])
 
 
-def line(cell: Cell) -> str:
+def line(cell: LoopCell) -> str:
     """A cell as a row of the table."""
     best, spread = cell.best, Spread.of(list(cell.chosen.steps))
     columns = [
@@ -182,7 +182,7 @@ def line(cell: Cell) -> str:
     return f"| {' | '.join(columns)} |"
 
 
-def rows_table(cell: Cell) -> str:
+def rows_table(cell: LoopCell) -> str:
     """Every layout of a cell, the fastest first."""
     lines = [f"{'layout':<34}{'predicted s':>12}{'measured s':>12}{'error':>8}{'late s':>8}   min … max"]
     for row in sorted([*cell.ran, cell.chosen], key=lambda row: row.measured_seconds):
@@ -196,7 +196,7 @@ def rows_table(cell: Cell) -> str:
     return "\n".join(lines)
 
 
-def as_json(cell: Cell) -> dict[str, Any]:
+def as_json(cell: LoopCell) -> dict[str, Any]:
     """Everything that was measured."""
     return {
         "model": cell.model,

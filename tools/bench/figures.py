@@ -42,7 +42,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MeasuredTurn:
     """One step of a variant, in seconds of the slowest rank."""
 
     step: float
@@ -109,7 +109,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredSteps:
     """Turns of all variants at one link rate; the n-th turns of all belong together.
 
     Attributes:
@@ -117,8 +117,8 @@ class Measured:
         communication: variant -> seconds of its communication without computation.
     """
 
-    limited: Mapping[str, Sequence[Turn]]
-    free: Mapping[str, Sequence[Turn]]
+    limited: Mapping[str, Sequence[MeasuredTurn]]
+    free: Mapping[str, Sequence[MeasuredTurn]]
     communication: Mapping[str, Sequence[float]]
 
     def totals(self, sequential: str) -> Totals:
@@ -159,7 +159,7 @@ class Measured:
         return Spread.of([slow.step / fast.step for slow, fast in pairs])
 
 
-def _median(turns: Sequence[Turn]) -> float:
+def _median(turns: Sequence[MeasuredTurn]) -> float:
     return statistics.median(turn.step for turn in turns)
 
 

@@ -68,7 +68,7 @@ def report_failure(error: ConfigError | RankFailed) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-class Ranks:
+class LaunchedRanks:
     """Processes of one job; all are ended when the `with` block is left.
 
     Args:
@@ -123,7 +123,7 @@ class Ranks:
         self._replies.append(reads)
         self._priority.join(process.pid)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> LaunchedRanks:
         return self
 
     def __exit__(
@@ -236,7 +236,9 @@ class RanksOnBed:
         mbit: rate of every rank's exit in 10^6 bit/s; None: not limited.
     """
 
-    def __init__(self, bed: Bed | None, jobs: Sequence[tuple[Sequence[str], Ranks]], mbit: float | None) -> None:
+    def __init__(
+        self, bed: Bed | None, jobs: Sequence[tuple[Sequence[str], LaunchedRanks]], mbit: float | None
+    ) -> None:
         self._bed, self._jobs = bed, jobs
         self.set_rate(mbit)
 
@@ -280,7 +282,9 @@ def ranks_on_bed(
         for number, group in enumerate(groups):
             command = command_of(job, group, timer=timer, emulator=bed is None, profiled=profiled)
             port = FIRST_PORT + number
-            processes = Ranks(command, ranks, bed, priority, folder=ROOT, port=port, timeout_seconds=timeout_seconds)
+            processes = LaunchedRanks(
+                command, ranks, bed, priority, folder=ROOT, port=port, timeout_seconds=timeout_seconds
+            )
             imported = stack.enter_context(processes).answers()[0]["overlap_code"]
             if len(groups) > 1 and group[0].plain and imported:
                 note = f"note: the process of megatron-core's variants has imported {', '.join(imported)}"

@@ -41,11 +41,11 @@ from moe_overlap.tuner.cost.operators import Lookup, Provenance
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
-from moe_overlap.tuner.profile.cluster_file import Fitted, fit_links, measured_cluster, this_device
+from moe_overlap.tuner.profile.cluster_file import FittedLinks, fit_links, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct, key_of
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
 from tools.bench.bed import CpuGroup
-from tools.bench.launch import ENVIRONMENT, Ranks, Tell
+from tools.bench.launch import ENVIRONMENT, LaunchedRanks, Tell
 from tools.bench.profile import (
     ORDER_COUNTS,
     ORDER_LINKS,
@@ -118,7 +118,7 @@ def measure_host_time_here(database: Database, cluster: Cluster) -> None:
     chosen = calibrating(cluster.gpus)
     job = [*JOB, *job_flags(cluster.gpus, 1, 2)]
     command = command_of(job, chosen, timer=False, emulator=False, profiled=chosen[0])
-    with CpuGroup() as priority, Ranks(command, cluster.gpus, None, priority, folder=ROOT) as ranks:
+    with CpuGroup() as priority, LaunchedRanks(command, cluster.gpus, None, priority, folder=ROOT) as ranks:
         ranks.answers()
         measure_host_time(database, cluster, ranks.tell)
 
@@ -209,8 +209,8 @@ class BedLinks:
         queue_seconds: how much longer it takes behind rows.
     """
 
-    starting: Fitted
-    transfers: Fitted | None
+    starting: FittedLinks
+    transfers: FittedLinks | None
     count_seconds: float
     queue_seconds: float
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moe_overlap.tuner.search.space import LEVELS, ON_HOST, SEARCH_SPACES, SearchSpace
 from tools.bench.paper_searches import Machines, Outcome
-from tools.bench.paper_spaces import Case, Figure, Space, gains, ratio, seconds_and_gains, sizes
+from tools.bench.paper_spaces import Figure, PaperCase, Space, gains, ratio, seconds_and_gains, sizes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPUS = {"1.3b": 2, "2.7b": 4, "7b": 8, "13b": 16, "22b": 32}
@@ -61,11 +61,11 @@ ENUMERATED = (
 )
 
 
-def job(family: str, size: str, machines: Machines, *flags: str, paper: str = "", name: str = "") -> Case:
+def job(family: str, size: str, machines: Machines, *flags: str, paper: str = "", name: str = "") -> PaperCase:
     """One of the example models."""
     title = name or f"{family.upper() if family == 'gpt' else family.capitalize()}-{size.upper()}"
     case_flags = (f"@{EXAMPLES / f'mist-{family}-{size}.args'}", *flags)
-    return Case(name=f"{title}, {machines.gpus} {machines.gpu}", words=case_flags, machines=machines, paper=paper)
+    return PaperCase(name=f"{title}, {machines.gpus} {machines.gpu}", words=case_flags, machines=machines, paper=paper)
 
 
 def length(tokens: int) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def length(tokens: int) -> tuple[str, ...]:
     return "--seq-length", str(tokens), "--max-position-embeddings", str(tokens)
 
 
-def _with_and_without(size: str, machines: Machines, flags: tuple[str, ...], paper: str) -> tuple[Case, ...]:
+def _with_and_without(size: str, machines: Machines, flags: tuple[str, ...], paper: str) -> tuple[PaperCase, ...]:
     """A job with fused attention and without: the paper's section 3 does not say which of both it used."""
     unfused = (*flags, *UNFUSED)
     name = f"GPT-{size.upper()}, unfused attention"

@@ -26,7 +26,7 @@ from moe_overlap.commands.exits import end_process
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.profile.database import LinkKey
 from tools.bench.variants import Variant
-from tools.bench.worker import Rank, Run
+from tools.bench.worker import Rank, WorkerRun
 
 ORDER_LINKS, ORDER_LAYOUT, ORDER_STEP = "links", "layout", "step"
 
@@ -60,7 +60,7 @@ class PaddedRank(Rank):
         variant = Variant(self.NAME, tuple(flags))
         job = self.assemble(variant)
         runner = job.machinery.runner
-        self.runs[self.NAME] = Run(variant, runner, job.schedule.instructions, job.batches("train", 0))
+        self.runs[self.NAME] = WorkerRun(variant, runner, job.schedule.instructions, job.batches("train", 0))
         context = runner.context
         self._clock = PaddedClock(context.recorder, seconds[context.groups.stage], self._slower)
         context.recorder.clock = self._clock

@@ -61,7 +61,7 @@ class Space:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class PaperCase:
     """A job of a figure: flags, GPUs and the paper's text on it."""
 
     name: str
@@ -85,7 +85,7 @@ class Figure:
 
     name: str
     spaces: tuple[Space, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[PaperCase, ...]
     columns: Callable[[Mapping[str, Outcome]], dict[str, float | None]]
     widens: bool = True
 

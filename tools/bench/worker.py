@@ -42,7 +42,7 @@ ORDER_STEP, ORDER_PROFILE, ORDER_USE, ORDER_ADD = "step", "profile", "use", "add
 
 
 @dataclass(slots=True)
-class Run:
+class WorkerRun:
     """An assembled variant: a StepRunner, its list and its micro-batches."""
 
     variant: Variant
@@ -62,7 +62,7 @@ class Rank:
     def __init__(self, job: Sequence[str], emulator: bool) -> None:
         self.job = list(job)
         self.clock = EgressClock(None) if emulator else None
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, WorkerRun] = {}
 
     def answer(self, order: dict[str, Any]) -> Any:
         """Follow an order."""
@@ -80,7 +80,7 @@ class Rank:
         """The wires of this rank, as `measuring.RankWires`."""
         raise NotImplementedError
 
-    def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
+    def step(self, run: WorkerRun, scale: float, trace: str | None = None) -> dict[str, float]:
         """Execute one step.
 
         Returns:
@@ -154,14 +154,14 @@ class RealRank(Rank):
 
             for wires in self._wires[variant.name]:
                 emulate(wires, self.clock)
-        self.runs[variant.name] = Run(variant, runner, job.schedule.instructions, job.batches("train", 0))
+        self.runs[variant.name] = WorkerRun(variant, runner, job.schedule.instructions, job.batches("train", 0))
 
     def wires(self) -> Any:
         """The wires of the first variant that has any."""
         name = next(name for name, wires in self._wires.items() if wires)
         return _rank_wires(self._wires[name][0], self._stages[name])
 
-    def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
+    def step(self, run: WorkerRun, scale: float, trace: str | None = None) -> dict[str, float]:
         """Execute one step, with megatron-core's all-to-all replaced where the variant says so; its bytes are not counted."""
         from tools.bench.emulator import replaced
 
@@ -214,7 +214,7 @@ class TimerRank(Rank):
         plan, model = self._plan(variant)
         instructions = with_reduction(lower(plan, model, dist.get_rank()), variant.reduction)
         executor = self._executors[variant.waits or variant.plain]
-        self.runs[variant.name] = Run(variant, executor, instructions, itertools.repeat({}))
+        self.runs[variant.name] = WorkerRun(variant, executor, instructions, itertools.repeat({}))
 
     def answer(self, order: dict[str, Any]) -> Any:
         """Also measure operators, take over their times, and take over variants with times of their own."""
@@ -235,7 +235,7 @@ class TimerRank(Rank):
         """The wires that all variants share."""
         return _rank_wires(self._wires, self._real.context.groups.collection.pp)
 
-    def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
+    def step(self, run: WorkerRun, scale: float, trace: str | None = None) -> dict[str, float]:
         """Execute one step of sleeps."""
         self._wires.rows = self._gloo if run.variant.plain else self._point_to_point
         run.runner.list_seconds, run.runner.scale = self._list_seconds.get(run.variant.name), scale

@@ -21,7 +21,7 @@ from megatron.training.cli.sizes import (
     parallel_layout,
     smallest_world,
 )
-from megatron.training.cli.start import Machine, obstacles, this_machine
+from megatron.training.cli.start import StartMachine, obstacles, this_machine
 from megatron.training.cli.validation import validate
 from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.data.tokenizers import MODEL_TYPES
@@ -251,7 +251,7 @@ def stage_parameters(model: ModelDescription, plan: Plan, stage: int) -> Paramet
     return rank_parameters(model, share)
 
 
-def _lacking(config: Config, layout: ParallelLayout, machine: Machine) -> list[str]:
+def _lacking(config: Config, layout: ParallelLayout, machine: StartMachine) -> list[str]:
     lines = []
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if not machine.cuda:
@@ -269,6 +269,6 @@ def _lacking(config: Config, layout: ParallelLayout, machine: Machine) -> list[s
     return ["", "this machine lacks", *(f"  {head:<20}{text}" for head, text in lines)] if lines else []
 
 
-def _obstacles(parsed: ParsedArguments, machine: Machine) -> list[str]:
+def _obstacles(parsed: ParsedArguments, machine: StartMachine) -> list[str]:
     stops = [f"  {obstacle}" for obstacle in (*obstacles(parsed, machine), *refused_places(parsed.config))]
     return ["", "a start here stops at", *stops] if stops else []

@@ -11,7 +11,7 @@ import importlib.metadata
 from dataclasses import dataclass
 
 from megatron.training.cli.config import Config
-from megatron.training.cli.start import Machine
+from megatron.training.cli.start import StartMachine
 from moe_overlap.plan.capabilities import NARROW
 from moe_overlap.plan.plan import Plan
 
@@ -35,7 +35,7 @@ class GradientFusion:
     why_not: str | None = None
 
 
-def gradient_fusion(config: Config, plan: Plan, machine: Machine) -> GradientFusion:
+def gradient_fusion(config: Config, plan: Plan, machine: StartMachine) -> GradientFusion:
     """The choice for a run: on if there is a kernel, as in upstream, unless a flag or the machine forbids it."""
     engine, apex = "transformer_engine" in machine.packages, KERNEL in machine.packages
     why_not = None
@@ -68,7 +68,7 @@ def sums_in_fp32(config: Config, plan: Plan) -> bool:
     )
 
 
-def kernels_line(config: Config, plan: Plan, machine: Machine) -> str:
+def kernels_line(config: Config, plan: Plan, machine: StartMachine) -> str:
     """`Transformer Engine 2.9, no apex; weight gradients are accumulated inside the products of …`."""
     engine = f"Transformer Engine {_version()}" if "transformer_engine" in machine.packages else "no Transformer Engine"
     apex = "apex" if KERNEL in machine.packages else "no apex"

@@ -29,7 +29,7 @@ DRY_RUN = "drop the flag; --dry-run accepts it"
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class StartMachine:
     """A machine's capabilities that flags may ask for."""
 
     cuda: bool
@@ -45,11 +45,11 @@ class Machine:
         return " and ".join(missing) or None
 
 
-def this_machine() -> Machine:
+def this_machine() -> StartMachine:
     """Describe this machine from its devices and installed packages, without torch."""
     packages = (name for name in PACKAGES if is_installed(name))
     compiler = bool(os.environ.get("CC")) or any(map(shutil.which, ("clang", "gcc")))
-    return Machine(cuda_is_there(), frozenset(packages), compiler)
+    return StartMachine(cuda_is_there(), frozenset(packages), compiler)
 
 
 def cuda_is_there() -> bool:
@@ -57,13 +57,13 @@ def cuda_is_there() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def require_startable(parsed: ParsedArguments, machine: Machine) -> None:
+def require_startable(parsed: ParsedArguments, machine: StartMachine) -> None:
     """Raise the first obstacle: flag, value, rule and fix."""
     for obstacle in obstacles(parsed, machine):
         raise obstacle
 
 
-def obstacles(parsed: ParsedArguments, machine: Machine) -> list[ConfigError]:
+def obstacles(parsed: ParsedArguments, machine: StartMachine) -> list[ConfigError]:
     """Every obstacle to a start of a valid configuration on this machine."""
     config = parsed.config
     awaited = (ConfigError(flag, "", f"{feature}: not executed yet", DRY_RUN) for flag, feature in parsed.awaited)
@@ -90,7 +90,7 @@ def _not_given(config: Config) -> Iterator[ConfigError]:
             return
 
 
-def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
+def _needed(config: Config, machine: StartMachine) -> Iterator[ConfigError]:
     """Fields and choices whose needs the machine lacks."""
     for flag in config_flags():
         value = getattr(getattr(config, flag.group), flag.field)
@@ -104,14 +104,14 @@ def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
         yield from _lacking("--recompute-modules moe_act", "Transformer Engine", machine)
 
 
-def _no_compiler(machine: Machine) -> Iterator[ConfigError]:
+def _no_compiler(machine: StartMachine) -> Iterator[ConfigError]:
     """megatron-core's `jit_fuser` is torch.compile; on a GPU its Triton compiles a launcher in C for every kernel."""
     if machine.cuda and not machine.compiler:
         rule = "none is found, and torch compiles megatron-core's fused functions in the first step on a GPU"
         yield ConfigError("C compiler", "", rule, "apt install gcc python3-dev, or set CC")
 
 
-def _lacking(flag: str, need: str, machine: Machine) -> Iterator[ConfigError]:
+def _lacking(flag: str, need: str, machine: StartMachine) -> Iterator[ConfigError]:
     missing = machine.lacks(need)
     if missing is not None:
         fix = "drop the flag, or start where they are; --dry-run accepts it"

@@ -54,7 +54,7 @@ class WatchedFiles:
                 raise ConfigError(path, "", f"has {size:,} bytes, and had {begun:,} when the run began", again)
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """A dataset of samples by number."""
 
     def __getitem__(self, index: int) -> Any: ...
@@ -67,7 +67,7 @@ class WatchedSamples:
     traceback. So a batch may be an error, which the reader of the batch raises.
     """
 
-    def __init__(self, samples: Samples, files: WatchedFiles) -> None:
+    def __init__(self, samples: SampleSource, files: WatchedFiles) -> None:
         self._samples, self._files = samples, files
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any] | ConfigError:

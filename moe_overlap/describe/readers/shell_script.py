@@ -32,12 +32,12 @@ from moe_overlap.describe.readers.shell_tree import (
     Case,
     Condition,
     Function,
-    Group,
     If,
     Loop,
     Node,
     Parameter,
-    Pipeline,
+    ShellGroup,
+    ShellPipeline,
     Simple,
     Word,
 )
@@ -167,7 +167,7 @@ class _Follower(Expansion):
         match node:
             case Simple():
                 self._simple(node)
-            case Pipeline():
+            case ShellPipeline():
                 for command in node.commands:
                     # Each command of a pipeline runs in a subshell.
                     self._inside(command, is_subshell=len(node.commands) > 1)
@@ -183,9 +183,9 @@ class _Follower(Expansion):
                     self.assign(node.name, (self.unknown(node.line, node.name),))
             case Function():
                 self._functions[node.name] = node.body
-            case Group() if node.is_subshell:
-                self._inside(Group(node.body, is_subshell=False), is_subshell=True)
-            case Group():
+            case ShellGroup() if node.is_subshell:
+                self._inside(ShellGroup(node.body, is_subshell=False), is_subshell=True)
+            case ShellGroup():
                 self.follow(node.body)
             case Arithmetic():
                 for name in _changed(node.text):
@@ -346,7 +346,7 @@ class _Follower(Expansion):
         self._calls += 1
         try:
             if is_shell:
-                self._inside(Group(nodes, is_subshell=False), is_subshell=True)
+                self._inside(ShellGroup(nodes, is_subshell=False), is_subshell=True)
             else:
                 self.follow(nodes)
         finally:
@@ -400,7 +400,7 @@ class _Follower(Expansion):
             case Arithmetic():
                 number = self.sum(node.text, is_condition=True)
                 return None if number is None else number != 0
-            case Pipeline() if len(node.commands) == 1:
+            case ShellPipeline() if len(node.commands) == 1:
                 holds = self._holds(node.commands[0])
                 return holds if holds is None else holds != node.is_negated
             case AndOr():
@@ -440,7 +440,7 @@ def _assigned(nodes: Iterable[Node]) -> Iterator[str]:
                 yield from (assignment.name for assignment in node.assignments)
                 defaults = (piece for word in node.tokens for piece in word.pieces if isinstance(piece, Parameter))
                 yield from (piece.name for piece in defaults if piece.operator in ("=", ":="))
-            case Pipeline():
+            case ShellPipeline():
                 yield from _assigned(node.commands)
             case AndOr():
                 yield from _assigned((node.first, *(other for _, other in node.rest)))
@@ -450,7 +450,7 @@ def _assigned(nodes: Iterable[Node]) -> Iterator[str]:
             case Case():
                 for _, body in node.branches:
                     yield from _assigned(body)
-            case Loop() | Function() | Group():
+            case Loop() | Function() | ShellGroup():
                 yield from _assigned(node.body)
             case _:
                 pass

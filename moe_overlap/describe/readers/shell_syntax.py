@@ -22,13 +22,13 @@ from moe_overlap.describe.readers.shell_tree import (
     Case,
     Condition,
     Function,
-    Group,
     If,
     Loop,
     Node,
     Parameter,
     Piece,
-    Pipeline,
+    ShellGroup,
+    ShellPipeline,
     Simple,
     Substitution,
     Sum,
@@ -156,7 +156,7 @@ class _Parser:
             self._place += 2 if self._is_next("|&") else 1
             self._line_ends()
             commands.append(self._command())
-        return Pipeline(tuple(commands), is_negated) if is_negated or len(commands) > 1 else commands[0]
+        return ShellPipeline(tuple(commands), is_negated) if is_negated or len(commands) > 1 else commands[0]
 
     def _command(self) -> Node:
         """One command, simple or compound, with its redirections."""
@@ -175,7 +175,7 @@ class _Parser:
             node = self._loop(keyword)
         elif keyword == "{":
             self._take("{")
-            node = Group(self._until("}"), is_subshell=False)
+            node = ShellGroup(self._until("}"), is_subshell=False)
         elif keyword == "[[":
             node = self._condition()
         elif self._is_next("(("):
@@ -184,7 +184,7 @@ class _Parser:
             node = Arithmetic(line, self._balanced("))", "(( is not closed"))
         elif self._is_next("("):
             self._place += 1
-            node = Group(self._until(")"), is_subshell=True)
+            node = ShellGroup(self._until(")"), is_subshell=True)
         elif keyword in _CLOSING:
             raise SyntaxProblem(self.line, f"has {keyword} without its opening keyword")
         else:

@@ -115,7 +115,7 @@ class Arithmetic:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class ShellPipeline:
     """Commands joined by `|`; a leading `!` negates the status."""
 
     commands: tuple[Node, ...]
@@ -169,11 +169,11 @@ class Function:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ShellGroup:
     """`{ ...; }`, or the subshell `( ... )`, whose assignments are local."""
 
     body: tuple[Node, ...]
     is_subshell: bool
 
 
-Node = Simple | Condition | Arithmetic | Pipeline | AndOr | If | Case | Loop | Function | Group
+Node = Simple | Condition | Arithmetic | ShellPipeline | AndOr | If | Case | Loop | Function | ShellGroup

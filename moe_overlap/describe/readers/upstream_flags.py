@@ -93,7 +93,7 @@ def _row(row: list[object]) -> UpstreamFlag:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class FlagGroup:
     """Flags that share one answer."""
 
     reason: str
@@ -102,8 +102,8 @@ class Group:
     """Advice for a refused group."""
 
 
-def _group(reason: str, patterns: str, fix: str | None = None) -> Group:
-    return Group(reason, tuple(f"--{name}" for name in patterns.split()), fix)
+def _group(reason: str, patterns: str, fix: str | None = None) -> FlagGroup:
+    return FlagGroup(reason, tuple(f"--{name}" for name in patterns.split()), fix)
 
 
 WITHOUT_EFFECT = (
@@ -374,5 +374,5 @@ def choice_refusal(name: str, value: str) -> str | None:
     return CHOICES.get((name, value)) or CHOICE_GROUPS.get(name)
 
 
-def _first(groups: tuple[Group, ...], name: str) -> Group | None:
+def _first(groups: tuple[FlagGroup, ...], name: str) -> FlagGroup | None:
     return next((group for group in groups if any(fnmatchcase(name, pattern) for pattern in group.patterns)), None)

@@ -27,7 +27,7 @@ from moe_overlap.plan.lowering.gradient_buckets import buckets_by_group, fill_ga
 from moe_overlap.plan.lowering.interleave import counts_read_late, interleave
 from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
-from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.lowering.pipeline_order import PipelineStep, pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.lowering.resharding import Pieces, TransferLowering, pieces_by_rank, readdressed, shape_of
 from moe_overlap.plan.lowering.residency import check_residency
@@ -106,7 +106,7 @@ def lower_rank(
     model: ModelDescription,
     rank: int,
     saved_bytes: Mapping[str, int] = MappingProxyType({}),
-    blocks: Sequence[Sequence[Step]] | None = None,
+    blocks: Sequence[Sequence[PipelineStep]] | None = None,
     pieces: Pieces | None = None,
 ) -> tuple[Instruction, ...]:
     """The instruction list of one rank, checked for races but not against the lists of other stages.
@@ -129,7 +129,7 @@ def _written(
     model: ModelDescription,
     rank: int,
     saved_bytes: Mapping[str, int],
-    blocks: Sequence[Sequence[Step]] | None,
+    blocks: Sequence[Sequence[PipelineStep]] | None,
     pieces: Pieces | None,
 ) -> tuple[Instruction, ...]:
     """The list with the dependencies of its buffers, without the waits of the runner."""
@@ -176,7 +176,7 @@ class _PassLowering:
     layers: LayerLowering
     transfers: TransferLowering
 
-    def write(self, step: Step) -> Iterator[Draft]:
+    def write(self, step: PipelineStep) -> Iterator[Draft]:
         """One pass."""
         write = self._forward if step.direction == "forward" else self._backward
         return write(step.chunk, step.micro_batch)

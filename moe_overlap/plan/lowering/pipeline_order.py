@@ -18,7 +18,7 @@ from moe_overlap.plan.rules.resharding import passes_ahead
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PipelineStep:
     """One pass of one micro-batch through one chunk."""
 
     direction: Literal["forward", "backward"]
@@ -29,18 +29,18 @@ class Step:
         return f"{self.chunk}{'F' if self.direction == 'forward' else 'B'}{self.micro_batch}"
 
 
-def one_f_one_b(stages: int, stage: int, micro_batches: int) -> tuple[Step, ...]:
+def one_f_one_b(stages: int, stage: int, micro_batches: int) -> tuple[PipelineStep, ...]:
     """1F1B: `stages - stage - 1` warm-up forward passes, then forward and backward alternate, then the rest backward."""
     return _run_ahead(stages - stage - 1, micro_batches)
 
 
-def _run_ahead(ahead: int, micro_batches: int) -> tuple[Step, ...]:
-    forward = [Step("forward", 0, m) for m in range(micro_batches)]
-    backward = [Step("backward", 0, m) for m in range(micro_batches)]
+def _run_ahead(ahead: int, micro_batches: int) -> tuple[PipelineStep, ...]:
+    forward = [PipelineStep("forward", 0, m) for m in range(micro_batches)]
+    backward = [PipelineStep("backward", 0, m) for m in range(micro_batches)]
     return _one_and_one(forward, backward, ahead)
 
 
-def interleaved(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[Step, ...]:
+def interleaved(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[PipelineStep, ...]:
     """Interleaved 1F1B: groups of as many micro-batches as there are stages pass chunk after chunk.
 
     Raises:
@@ -49,7 +49,7 @@ def interleaved(stages: int, stage: int, chunks: int, micro_batches: int) -> tup
     return _one_and_one(*_chunk_passes(stages, chunks, micro_batches), _chunks_ahead(stages, stage, chunks))
 
 
-def _chunk_passes(stages: int, chunks: int, micro_batches: int) -> tuple[list[Step], list[Step]]:
+def _chunk_passes(stages: int, chunks: int, micro_batches: int) -> tuple[list[PipelineStep], list[PipelineStep]]:
     """Forward and backward passes of a stage, each in the order of interleaved 1F1B."""
     check_interleaving(stages, micro_batches)
     units = []
@@ -57,8 +57,8 @@ def _chunk_passes(stages: int, chunks: int, micro_batches: int) -> tuple[list[St
         units += [(chunk, m) for chunk in range(chunks) for m in range(first, first + stages)]
     # Gradients pass the chunks from the last to the first.
     return (
-        [Step("forward", chunk, m) for chunk, m in units],
-        [Step("backward", chunks - 1 - chunk, m) for chunk, m in units],
+        [PipelineStep("forward", chunk, m) for chunk, m in units],
+        [PipelineStep("backward", chunks - 1 - chunk, m) for chunk, m in units],
     )
 
 
@@ -74,7 +74,7 @@ def check_interleaving(stages: int, micro_batches: int, subject: str = "gradient
         raise ConfigError(subject, micro_batches, rule, f"use a multiple of {stages}")
 
 
-def _one_and_one(forward: list[Step], backward: list[Step], ahead: int) -> tuple[Step, ...]:
+def _one_and_one(forward: list[PipelineStep], backward: list[PipelineStep], ahead: int) -> tuple[PipelineStep, ...]:
     ahead = min(ahead, len(forward))
     order = forward[:ahead]
     for i in range(ahead, len(forward)):
@@ -82,7 +82,7 @@ def _one_and_one(forward: list[Step], backward: list[Step], ahead: int) -> tuple
     return tuple(order + backward[len(forward) - ahead :])
 
 
-def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
+def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[PipelineStep, ...], ...]:
     """The order of one stage of a plan in blocks: a single pass, or a backward and a forward pass to interleave."""
     stage_plan, stages = plan.stages[stage], len(plan.stages)
     chunks, micro_batches = len(stage_plan.chunks), stage_plan.gradient_accumulation_steps
@@ -97,7 +97,7 @@ def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
     return tuple((step,) for step in order)
 
 
-def paired(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[Step, ...], ...]:
+def paired(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> tuple[tuple[PipelineStep, ...], ...]:
     """1F1B (interleaved 1F1B with several chunks) in which every backward pass is paired with the forward pass that follows it.
 
     A stage sends the results of a pair at its end, so each earlier stage needs two more warm-up passes instead of one: otherwise
@@ -109,8 +109,8 @@ def paired(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> tupl
         ConfigError: with several chunks, the number of micro-batches is not a multiple of the stages.
     """
     if chunks == 1:
-        forward = [Step("forward", 0, m) for m in range(micro_batches)]
-        backward = [Step("backward", 0, m) for m in range(micro_batches)]
+        forward = [PipelineStep("forward", 0, m) for m in range(micro_batches)]
+        backward = [PipelineStep("backward", 0, m) for m in range(micro_batches)]
     else:
         forward, backward = _chunk_passes(stages, chunks, micro_batches)
     ahead = min(_chunks_ahead(stages, stage, chunks) + 1, len(forward))
@@ -118,7 +118,7 @@ def paired(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> tupl
     return (*((step,) for step in forward[:ahead]), *pairs, *((step,) for step in backward[len(forward) - ahead :]))
 
 
-def most_in_flight(blocks: Sequence[Sequence[Step]], layers: Sequence[int]) -> float:
+def most_in_flight(blocks: Sequence[Sequence[PipelineStep]], layers: Sequence[int]) -> float:
     """Largest number of micro-batches whose activations a stage holds at once, in units of a pass through all its layers.
 
     Activations are held from a forward pass to its backward pass. In a pair, the backward pass frees layer by layer what the
@@ -146,7 +146,7 @@ def held_in_pairs(stages: int, stage: int, micro_batches: int, layers: tuple[int
     return most_in_flight(paired(stages, stage, few, len(layers)), layers)
 
 
-def format_grid(orders: Sequence[Sequence[Step]], mark: tuple[int, int] | None = None) -> str:
+def format_grid(orders: Sequence[Sequence[PipelineStep]], mark: tuple[int, int] | None = None) -> str:
     """The orders as text: a row per rank, a column per step; the cell `mark` (rank, step) is in brackets."""
     columns = max((len(order) for order in orders), default=0) + 1
     rows = []

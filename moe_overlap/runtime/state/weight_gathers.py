@@ -39,7 +39,7 @@ class _Shards:
 
 
 class WeightGathers:
-    """The gathers of one rank that the list places between its passes (context.WeightGathers).
+    """The gathers of one rank that the list places between its passes (context.WeightGathering).
 
     Args:
         chunks: DDP-wrapped model chunks whose DDP buckets hold one parameter group each.

@@ -65,7 +65,7 @@ Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class InterferenceSamples:
     """Samples of one host; N of them.
 
     Attributes:
@@ -84,9 +84,9 @@ class Samples:
     spread_N: Floats
     is_test_N: Mask
 
-    def at(self, chosen: Mask) -> Samples:
+    def at(self, chosen: Mask) -> InterferenceSamples:
         """The chosen samples."""
-        return Samples(
+        return InterferenceSamples(
             self.gpu,
             self.groups_N[chosen],
             self.sizes_SN[:, chosen],
@@ -101,7 +101,7 @@ class Samples:
         return (self.sizes_SN > 0).sum(axis=0)
 
 
-def read_samples(path: Path) -> dict[str, Samples]:
+def read_samples(path: Path) -> dict[str, InterferenceSamples]:
     """Samples of a file, by the host on which they were measured (`source_path`).
 
     The format is described in tests/validation/data/concurrency.md.
@@ -127,7 +127,7 @@ def read_samples(path: Path) -> dict[str, Samples]:
         except (Unreadable, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(str(path), "", f"line {number} is no sample: {error!r}", fix) from error
     return {
-        host: Samples(
+        host: InterferenceSamples(
             gpus[host],
             np.array([group for group, *_ in samples]),
             np.array([[setting[key] for _, setting, *_ in samples] for key in SIZE_KEYS]),
@@ -164,7 +164,7 @@ def _from_zero(value: object) -> float:
     return number
 
 
-def alone_seconds(samples: Samples) -> Floats:
+def alone_seconds(samples: InterferenceSamples) -> Floats:
     """Seconds of every stream of every sample without the others, [4, N], from calibration samples with one busy stream.
 
     All-gathers and copies depend on the group; computation on a device does not.
@@ -212,7 +212,7 @@ class Used:
     slower_than_serial: int
 
 
-def used_samples(samples: Samples, alone_SN: Floats) -> Used:
+def used_samples(samples: InterferenceSamples, alone_SN: Floats) -> Used:
     """Drop the samples that Mist drops."""
     mixed_N = samples.busy_N > 1
     noisy_N = samples.spread_N > HIGHEST_SPREAD
@@ -321,7 +321,7 @@ def _neighbours(values: list[float], step: float) -> Iterator[list[float]]:
             yield tried
 
 
-def fit_host(source: str, samples: Samples) -> Host:
+def fit_host(source: str, samples: InterferenceSamples) -> Host:
     """Factors of one host: of all its groups, of the groups of a place, and of each group, with their errors."""
     alone_SN = alone_seconds(samples)
     used = used_samples(samples, alone_SN)
@@ -348,7 +348,7 @@ def fit_host(source: str, samples: Samples) -> Host:
     return Host(source, samples.gpu, used.noisy, used.slower_than_serial, of_host, places, groups)
 
 
-def report(host: Host, samples: Samples) -> Iterator[str]:
+def report(host: Host, samples: InterferenceSamples) -> Iterator[str]:
     """Lines: mean error on test rows in %, with the factors of the host, of the place and of the group."""
     yield f"{host.gpu} {host.source}"
     yield f"  not used: {host.noisy} noisy, {host.slower_than_serial} slower than one after the other"

@@ -28,7 +28,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import read_record
 from moe_overlap.tuner.capture.expression import Expression
-from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Implementation, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Collective, Implementation, Layout, Op, Storage
 from moe_overlap.tuner.capture.processes import CaptureError, CaptureProcesses
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds
 from moe_overlap.tuner.cost.stage_parts import stage_variants
@@ -123,7 +123,7 @@ def _digest(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def _part_values(part: Part, table: dict[Expression, int]) -> dict[str, Any]:
+def _part_values(part: CapturedPart, table: dict[Expression, int]) -> dict[str, Any]:
     def number(expression: Expression) -> int:
         return table.setdefault(expression, len(table))
 

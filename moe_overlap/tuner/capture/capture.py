@@ -37,10 +37,10 @@ from moe_overlap.tuner.capture.fused_modules import accumulate_in_products, fuse
 from moe_overlap.tuner.capture.graph import (
     COPIES_PER,
     CapturedModel,
+    CapturedPart,
     Collective,
     Layout,
     Op,
-    Part,
     Storage,
     check,
 )
@@ -81,7 +81,7 @@ def sample_points(unit: int, one_sample: bool) -> tuple[tuple[Point, ...], tuple
     )
 
 
-def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
+def fit(parts: Sequence[CapturedPart], points: Sequence[Point]) -> CapturedPart:
     """Fit the numbers of one part by expressions in b and s.
 
     Args:
@@ -99,7 +99,7 @@ def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
     return dataclasses.replace(base, ops=ops, storages=storages)
 
 
-def gives(part: Part, recorded: Part, point: Point) -> bool:
+def gives(part: CapturedPart, recorded: CapturedPart, point: Point) -> bool:
     """Whether a fitted part, evaluated at a point, has the operators and every number of the part recorded there."""
     try:
         _compare(part, recorded, (0, 0), point)
@@ -109,14 +109,14 @@ def gives(part: Part, recorded: Part, point: Point) -> bool:
     return bool((numbers == evaluate(_expressions(recorded), *point)).all())
 
 
-def _expressions(part: Part) -> list[Expression]:
+def _expressions(part: CapturedPart) -> list[Expression]:
     expressions = [storage.bytes for storage in part.storages]
     for op in part.ops:
         expressions += [*op.shape, op.bytes, *([op.collective.payload_bytes] if op.collective else [])]
     return expressions
 
 
-def _compare(base: Part, other: Part, point: Point, other_point: Point) -> None:
+def _compare(base: CapturedPart, other: CapturedPart, point: Point, other_point: Point) -> None:
     """Raise NotOneGraphError unless two graphs are equal in everything but sizes."""
     for op, other_op in zip(base.ops, other.ops, strict=False):
         if _structure(op) != _structure(other_op):
@@ -124,7 +124,7 @@ def _compare(base: Part, other: Part, point: Point, other_point: Point) -> None:
                 f"{base.kind}, operator {op.id}: {op.name} ({op.module}) with {point[0]} samples of {point[1]}, "
                 f"{other_op.name} ({other_op.module}) with {other_point[0]} of {other_point[1]}"
             )
-    names = [f.name for f in dataclasses.fields(Part) if f.name not in ("ops", "storages", "one_sample")]
+    names = [f.name for f in dataclasses.fields(CapturedPart) if f.name not in ("ops", "storages", "one_sample")]
     if len(base.ops) != len(other.ops) or any(getattr(base, name) != getattr(other, name) for name in names):
         raise NotOneGraphError(f"{base.kind}: {len(base.ops)} operators at {point}, {len(other.ops)} at {other_point}")
     for storage, same in zip(base.storages, other.storages, strict=True):
@@ -236,7 +236,7 @@ def capture(request: Request) -> CapturedModel:
     )
 
 
-def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
+def _capture_parts(request: Request, world: World) -> tuple[CapturedPart, ...]:
     with instrumented(request, world) as runner:
         recomputed = request.variant != NO_RECOMPUTATION
         runnable_parts = [
@@ -303,15 +303,15 @@ def gradients_in_fp32(config: Config) -> bool:
     return optimizer.accumulate_allreduce_grads_in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
 
 
-def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> list[Part]:
-    recorded: dict[Point, Part] = {}
+def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> list[CapturedPart]:
+    recorded: dict[Point, CapturedPart] = {}
 
-    def record(point: Point) -> Part:
+    def record(point: Point) -> CapturedPart:
         if point not in recorded:
             recorded[point] = _checked(runner.record(runnable, *point))
         return recorded[point]
 
-    def fitted(one_sample: bool) -> Part:
+    def fitted(one_sample: bool) -> CapturedPart:
         points, extra_points = sample_points(unit, one_sample)
         graphs = [record(point) for point in points]
         try:
@@ -324,7 +324,7 @@ def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> li
     return [many] if gives(many, record(single), single) else [many, fitted(one_sample=True)]
 
 
-def _with_marks(runner: PartRecorder, runnable: RunnablePart, part: Part, unit: int) -> Part:
+def _with_marks(runner: PartRecorder, runnable: RunnablePart, part: CapturedPart, unit: int) -> CapturedPart:
     """Mark a layer with its pass without gradients; a variant of recomputation runs both kinds of passes, and gets no marks."""
     if part.variant != NO_RECOMPUTATION or not runnable.is_layer:
         return part
@@ -332,7 +332,7 @@ def _with_marks(runner: PartRecorder, runnable: RunnablePart, part: Part, unit: 
     return _checked(marked(part, *runner.record_without_gradients(runnable, *point)))
 
 
-def _checked(part: Part) -> Part:
+def _checked(part: CapturedPart) -> CapturedPart:
     check(part)
     return part
 

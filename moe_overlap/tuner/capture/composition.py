@@ -29,7 +29,7 @@ from moe_overlap.tuner.capture.blocks import (
     is_of_expert,
 )
 from moe_overlap.tuner.capture.expression import Expression, Monomial
-from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Layout
 from moe_overlap.tuner.capture.names import (
     OF_OPERATORS,
     SUMS,
@@ -281,12 +281,12 @@ class Composer:
         """By the identities of some scalings: their sum, and the scalings, so that no others get their identities."""
         self._composites: dict[tuple[PartKey, Classes, bool], Composite | NotComposableError | UndeterminedError] = {}
         # Embedding, head and dense layers are equal under many layouts; equal parts are one object, which is priced once.
-        self._parts: dict[tuple[object, ...], tuple[Part, ...]] = {}
+        self._parts: dict[tuple[object, ...], tuple[CapturedPart, ...]] = {}
         self.kinds = tuple(kinds)
         self.mixed = tuple(kind for kind in kinds if self._is_mixed((kind, False)) or self._is_mixed((kind, True)))
         """Kinds with a block that differs between samples of one class: they are never composed."""
 
-    def parts(self, kind: str, layout: Layout, degrees: Degrees) -> tuple[Part, ...]:
+    def parts(self, kind: str, layout: Layout, degrees: Degrees) -> tuple[CapturedPart, ...]:
         """The graph of a kind of part under a layout, and that of one sample if it differs.
 
         Raises:
@@ -307,7 +307,7 @@ class Composer:
 
     def _numbered(
         self, composites: Sequence[Composite], layout: Layout, sizes: Sequence[Mapping[Size, Expression]]
-    ) -> tuple[Part, ...]:
+    ) -> tuple[CapturedPart, ...]:
         experts, many = self._experts(layout), composites[0]
         parts = [numbered(many.whole, layout, experts, sizes[0])]
         for single, of_single in zip(composites[1:], sizes[1:], strict=True):

@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_overlap.describe.model import expected_places
 from moe_overlap.tuner.capture.graph import COPIES_PER
 from moe_overlap.tuner.capture.record import Recorder
-from moe_overlap.tuner.capture.stand_ins import Counts
+from moe_overlap.tuner.capture.stand_ins import StandInCounts
 
 
 def sent_rows(tokens: int, choices: int, ranks: int) -> int:
@@ -161,7 +161,7 @@ def flex_functions(recorder: Recorder) -> dict[str, Any]:
         route = Route(recorder, "deepep", group, tokens, sent, sent, plan, shapes)
         rows_RH, scores_RK = Dispatch.apply(route, x_TH, scores_TK)
         local = experts // ranks
-        counts = Counts([rows_of_experts(experts, tokens) // local] * local)
+        counts = StandInCounts([rows_of_experts(experts, tokens) // local] * local)
         return rows_RH, received_RK, scores_RK, counts, route
 
     def fused_combine(x_RH: Tensor, group: Any, route: Route, **_: Any) -> tuple[Tensor, None]:
@@ -183,7 +183,7 @@ def flex_functions(recorder: Recorder) -> dict[str, Any]:
         plan = recorder.kernel("hybridep.layout", planned, whole_map)
         route = Route(recorder, "hybridep", group, tokens, sent, received, plan, ((tokens, experts), (received,)))
         rows_NH, scores_N = Dispatch.apply(route, x, probs)
-        counts = Counts([received // num_local_experts] * num_local_experts)
+        counts = StandInCounts([received // num_local_experts] * num_local_experts)
         return rows_NH, scores_N, None, counts, route
 
     def hybrid_ep_combine(*, x: Tensor, handle: Route, **_: Any) -> Tensor:

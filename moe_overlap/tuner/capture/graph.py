@@ -1,8 +1,8 @@
 """The result of a capture: operators, storages and collectives of each part of a model on one rank. Standard library and numpy.
 
-A `Part` is one layer of a kind, the embedding, the head, or a multi-token-prediction layer: its forward pass, then its backward
-pass, as executed. All sizes are expressions in b and s (`expression.py`). Pipeline and data parallelism, ZeRO, offloading and
-the number of layers and micro-batches are not in here: the cost model adds them analytically.
+A `CapturedPart` is one layer of a kind, the embedding, the head, or a multi-token-prediction layer: its forward pass, then its
+backward pass, as executed. All sizes are expressions in b and s (`expression.py`). Pipeline and data parallelism, ZeRO, offloading
+and the number of layers and micro-batches are not in here: the cost model adds them analytically.
 
 `check` states the rules of a legal graph. It runs after every pass over a graph; a violation is a mistake of this project, not
 of its user.
@@ -60,7 +60,7 @@ class Storage:
     """A block of device memory.
 
     Attributes:
-        id: its index in `Part.storages`.
+        id: its index in `CapturedPart.storages`.
         bytes: its size.
         role: its kind of content, which determines its lifetime.
         name: the parameter's name inside the part, else empty.
@@ -106,7 +106,7 @@ class Op:
     """One kernel or collective.
 
     Attributes:
-        id: its index in `Part.ops`.
+        id: its index in `CapturedPart.ops`.
         name: torch's operator (`mm`, `all_to_all`) or the registered kernel.
         operator: its operator kind in `moe_overlap/plan/operators.py`, without layer and suffix (`moe.experts`).
         module: megatron-core's module path inside the part (`self_attention.linear_qkv`); may be empty in the backward pass.
@@ -158,7 +158,7 @@ class Op:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class CapturedPart:
     """Forward and backward pass of one part of the model.
 
     Attributes:
@@ -201,7 +201,7 @@ class CapturedModel:
         sha256: hash of the request: model, flags that matter, layout, implementation, versions.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[CapturedPart, ...]
     layer_kinds: tuple[str, ...]
     mtp_kinds: tuple[str, ...]
     layout: Layout
@@ -209,7 +209,7 @@ class CapturedModel:
     versions: tuple[tuple[str, str], ...]
     sha256: str
 
-    def part(self, kind: str, variant: str = "none", samples: int | None = None) -> Part:
+    def part(self, kind: str, variant: str = "none", samples: int | None = None) -> CapturedPart:
         """The part of a kind.
 
         Args:
@@ -228,7 +228,7 @@ SAMPLE_POINTS = ((1, 4096), (2, 512), (7, 32768))
 """Samples and tokens at which sizes must not be negative."""
 
 
-def check(part: Part) -> None:
+def check(part: CapturedPart) -> None:
     """Raise an error for the first violated rule.
 
     Raises:
@@ -238,7 +238,7 @@ def check(part: Part) -> None:
         raise AssertionError(f"{part.kind} ({part.variant}): {complaint}")
 
 
-def complaints(part: Part) -> Iterator[str]:
+def complaints(part: CapturedPart) -> Iterator[str]:
     """Every violated rule of a part."""
     yield from _numbering(part)
     yield from _storages(part)
@@ -248,14 +248,14 @@ def complaints(part: Part) -> Iterator[str]:
     yield from _sizes(part)
 
 
-def _numbering(part: Part) -> Iterator[str]:
+def _numbering(part: CapturedPart) -> Iterator[str]:
     if [op.id for op in part.ops] != list(range(len(part.ops))):
         yield "operators are not numbered 0, 1, 2, … in order"
     if [storage.id for storage in part.storages] != list(range(len(part.storages))):
         yield "storages are not numbered 0, 1, 2, … in order"
 
 
-def _storages(part: Part) -> Iterator[str]:
+def _storages(part: CapturedPart) -> Iterator[str]:
     """Check that every read follows a write or reads an initial storage, and that nothing is used after it was freed."""
     written = {s.id for s in part.storages if s.role != "activation"}
     for op in part.ops:
@@ -272,7 +272,7 @@ def _storages(part: Part) -> Iterator[str]:
         written |= set(op.writes)
 
 
-def _order(part: Part) -> Iterator[str]:
+def _order(part: CapturedPart) -> Iterator[str]:
     phases = [PHASES.index(op.phase) for op in part.ops]
     if phases != sorted(phases):
         yield "a forward operator stands behind a backward operator"
@@ -287,7 +287,7 @@ def _order(part: Part) -> Iterator[str]:
             yield f"operator {op.id} {op.name}: recomputed in the forward pass"
 
 
-def _dependencies(part: Part) -> Iterator[str]:
+def _dependencies(part: CapturedPart) -> Iterator[str]:
     """Check that `after` names only earlier operators, and orders every pair whose order matters."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
@@ -306,7 +306,7 @@ def _dependencies(part: Part) -> Iterator[str]:
             readers.setdefault(index, []).append(op.id)
 
 
-def _borders(part: Part) -> Iterator[str]:
+def _borders(part: CapturedPart) -> Iterator[str]:
     """Check the storages at the part's borders, and those that are kept between the passes."""
     forward = [op for op in part.ops if op.phase == "forward"]
     backward = [op for op in part.ops if op.phase == "backward"]
@@ -328,7 +328,7 @@ def _borders(part: Part) -> Iterator[str]:
             yield f"storage {index} is an output, but neither an input nor written in the forward pass"
 
 
-def _sizes(part: Part) -> Iterator[str]:
+def _sizes(part: CapturedPart) -> Iterator[str]:
     named: list[tuple[str, Expression]] = [(f"storage {s.id}", s.bytes) for s in part.storages]
     for op in part.ops:
         named += [(f"operator {op.id} {op.name}", size) for size in (op.bytes, op.flops, *op.shape)]

@@ -24,7 +24,7 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.blocks import CORE, ROUTED, ROUTER, NotComposableError, block_class
 from moe_overlap.tuner.capture.cache import CaptureFiles, Flags, joined, stage_requests
 from moe_overlap.tuner.capture.composition import Composer, Composite, Sample
-from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Layout
 from moe_overlap.tuner.capture.recomputation import recomputed
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
 from moe_overlap.tuner.capture.scaling import Degrees, UndeterminedError
@@ -49,12 +49,12 @@ class BlockLibrary:
 
     def __init__(self, capture: Capture, baseline: BlockLibrary | None = None) -> None:
         self._capture, self._baseline = capture, baseline
-        self._rewritten: dict[int, tuple[Part, Part]] = {}
+        self._rewritten: dict[int, tuple[CapturedPart, CapturedPart]] = {}
         """By the identity of a part without recomputation: that part, and the rewritten one."""
         self._checked: list[set[str]] = []
         """For each capture that equals the rewritten graph, the axes on which its layout is parallel."""
         self._captured: dict[tuple[Layout, int], CapturedModel] = {}
-        self._composed: dict[tuple[Layout, int], tuple[Part, ...]] = {}
+        self._composed: dict[tuple[Layout, int], tuple[CapturedPart, ...]] = {}
         self._samples: list[Sample] = []
         self._numbers: set[End] = set()
         """The numbers of ranks in the captures so far."""
@@ -181,7 +181,7 @@ class BlockLibrary:
             return True
         return False
 
-    def composed(self, request: Request) -> tuple[Part, ...]:
+    def composed(self, request: Request) -> tuple[CapturedPart, ...]:
         """The composed parts of a request.
 
         Raises:
@@ -202,7 +202,7 @@ class BlockLibrary:
             )
         return self._composed[key]
 
-    def _rewritten_parts(self, request: Request) -> tuple[Part, ...]:
+    def _rewritten_parts(self, request: Request) -> tuple[CapturedPart, ...]:
         """The layers of a request, rewritten from those without recomputation.
 
         Raises:
@@ -233,7 +233,7 @@ class BlockLibrary:
         else:
             self._baseline = None
 
-    def _parts(self, composer: Composer, kind: str, request: Request) -> tuple[Part, ...]:
+    def _parts(self, composer: Composer, kind: str, request: Request) -> tuple[CapturedPart, ...]:
         if kind in self._unlike:
             raise NotComposableError(f"{kind} was captured otherwise than put together")
         model = request.model

@@ -28,7 +28,7 @@ from moe_overlap.tuner.capture.blocks import (
 )
 from moe_overlap.tuner.capture.dependencies import finished
 from moe_overlap.tuner.capture.expression import Expression
-from moe_overlap.tuner.capture.graph import OF_EXPERT, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.graph import OF_EXPERT, CapturedPart, Layout, Op, Storage
 from moe_overlap.tuner.capture.kernels import flops
 
 OpName = tuple[str, str, str, str, int]
@@ -109,7 +109,7 @@ class NamedPart:
         returned: gradients of the outputs, whose storages follow those; appended: storages that appear at the end.
     """
 
-    part: Part
+    part: CapturedPart
     ops: tuple[NamedOp, ...]
     storages: Mapping[StorageName, NamedStorage]
     held: tuple[StorageName, ...]
@@ -186,7 +186,7 @@ def with_totals(sizes: Mapping[Size, Expression]) -> dict[Size, Expression]:
     return totals
 
 
-def named(part: Part, layout: Layout, model: ModelDescription) -> NamedPart:
+def named(part: CapturedPart, layout: Layout, model: ModelDescription) -> NamedPart:
     """A captured part by names.
 
     Raises:
@@ -251,7 +251,7 @@ class _Names:
         experts: number of experts on this rank.
     """
 
-    def __init__(self, part: Part, experts: int) -> None:
+    def __init__(self, part: CapturedPart, experts: int) -> None:
         self._part, self._experts = part, experts
         self._of: dict[int, tuple[StorageName, int | None]] = {}
         """Storage -> name and, if there is one for each expert, which expert."""
@@ -379,7 +379,7 @@ class _Names:
         return name[0] in OF_OPERATORS and name[1][0] == "backward"
 
 
-def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Size, Expression]) -> Part:
+def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Size, Expression]) -> CapturedPart:
     """The part of a layout, by indices.
 
     Args:

@@ -34,7 +34,7 @@ from moe_overlap.plan.operators import (
     SHARED,
 )
 from moe_overlap.tuner.capture.dependencies import finished, in_order_of_experts
-from moe_overlap.tuner.capture.graph import Layout, Op, Part, Role, Storage
+from moe_overlap.tuner.capture.graph import CapturedPart, Layout, Op, Role, Storage
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import FULL
 
@@ -44,7 +44,7 @@ class RunnablePart:
     """A part of the model that can be run.
 
     Attributes:
-        kind: see `Part.kind`.
+        kind: see `CapturedPart.kind`.
         modules: modules that hold its parameters, whose names start with the key.
         borrowed: modules with parameters that another part counts: constants here.
         inputs: (samples, tokens) -> its input tensors; those of a floating type get gradients.
@@ -121,7 +121,7 @@ class PartRecorder:
         layers += [self._prediction(kind, layer) for kind, layer in zip(kinds[len(decoder) :], ahead, strict=True)]
         self.runnable_parts = {runnable.kind: runnable for runnable in (self._embedding(), *layers, self._head())}
 
-    def record(self, runnable: RunnablePart, samples: int, tokens: int) -> Part:
+    def record(self, runnable: RunnablePart, samples: int, tokens: int) -> CapturedPart:
         """The graph of one batch: its numbers are constants."""
         recorder = self._recorder
         with self._recording(runnable, samples, tokens) as inputs:
@@ -149,7 +149,7 @@ class PartRecorder:
                 recorder.hold(tensor, "constant", "shared all-gather buffer")
             recording = recorder.recording
             ops, storages = in_order_of_experts(recording.ops, recording.frozen_storages())
-            part = Part(
+            part = CapturedPart(
                 kind=runnable.kind,
                 variant=self._variant,
                 one_sample=samples == 1,
@@ -396,6 +396,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _saved(recording: Any, input_ids: tuple[int, ...], output_id: int) -> tuple[int, ...]:
-    """Storages that the forward pass leaves for the backward pass: `Part.saved`."""
+    """Storages that the forward pass leaves for the backward pass: `CapturedPart.saved`."""
     saved = {index for index in recording.alive if recording.storages[index].role == "activation"} - {output_id}
     return tuple(sorted(saved | (recording.packed & {*input_ids, output_id})))

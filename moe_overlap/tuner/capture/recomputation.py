@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from moe_overlap.tuner.capture.dependencies import finished
 from moe_overlap.tuner.capture.expression import Expression
-from moe_overlap.tuner.capture.graph import Op, Part, Storage
+from moe_overlap.tuner.capture.graph import CapturedPart, Op, Storage
 from moe_overlap.tuner.capture.stretches import NotRewrittenError, Place, Stretch, forward_count, place_of, stretches
 
 FIRST, AGAIN, REFILLED, SCRATCH, SCRATCH_TOO = range(5)
@@ -37,7 +37,7 @@ Copy = tuple[int, int]
 """A storage of the part without recomputation, and the index of its copy."""
 
 
-def recomputed(part: Part, variant: str) -> Part:
+def recomputed(part: CapturedPart, variant: str) -> CapturedPart:
     """The part as it would be captured with a variant of recomputation.
 
     Args:
@@ -82,7 +82,7 @@ class _Storages:
             their gradients.
     """
 
-    def __init__(self, part: Part, stretch: Stretch) -> None:
+    def __init__(self, part: CapturedPart, stretch: Stretch) -> None:
         count, storages = forward_count(part), part.storages
         inside, back = (
             part.ops[stretch.forward.start : stretch.forward.stop],
@@ -107,7 +107,7 @@ class _Storages:
         self.never_freed = _never_freed(part, inside, self.inputs, self.leaving)
 
 
-def _never_freed(part: Part, inside: Sequence[Op], inputs: set[int], leaving: set[int]) -> set[int]:
+def _never_freed(part: CapturedPart, inside: Sequence[Op], inputs: set[int], leaving: set[int]) -> set[int]:
     replaced = {
         index
         for op in inside
@@ -155,7 +155,7 @@ class _Rewrite:
         stretches: the stretches that run again; they must not overlap.
     """
 
-    def __init__(self, part: Part, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, part: CapturedPart, stretches: Sequence[Stretch]) -> None:
         self._part, self._stretches = part, stretches
         self._count = forward_count(part)
         if any(
@@ -176,7 +176,7 @@ class _Rewrite:
         self._last_use: dict[Copy, int] = {}
         """Copy -> the last step that reads or writes it."""
 
-    def result(self, variant: str) -> Part:
+    def result(self, variant: str) -> CapturedPart:
         """The rewritten part."""
         part = self._part
         self._run()
@@ -364,7 +364,7 @@ class _Rewrite:
         return None if op is None else self._at[op, AGAIN if op >= self._count else run]
 
     def _saved(self, order: Sequence[Copy], storages: Sequence[Storage]) -> tuple[int, ...]:
-        """`Part.saved`: storages that the forward pass writes and does not free, and inputs kept by autograd or a checkpoint."""
+        """`CapturedPart.saved`: storages that the forward pass writes and keeps, and inputs kept by autograd or a checkpoint."""
         part = self._part
         forward = [step for step in self._steps if not step.is_backward]
         written = {copy for step in forward for copy in step.writes}

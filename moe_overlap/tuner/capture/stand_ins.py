@@ -1,6 +1,6 @@
 """Replacements, during a capture, for operations of megatron-core that need data or peers.
 
-Balanced routing replaces the router's choice: every expert gets the same number of rows. `Counts` are lists that have the
+Balanced routing replaces the router's choice: every expert gets the same number of rows. `StandInCounts` are lists that have the
 methods which megatron-core calls on tensors of counts.
 """
 
@@ -34,15 +34,15 @@ class Total(int):
         return int(self)
 
 
-class Counts(list[int]):
+class StandInCounts(list[int]):
     """Numbers of rows, or an order of chunks, known without data."""
 
     @property
-    def T(self) -> Counts:  # noqa: N802 - a tensor's attribute
+    def T(self) -> StandInCounts:  # noqa: N802 - a tensor's attribute
         """These counts: their order does not matter."""
         return self
 
-    def ravel(self) -> Counts:
+    def ravel(self) -> StandInCounts:
         """These counts: their order does not matter."""
         return self
 
@@ -171,7 +171,7 @@ class Balance:
             # Orders of chunks: lists can be read, tensors without data cannot.
             for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
                 if hasattr(self._dispatcher, name):
-                    setattr(self._dispatcher, name, Counts(range(getattr(self._dispatcher, name).numel())))
+                    setattr(self._dispatcher, name, StandInCounts(range(getattr(self._dispatcher, name).numel())))
         layer.experts.register_forward_pre_hook(self._balanced_experts)
 
     def rows_per_expert(self, tokens: int) -> int:
@@ -200,13 +200,13 @@ class Balance:
         shares, tensor = dispatcher.ep_size, dispatcher.tp_size
         dispatcher.num_out_tokens = rows * self._experts
         if dispatcher.input_splits is not None and not dispatcher.drop_and_pad:
-            dispatcher.input_splits = Counts([rows * self._local] * shares)
-            dispatcher.output_splits = Counts([rows * self._local] * shares)
+            dispatcher.input_splits = StandInCounts([rows * self._local] * shares)
+            dispatcher.output_splits = StandInCounts([rows * self._local] * shares)
             # Equal parts: gathered without sizes, in one collective.
             dispatcher.output_splits_tp = None
-        dispatcher.num_global_tokens_per_local_expert = Counts([rows] * (shares * tensor * self._local))
-        return Counts([rows * shares * tensor] * self._local)
+        dispatcher.num_global_tokens_per_local_expert = StandInCounts([rows] * (shares * tensor * self._local))
+        return StandInCounts([rows * shares * tensor] * self._local)
 
     def _balanced_experts(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         rows_TH, _counts, *rest = arguments
-        return (rows_TH, Counts([rows_TH.shape[0] // self._local] * self._local), *rest)
+        return (rows_TH, StandInCounts([rows_TH.shape[0] // self._local] * self._local), *rest)

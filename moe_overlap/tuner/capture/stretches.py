@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moe_overlap.plan.operators import COMBINE, MERGE
-from moe_overlap.tuner.capture.graph import Op, Part
+from moe_overlap.tuner.capture.graph import CapturedPart, Op
 from moe_overlap.tuner.capture.request import AHEAD, FULL
 
 Place = tuple[str, str]
@@ -24,7 +24,7 @@ class NotRewrittenError(LookupError):
     """No rule here derives the graph of a variant from the graph without recomputation: it is captured."""
 
 
-def forward_count(part: Part) -> int:
+def forward_count(part: CapturedPart) -> int:
     """Number of operators in the forward pass."""
     return sum(op.phase == "forward" for op in part.ops)
 
@@ -34,7 +34,7 @@ class Stretch:
     """Operators that run again.
 
     Attributes:
-        forward: indices of the forward operators in `Part.ops`.
+        forward: indices of the forward operators in `CapturedPart.ops`.
         backward: indices of their backward operators.
         place: operator of the stretch -> its place when the stretch runs again. None: a hook's operator outside of all modules
             has the place of the backward operator that the hook is on, or of the one that ran before.
@@ -56,7 +56,7 @@ class Stretch:
         return self.backward.start if self.hook is None else self.hook[1]
 
 
-def stretches(part: Part, variant: str) -> list[Stretch]:
+def stretches(part: CapturedPart, variant: str) -> list[Stretch]:
     """The stretches of a part, in the order of the forward pass.
 
     Raises:
@@ -70,7 +70,7 @@ def stretches(part: Part, variant: str) -> list[Stretch]:
     return sorted(all_stretches, key=lambda stretch: stretch.forward.start)
 
 
-def _whole(part: Part) -> list[Stretch]:
+def _whole(part: CapturedPart) -> list[Stretch]:
     """A whole layer; a prediction layer wraps its projection, its layer and the norm after it, but not embedding and loss."""
     count = forward_count(part)
     if not part.kind.startswith(AHEAD):
@@ -79,7 +79,7 @@ def _whole(part: Part) -> list[Stretch]:
     return [Stretch(forward, _backward_of(part, forward, count), place_of)]
 
 
-def _norms(part: Part) -> list[Stretch]:
+def _norms(part: CapturedPart) -> list[Stretch]:
     """Norms that are modules of their own; norms inside Transformer Engine's linears are not recomputed.
 
     The hook of the first is on the output of attention, that of the second on the output of the MLP (transformer_layer.py).
@@ -96,7 +96,7 @@ def _norms(part: Part) -> list[Stretch]:
     return norms
 
 
-def _activation(part: Part) -> list[Stretch]:
+def _activation(part: CapturedPart) -> list[Stretch]:
     """The activation function of the routed experts, between their products; the hook is on the second one's output."""
     owner = f"{_prefix(part)}mlp.experts"
     first, second = (_inside(part, lambda op, n=n: op.module == f"{owner}.linear_fc{n}") for n in (1, 2))  # type: ignore[misc]
@@ -106,7 +106,7 @@ def _activation(part: Part) -> list[Stretch]:
     return [_without_output(part, inside, lambda op: op.module == f"{owner}.linear_fc2", owner)]
 
 
-def _latent_projections(part: Part) -> list[Stretch]:
+def _latent_projections(part: CapturedPart) -> list[Stretch]:
     """The projections from latent queries, keys and values, and the rotation; the hook is on the output of core attention."""
     owner = f"{_prefix(part)}self_attention"
     ups = [f"{owner}.linear_{name}" for name in ("q_up_proj", "q_proj", "kv_up_proj")]
@@ -118,22 +118,22 @@ def _latent_projections(part: Part) -> list[Stretch]:
     return [_without_output(part, inside, lambda op: op.module == f"{owner}.core_attention", owner)]
 
 
-def _prefix(part: Part) -> str:
+def _prefix(part: CapturedPart) -> str:
     return "transformer_layer." if part.kind.startswith(AHEAD) else ""
 
 
-def _is_in(op: Op, part: Part, module: str) -> bool:
+def _is_in(op: Op, part: CapturedPart, module: str) -> bool:
     name = _prefix(part) + module
     return op.module == name or op.module.startswith(f"{name}.")
 
 
-def _inside(part: Part, belongs: Callable[[Op], bool]) -> range:
+def _inside(part: CapturedPart, belongs: Callable[[Op], bool]) -> range:
     """From the first forward operator of a stretch to the last; empty if there is none."""
     ids = [op.id for op in part.ops if op.phase == "forward" and belongs(op)]
     return range(min(ids), max(ids) + 1) if ids else range(0)
 
 
-def _without_output(part: Part, forward: range, is_hooked: Callable[[Op], bool], owner: str = "") -> Stretch:
+def _without_output(part: CapturedPart, forward: range, is_hooked: Callable[[Op], bool], owner: str = "") -> Stretch:
     """A stretch whose outputs are emptied.
 
     Args:
@@ -153,7 +153,7 @@ def _without_output(part: Part, forward: range, is_hooked: Callable[[Op], bool],
     return Stretch(forward, _backward_of(part, forward, fires, owner), place_again, (hooked, fires), function_place)
 
 
-def _module(part: Part, module: str) -> list[Stretch]:
+def _module(part: CapturedPart, module: str) -> list[Stretch]:
     """A module that a checkpoint calls as a whole, outside of the method that names its operators."""
     forward = _inside(part, lambda op: _is_in(op, part, module))
     if not forward:
@@ -161,15 +161,15 @@ def _module(part: Part, module: str) -> list[Stretch]:
     return [Stretch(forward, _backward_of(part, forward, forward_count(part)), lambda op: ("", op.module))]
 
 
-def _is_moe(part: Part) -> bool:
+def _is_moe(part: CapturedPart) -> bool:
     return any(_is_in(op, part, "mlp.router") for op in part.ops)
 
 
-def _dense_mlp(part: Part) -> list[Stretch]:
+def _dense_mlp(part: CapturedPart) -> list[Stretch]:
     return [] if _is_moe(part) else _module(part, "mlp")
 
 
-def _moe(part: Part) -> list[Stretch]:
+def _moe(part: CapturedPart) -> list[Stretch]:
     """The whole of a MoE layer: its checkpoint is inside the module, whose own code has no module when it runs again."""
     owner = f"{_prefix(part)}mlp"
 
@@ -186,7 +186,7 @@ def _moe(part: Part) -> list[Stretch]:
     ]
 
 
-def _core_attention(part: Part) -> list[Stretch]:
+def _core_attention(part: CapturedPart) -> list[Stretch]:
     """Core attention; the code of attention reads the kind of its mask before the call."""
     stretches = _module(part, "self_attention.core_attention")
     owner = f"{_prefix(part)}self_attention"
@@ -205,7 +205,7 @@ def _places(ops: Iterable[Op]) -> set[Place]:
     return {place_of(op) for op in ops}
 
 
-def _backward_of(part: Part, forward: range, start: int, owner: str = "") -> range:
+def _backward_of(part: CapturedPart, forward: range, start: int, owner: str = "") -> range:
     """The backward operators of some forward ones: they have the same places and run consecutively.
 
     Args:
@@ -231,7 +231,7 @@ def _backward_of(part: Part, forward: range, start: int, owner: str = "") -> ran
     return range(first, certain[-1] + 1)
 
 
-_FINDERS: dict[str, Callable[[Part], list[Stretch]]] = {
+_FINDERS: dict[str, Callable[[CapturedPart], list[Stretch]]] = {
     FULL: _whole,
     "layernorm": _norms,
     "moe_act": _activation,

@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from moe_overlap.tuner.capture.graph import Op, Part, Storage
+from moe_overlap.tuner.capture.graph import CapturedPart, Op, Storage
 
 
-def marked(part: Part, ops: Sequence[Op], storages: Sequence[Storage]) -> Part:
+def marked(part: CapturedPart, ops: Sequence[Op], storages: Sequence[Storage]) -> CapturedPart:
     """A part with the marks of its forward pass without gradients; without marks, if that is no shorter version of it.
 
     Args:

@@ -26,8 +26,8 @@ from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
 from moe_overlap.tuner.cost.expected_error import ExpectedError
 from moe_overlap.tuner.cost.feasibility import (
-    Change,
     FullestStage,
+    MemoryChange,
     MemoryQuantiles,
     Remedy,
     Verdict,
@@ -178,7 +178,7 @@ class Prediction:
     """How far measured peaks lie from predicted ones."""
     remedy: Remedy | None = None
     """The cheapest single change under which a plan that does not fit does, where one was looked for."""
-    tried: tuple[Change, ...] = ()
+    tried: tuple[MemoryChange, ...] = ()
     """The changes that were looked at."""
     launching: Launching | None = None
     """Seconds of the step that are due to launches, where that was looked at."""

@@ -66,7 +66,7 @@ class ChangeKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MemoryChange:
     """One changed decision; `report/prediction.py` has its name and its flags.
 
     Attributes:
@@ -83,7 +83,7 @@ class Change:
 class Remedy:
     """A single change with which a plan is predicted to fit."""
 
-    change: Change
+    change: MemoryChange
     step_seconds: float
     slower_by: float
     """Increase relative to the step of the plan that does not fit."""

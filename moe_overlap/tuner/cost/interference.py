@@ -35,7 +35,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import COMPUTE, EXPERT, Instruction
 from moe_overlap.plan.serialize import read_record
-from moe_overlap.tuner.profile.cluster_file import Fitted as LinkFit
+from moe_overlap.tuner.profile.cluster_file import FittedLinks as LinkFit
 from moe_overlap.tuner.profile.cluster_file import fit_line
 from moe_overlap.tuner.profile.database import Database, LinkKey
 

@@ -34,7 +34,7 @@ from moe_overlap.plan.operators import (
     WEIGHT_GRADIENT,
     WEIGHTS,
 )
-from moe_overlap.tuner.capture.graph import Collective, Op, Part
+from moe_overlap.tuner.capture.graph import CapturedPart, Collective, Op
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features, GpuConstants
 from moe_overlap.tuner.cost.host import BESIDE, UNLISTED, Replays, drained_seconds, host_work
 from moe_overlap.tuner.cost.interference import Concurrent
@@ -546,7 +546,7 @@ def _exposed_share(cost: PassCost, kind: str, isolated: Iterable[float]) -> floa
     return cost.exposed.get(kind, 0.0) / total if total else 0.0
 
 
-def _key(part: Part, op: Op) -> Key:
+def _key(part: CapturedPart, op: Op) -> Key:
     operator = BESIDE.get(op.operator, op.operator)
     if op.is_weight_gradient:
         return operator, weight_of(part, op), WEIGHT_GRADIENT
@@ -560,7 +560,7 @@ def suffix_of(op: Op) -> str:
     return RECOMPUTE if op.is_recomputed else BACKWARD
 
 
-def weight_of(part: Part, op: Op) -> str:
+def weight_of(part: CapturedPart, op: Op) -> str:
     """The weight whose gradient an operator computes, as plans name it; empty if the capture does not tell.
 
     A fused kernel writes to the gradient's storage, which has the weight's name. Otherwise the product's result has no name, but

@@ -21,7 +21,7 @@ import numpy as np
 
 from moe_overlap.plan.operators import ATTENTION
 from moe_overlap.tuner.capture.expression import Expression
-from moe_overlap.tuner.capture.graph import Op, Part
+from moe_overlap.tuner.capture.graph import CapturedPart, Op
 from moe_overlap.tuner.cost.layer import Setting
 from moe_overlap.tuner.cost.operators import (
     GEMM,
@@ -38,7 +38,7 @@ ROTATION = frozenset({"cos", "sin", "mul", "neg", "cat", "add", "_to_copy", "sli
 OTHER_ROTATIONS = (f"{ATTENTION_MODULE}.q_layernorm", f"{ATTENTION_MODULE}.k_layernorm")
 
 
-def as_listed(part: Part) -> Part:
+def as_listed(part: CapturedPart) -> CapturedPart:
     """A part with the executor's rotation instead of megatron-core's; operators that it does not execute become free."""
     if not any(op.name == "cos" and _rotates(op) for op in part.ops):
         return part

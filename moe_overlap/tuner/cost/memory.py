@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from moe_overlap.plan.operators import HEAD_LOSS, LOSS
 from moe_overlap.tuner.capture.expression import Values, evaluate
-from moe_overlap.tuner.capture.graph import PHASES, Op, Part, Phase
+from moe_overlap.tuner.capture.graph import PHASES, CapturedPart, Op, Phase
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.operators import OpTable
 
 
-def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
+def lifetimes(part: CapturedPart) -> dict[int, tuple[int, int]]:
     """First and last operator during which each counted storage is alive.
 
     Inputs are alive from the start of their pass. Inputs that are not saved are freed at the end of the forward pass; so are its
@@ -50,7 +50,7 @@ def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
     return {index: (first[index], last[index]) for index in first}
 
 
-def alive_bytes(part: Part, phase: Phase, spans: Mapping[int, tuple[int, int]], sizes: Values) -> Values:
+def alive_bytes(part: CapturedPart, phase: Phase, spans: Mapping[int, tuple[int, int]], sizes: Values) -> Values:
     """Bytes alive at each operator of a pass; a result counts from the operator that writes it.
 
     Args:
@@ -136,7 +136,7 @@ def _scores(table: OpTable, features: Features) -> tuple[float, float]:
     return (4.0 * scores + stored, 0.0) if recomputed else (4.0 * scores, stored)
 
 
-def _grows(part: Part, sizes: Floats) -> float:
+def _grows(part: CapturedPart, sizes: Floats) -> float:
     """Saved bytes that grow with the rows routed to a rank."""
     loaded = {index for op in part.ops if op.scales_with_load for index in op.writes}
     saved = [index for index in part.saved if index in loaded and part.storages[index].role == "activation"]
@@ -198,7 +198,7 @@ def _copied_outputs(table: OpTable, sizes: Floats, features: Features) -> float:
     return sum(float(max(outputs, default=0.0)) for outputs in saved_outputs)
 
 
-def _loss_in_place(part: Part, sizes: Floats) -> Floats:
+def _loss_in_place(part: CapturedPart, sizes: Floats) -> Floats:
     """The sizes with a fused loss: Transformer Engine's cross entropy writes the logits' gradient over the logits.
 
     Among the storages as large as the logits, only the one that the unfused loss saves remains, in the logits' format.

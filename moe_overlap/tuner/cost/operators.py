@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moe_overlap.describe.cluster import Gpu
 from moe_overlap.plan.operators import EXPERTS, GATE, HEAD_LOSS, LOSS
 from moe_overlap.tuner.capture.expression import Expression, evaluate
-from moe_overlap.tuner.capture.graph import Collective, Op, Part
+from moe_overlap.tuner.capture.graph import CapturedPart, Collective, Op
 from moe_overlap.tuner.cost.calls import FULL_PRECISION_OPERATORS, calls_of
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features, GpuConstants
 
@@ -77,7 +77,7 @@ Transformer Engine launches them group by group."""
 class OpTable:
     """The operators of a part as numbers, at one b and s; [N] each."""
 
-    part: Part
+    part: CapturedPart
     ops: tuple[Op, ...]
     operators: NDArray[np.str_]
     """Names in the plan's vocabulary of operators."""
@@ -117,7 +117,7 @@ class OpTable:
     """Index, collective and payload bytes."""
 
 
-def tabulate(part: Part, b: int, s: int) -> OpTable:
+def tabulate(part: CapturedPart, b: int, s: int) -> OpTable:
     """Evaluate every expression of a part's operators."""
     ops = part.ops
     shapes = _shapes(ops, b, s)

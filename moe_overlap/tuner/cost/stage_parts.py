@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart
 
 WORDS = "embedding.word_embeddings.weight"
 
@@ -30,7 +30,7 @@ class StagePart:
     held_once: bool = False
 
 
-def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part, float]]:
+def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[CapturedPart, float]]:
     """The parts of a stage and how often each is there."""
     stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
     variants: dict[tuple[str, str], int] = {}
@@ -51,7 +51,7 @@ def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part
     return counted
 
 
-def holding_words(part: Part) -> Part:
+def holding_words(part: CapturedPart) -> CapturedPart:
     """A prediction layer on another stage than the embedding, whose copy of the words is counted here."""
     words = part.holds(WORDS, "constant")
     assert words is not None, f"{part.kind} reads no word embedding"

@@ -25,7 +25,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.plan.lowering.pipeline_order import Step, interleaved
+from moe_overlap.plan.lowering.pipeline_order import PipelineStep, interleaved
 from moe_overlap.tuner.cost.pipeline import StageTimes, step_seconds
 from moe_overlap.tuner.cost.stage_parts import StagePart
 
@@ -108,7 +108,7 @@ def _played(seconds: Floats, micro_batches: int) -> tuple[Floats, Floats]:
 @cache
 def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
     orders = [interleaved(stages, index, virtual, micro_batches) for index in range(stages)]
-    level: dict[tuple[int, Step], int] = {}
+    level: dict[tuple[int, PipelineStep], int] = {}
     done = [0] * stages
     while any(place < len(order) for place, order in zip(done, orders, strict=True)):
         for index, order in enumerate(orders):
@@ -138,19 +138,22 @@ def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
             for begin, *of_level in zip([0, *ends.tolist()], np.split(ahead, ends), np.split(given, ends), strict=True)
         ),
         rounds=np.array(
-            [[number[index, Step("forward", virtual - 1, each)] for index in range(stages)] for each in reversed(last)]
+            [
+                [number[index, PipelineStep("forward", virtual - 1, each)] for index in range(stages)]
+                for each in reversed(last)
+            ]
         ),
     )
 
 
-def _source(index: int, step: Step, stages: int, virtual: int) -> tuple[int, Step] | None:
+def _source(index: int, step: PipelineStep, stages: int, virtual: int) -> tuple[int, PipelineStep] | None:
     """The pass that a pass gets its input from; None where it is the data."""
     if step.direction == "forward":
         if index:
             return index - 1, step
-        return (stages - 1, Step("forward", step.chunk - 1, step.micro_batch)) if step.chunk else None
+        return (stages - 1, PipelineStep("forward", step.chunk - 1, step.micro_batch)) if step.chunk else None
     if index < stages - 1:
         return index + 1, step
     if step.chunk < virtual - 1:
-        return 0, Step("backward", step.chunk + 1, step.micro_batch)
-    return index, Step("forward", step.chunk, step.micro_batch)
+        return 0, PipelineStep("backward", step.chunk + 1, step.micro_batch)
+    return index, PipelineStep("forward", step.chunk, step.micro_batch)

@@ -81,7 +81,7 @@ LEAST_PACED_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedLinks:
     """A line through measurements.
 
     Attributes:
@@ -100,7 +100,7 @@ def moved_bytes(key: LinkKey) -> float:
     return key.held_bytes * (key.ranks - 1) / key.ranks * (2.0 if key.kind == "all_reduce" else 1.0)
 
 
-def fit_links(links: Mapping[LinkKey, float], kinds: Iterable[str], tier: str) -> Fitted | None:
+def fit_links(links: Mapping[LinkKey, float], kinds: Iterable[str], tier: str) -> FittedLinks | None:
     """One line through the measured collectives of a tier; None if they have fewer than two sizes."""
     chosen = [(moved_bytes(key), seconds) for key, seconds in links.items() if key.kind in kinds and key.tier == tier]
     if len({moved for moved, _ in chosen}) < 2:
@@ -108,7 +108,7 @@ def fit_links(links: Mapping[LinkKey, float], kinds: Iterable[str], tier: str) -
     return fit_line([moved for moved, _ in chosen], [seconds for _, seconds in chosen])
 
 
-def fit_line(moved: Sequence[float], seconds: Sequence[float]) -> Fitted:
+def fit_line(moved: Sequence[float], seconds: Sequence[float]) -> FittedLinks:
     """The line through two of the measurements with the least sum of |log(line / measured)| over all of them.
 
     Not least squares of relative errors: a line that is too low errs by at most 100 %, one that is too high without limit. Links
@@ -129,7 +129,9 @@ def fit_line(moved: Sequence[float], seconds: Sequence[float]) -> Fitted:
     paces = np.concatenate([paces[through], per_byte, [hardly]])
     lines = latencies[:, None] + paces[:, None] * x
     best = int(np.argmin(np.abs(np.log(lines / y)).sum(axis=1)))
-    return Fitted(float(latencies[best]), 1.0 / float(paces[best]), float(np.median(np.abs(lines[best] / y - 1.0))))
+    return FittedLinks(
+        float(latencies[best]), 1.0 / float(paces[best]), float(np.median(np.abs(lines[best] / y - 1.0)))
+    )
 
 
 def fit_latency(links: Mapping[LinkKey, float], kind: str, tier: str, bytes_per_second: float) -> float | None:
@@ -156,7 +158,7 @@ def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: 
     """
     rates, device = database.rates, database.device
     peak, copied = rates["product_flops"], rates["copy_bytes_per_second"]
-    unlinked = Fitted(rates["kernel_seconds"], copied / 2, 0.0)
+    unlinked = FittedLinks(rates["kernel_seconds"], copied / 2, 0.0)
     gathers = fit_links(database.links, GATHERS, "node") or unlinked
     exchange = fit_links(database.links, ("all_to_all",), "node") or gathers
     passed = fit_links(database.links, ("point_to_point",), "node") or gathers

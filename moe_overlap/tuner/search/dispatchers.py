@@ -25,7 +25,7 @@ from moe_overlap.plan.operators import EXCHANGE_PARTS, EXPERTS
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.blocks import ROUTED, block_of
 from moe_overlap.tuner.capture.expression import Expression
-from moe_overlap.tuner.capture.graph import CapturedModel, Op, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Op
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.layer import PartCost, Setting
 from moe_overlap.tuner.cost.operators import CostClassCode, OpTable
@@ -115,7 +115,7 @@ class Floors(UniformCosts):
         self._is_hosted = is_hosted
         self._floored: dict[int, tuple[PartCost, PartCost]] = {}
         self._tables_without: dict[int, tuple[OpTable, OpTable]] = {}
-        self._parts_without: dict[int, tuple[Part, Part]] = {}
+        self._parts_without: dict[int, tuple[CapturedPart, CapturedPart]] = {}
         graphs = task.graphs
 
         def without(plan: Plan, model: ModelDescription) -> Mapping[int, CapturedModel]:
@@ -205,7 +205,7 @@ def without_exchange(table: OpTable) -> OpTable:
     )
 
 
-def part_without_exchange(part: Part) -> Part:
+def part_without_exchange(part: CapturedPart) -> CapturedPart:
     """A part whose dispatcher takes no time, and whose results take no bytes."""
     zero, gone = Expression.of(0), [is_of_dispatcher(op) for op in part.ops]
     first: dict[int, bool] = {}

@@ -18,7 +18,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan, Recompute, StagePlan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
+from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryChange, Remedy
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.stage_parts import stage_variants
@@ -28,17 +28,17 @@ Capture = Callable[[Plan], Mapping[int, CapturedModel]]
 """A plan -> the captured models of its stages."""
 
 
-Said = Callable[[Change, Plan], Features | None]
+Said = Callable[[MemoryChange, Plan], Features | None]
 """A change and its plan -> the features of the job with the flags of the change; None where they make no such job."""
 
 
-Degrees = Sequence[tuple[Change, Plan]]
+Degrees = Sequence[tuple[MemoryChange, Plan]]
 """A change by degrees, each needing no more memory than the one before; often a single one."""
 
 
 def cheapest_change(
     failing: Prediction, problem: Problem, capture: Capture, said: Said
-) -> tuple[Remedy | None, tuple[Change, ...]]:
+) -> tuple[Remedy | None, tuple[MemoryChange, ...]]:
     """The change that fits with the shortest step.
 
     Args:
@@ -69,7 +69,7 @@ def cheapest_change(
 
 def _least_that_fits(
     degrees: Degrees, problem: Problem, capture: Capture, said: Said
-) -> tuple[Change | None, Prediction | None]:
+) -> tuple[MemoryChange | None, Prediction | None]:
     """The least degree of a change that fits, and its prediction.
 
     Returns:
@@ -113,7 +113,7 @@ def _has_variants(stage: StagePlan, graph: CapturedModel) -> bool:
 def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> Iterator[Degrees]:
     """The changes that may lower the memory of a plan."""
     for modules in module_sets(plan, model, features):
-        yield [(Change(ChangeKind.MODULES, modules), _with(plan, partial(_recomputing, modules=modules)))]
+        yield [(MemoryChange(ChangeKind.MODULES, modules), _with(plan, partial(_recomputing, modules=modules)))]
     # megatron-core refuses whole layers beside its overlap of two micro-batches.
     if not features.overlap_experts and all(stage.recompute.granularity != "uniform" for stage in plan.stages):
         degrees = _recomputed_layers(plan)
@@ -121,14 +121,16 @@ def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> I
             yield degrees
     # The tiles that cross between unlike stages are of the samples of a micro-batch.
     if not plan.transfers and all(stage.micro_batch_size % 2 == 0 for stage in plan.stages):
-        yield [(Change(ChangeKind.MICRO_BATCH, number=plan.stages[0].micro_batch_size // 2), _with(plan, _halved))]
+        yield [
+            (MemoryChange(ChangeKind.MICRO_BATCH, number=plan.stages[0].micro_batch_size // 2), _with(plan, _halved))
+        ]
     levels = {stage.zero_level for stage in plan.stages}
     if 0 in levels:
-        yield [(Change(ChangeKind.SHARD_OPTIMIZER), _with(plan, partial(_sharded, level=1)))]
+        yield [(MemoryChange(ChangeKind.SHARD_OPTIMIZER), _with(plan, partial(_sharded, level=1)))]
     if min(levels) < 3 and len(plan.stages) == 1:
-        yield [(Change(ChangeKind.SHARD_ALL), _with(plan, partial(_sharded, level=3)))]
+        yield [(MemoryChange(ChangeKind.SHARD_ALL), _with(plan, partial(_sharded, level=3)))]
     if any(stage.offload.optimizer < 1.0 for stage in plan.stages):
-        yield [(Change(ChangeKind.HOST_OPTIMIZER), _with(plan, _host_optimizer))]
+        yield [(MemoryChange(ChangeKind.HOST_OPTIMIZER), _with(plan, _host_optimizer))]
 
 
 def _recomputed_layers(plan: Plan) -> Degrees:
@@ -139,12 +141,14 @@ def _recomputed_layers(plan: Plan) -> Degrees:
     now = max(stage.recompute.layers if stage.recompute.granularity == "full" else 0 for stage in plan.stages)
     sizes = {last - first for stage in plan.stages for first, last in stage.chunks if last > first}
     degrees = [
-        (Change(ChangeKind.LAYERS, number=layers), _with(plan, partial(_whole_layers, layers=layers)))
+        (MemoryChange(ChangeKind.LAYERS, number=layers), _with(plan, partial(_whole_layers, layers=layers)))
         for layers in range(now + 1, min(sizes) + 1)
     ]
     if len(sizes) > 1:
         every = Recompute(layers=1, granularity="uniform")
-        degrees.append((Change(ChangeKind.EVERY_LAYER), _with(plan, lambda stage: replace(stage, recompute=every))))
+        degrees.append(
+            (MemoryChange(ChangeKind.EVERY_LAYER), _with(plan, lambda stage: replace(stage, recompute=every)))
+        )
     return degrees
 
 

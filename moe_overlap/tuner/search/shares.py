@@ -16,14 +16,14 @@ from moe_overlap.tuner.search.space import UniformLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LayoutShare:
     """A share of a search: the `index`-th of `count`, from 0 on."""
 
     index: int
     count: int
 
 
-def share_of(layouts: Sequence[UniformLayout], share: Share) -> list[UniformLayout]:
+def share_of(layouts: Sequence[UniformLayout], share: LayoutShare) -> list[UniformLayout]:
     """The layouts of a share, in their order; there may be none."""
     ranks = list(dict.fromkeys(layout.ranks for layout in layouts))
     dealt = set(ranks[share.index :: share.count])

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.plan.plan import Plan
-from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart
 from moe_overlap.tuner.cost.evaluate import StageEvaluator, StageShapes
 from moe_overlap.tuner.cost.stage_parts import WORDS, StagePart, holding_words
 from moe_overlap.tuner.search.space import MemoryChoice
@@ -34,7 +34,7 @@ class PricedParts:
     predictions: tuple[str, ...]
     """Kinds of the multi-token-prediction layers."""
     boundary_bytes: float
-    parts: tuple[Part, ...]
+    parts: tuple[CapturedPart, ...]
     """The parts behind the rows; kept alive, as costs are cached by the identity of their parts."""
 
     def shapes(self, plan: Plan, index: int, recomputes: Sequence[MemoryChoice], held: float) -> StageShapes:
@@ -124,7 +124,7 @@ class StageLot:
         return replace(self.one, counts=counts, in_flight=np.repeat(np.asarray(self.held, float), choices))
 
 
-def parts_of(graph: CapturedModel, plan: Plan, samples: int) -> Iterator[tuple[Row, Part]]:
+def parts_of(graph: CapturedModel, plan: Plan, samples: int) -> Iterator[tuple[Row, CapturedPart]]:
     """The parts that stages of a plan may hold.
 
     Args:

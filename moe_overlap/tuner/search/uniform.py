@@ -65,7 +65,7 @@ class RankedLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class SearchCounts:
     """Layouts by what became of them, and stages that were priced."""
 
     layouts: int
@@ -97,7 +97,7 @@ class UniformSearch:
     ranked: tuple[RankedLayout, ...]
     smallest: RankedLayout | None
     frontier: tuple[RankedLayout, ...]
-    counts: Counts
+    counts: SearchCounts
     is_interrupted: bool = False
 
 
@@ -175,7 +175,7 @@ def search_uniform(
         ranked=found.ranked,
         smallest=found.smallest,
         frontier=found.frontier,
-        counts=Counts(
+        counts=SearchCounts(
             layouts=len(layouts),
             too_large=len(layouts) - small,
             too_slow=small - done - not_reached,
@@ -243,8 +243,11 @@ def joined_uniform(searches: Sequence[UniformSearch], keep: int) -> UniformSearc
         ranked=tuple(ranked),
         smallest=min(smallest, key=lambda plan: (plan.needed_bytes, plan.order), default=None),
         frontier=least_of_both([plan for search in searches for plan in search.frontier]),
-        counts=Counts(
-            **{field.name: sum(getattr(search.counts, field.name) for search in searches) for field in fields(Counts)}
+        counts=SearchCounts(
+            **{
+                field.name: sum(getattr(search.counts, field.name) for search in searches)
+                for field in fields(SearchCounts)
+            }
         ),
         is_interrupted=any(search.is_interrupted for search in searches),
     )

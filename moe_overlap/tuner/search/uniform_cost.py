@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
-from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart
 from moe_overlap.tuner.cost.analytic import (
     CAPTURED_BYTES,
     Family,
@@ -335,13 +335,13 @@ class UniformCosts:
             self._costs[paired] = overlapped(self._costs[key], setting)
         return self._costs[paired]
 
-    def _table(self, part: Part, layout: UniformLayout, plan: Plan) -> OpTable:
+    def _table(self, part: CapturedPart, layout: UniformLayout, plan: Plan) -> OpTable:
         key = (id(part), layout.micro_batch)
         if key not in self._tables:
             self._tables[key] = tabulate(part, layout.micro_batch, plan.sequence_length)
         return self._tables[key]
 
-    def _bytes(self, part: Part, layout: UniformLayout, plan: Plan) -> PartBytes:
+    def _bytes(self, part: CapturedPart, layout: UniformLayout, plan: Plan) -> PartBytes:
         load = self.task.load(layout.expert)
         key = (id(part), layout.micro_batch, load)
         if key not in self._sizes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from moe_overlap.tuner.cost.feasibility import Change, ChangeKind
+from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryChange
 
 RUN_BY_MEGATRON_LM = (ChangeKind.SHARD_ALL, ChangeKind.HOST_OPTIMIZER)
 """Changes with flags that this fork's training refuses."""
 
 
-def change_flags(change: Change) -> str:
+def change_flags(change: MemoryChange) -> str:
     """Megatron's flags for a change."""
     again = "--recompute-granularity"
     return {

@@ -18,7 +18,7 @@ from tests.signals import restore_interruptions
 from tests.spawn import HANGS_SECONDS
 from tools.bench import bed as bed_module
 from tools.bench.bed import Bed, CpuGroup
-from tools.bench.launch import RankFailed, Ranks
+from tools.bench.launch import LaunchedRanks, RankFailed
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLDS = """
@@ -114,7 +114,7 @@ def test_without_root_or_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_answer_and_end_together() -> None:
     with (
         CpuGroup() as group,
-        Ranks([sys.executable, "-c", ECHO], 2, None, group, timeout_seconds=HANGS_SECONDS) as ranks,
+        LaunchedRanks([sys.executable, "-c", ECHO], 2, None, group, timeout_seconds=HANGS_SECONDS) as ranks,
     ):
         answers = ranks.tell(do="say", value=1.5)
         assert [answer[:3] for answer in answers] == [
@@ -131,7 +131,7 @@ def test_a_silent_rank_is_named() -> None:
     sleeps = "import time; time.sleep(600)"
     with (
         CpuGroup() as group,
-        Ranks([sys.executable, "-c", sleeps], 2, None, group, timeout_seconds=0.2) as ranks,
+        LaunchedRanks([sys.executable, "-c", sleeps], 2, None, group, timeout_seconds=0.2) as ranks,
         pytest.raises(RankFailed, match="rank 0, 1: no answer in 0.2 s"),
     ):
         ranks.tell(do="say")

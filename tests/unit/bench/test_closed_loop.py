@@ -18,8 +18,8 @@ from tests.unit.plan import plan_samples
 from tools import benchmark_closed_loop
 from tools.bench import padded_clock
 from tools.bench.closed_loop import (
-    Cell,
-    Row,
+    LoopCell,
+    LoopRow,
     as_json,
     grid,
     job_of,
@@ -36,18 +36,18 @@ from tools.bench.profile import LATE_SECONDS
 from tools.bench.variants import Variant
 
 
-def row(name: str, predicted: float, *steps: float) -> Row:
-    return Row(name, ("--flag",), predicted, steps)
+def row(name: str, predicted: float, *steps: float) -> LoopRow:
+    return LoopRow(name, ("--flag",), predicted, steps)
 
 
-CELL = Cell(
+CELL = LoopCell(
     "moe",
     100.0,
     (
         row("slow", 3.0, 4.0, 4.2, 3.9),
         row("fast", 1.2, 1.0, 0.9, 8.0),
         row("second", 1.1, 1.5, 1.4, 1.6),
-        Row("refused", (), refusal="no rule"),
+        LoopRow("refused", (), refusal="no rule"),
     ),
     row("fast, cut in two", 0.9, 0.95, 0.94, 0.99),
     12.0,

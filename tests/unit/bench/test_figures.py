@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.figures import Measured, Turn, table
+from tools.bench.figures import MeasuredSteps, MeasuredTurn, table
 
 
-def turns(*steps: float, exposed: float = 0.0) -> list[Turn]:
-    return [Turn(step, exposed) for step in steps]
+def turns(*steps: float, exposed: float = 0.0) -> list[MeasuredTurn]:
+    return [MeasuredTurn(step, exposed) for step in steps]
 
 
-MEASURED = Measured(
+MEASURED = MeasuredSteps(
     limited={
         "plain": turns(4.0, 5.0, 3.0),
         "sequential": turns(3.0, 3.2, 2.8, exposed=1.1),
@@ -51,14 +51,14 @@ def test_a_step_taken_apart() -> None:
 
 
 def test_communication_that_was_not_measured_alone() -> None:
-    totals = Measured(MEASURED.limited, MEASURED.free, {}).totals("sequential")
+    totals = MeasuredSteps(MEASURED.limited, MEASURED.free, {}).totals("sequential")
     assert totals.communication == pytest.approx(3.0 - 2.0)
-    bound = Measured({"sequential": turns(5.0)}, {"sequential": turns(2.0)}, {}).totals("sequential").bound
+    bound = MeasuredSteps({"sequential": turns(5.0)}, {"sequential": turns(2.0)}, {}).totals("sequential").bound
     assert bound == pytest.approx(3.0), "communication is the longer one"
 
 
 def test_nothing_to_hide() -> None:
-    free = Measured({"sequential": turns(2.0)}, {"sequential": turns(2.0)}, {})
+    free = MeasuredSteps({"sequential": turns(2.0)}, {"sequential": turns(2.0)}, {})
     assert free.figures("sequential", None)[0].hidden is None
 
 

@@ -20,8 +20,8 @@ from tools.bench.mist_figures import DIMENSIONS, FULL, HEURISTIC, MEAN, UNIFORM,
 from tools.bench.paper_searches import ROOT, KeptSearches, Machines, Outcome, Search, run
 from tools.bench.paper_spaces import (
     AGAINST,
-    Case,
     Figure,
+    PaperCase,
     Space,
     gains,
     is_worse,
@@ -75,7 +75,7 @@ def test_few_gpus_are_searched_first_until_the_processor_seconds_are_spent() -> 
         return outcome(1.0, cpu=4.0)
 
     def figure(*gpus: int) -> Figure:
-        cases = [Case(name=str(size), words=(), machines=Machines(gpu="L4", gpus=size)) for size in gpus]
+        cases = [PaperCase(name=str(size), words=(), machines=Machines(gpu="L4", gpus=size)) for size in gpus]
         return Figure(name="F", spaces=(FULL, MEAN), cases=tuple(cases), columns=gains)
 
     figures = [figure(16, 2), figure(8, 64, 2)]
@@ -90,7 +90,7 @@ def test_few_gpus_are_searched_first_until_the_processor_seconds_are_spent() -> 
 def test_an_unknown_search_stays_unknown(tmp_path: Path) -> None:
     searches = KeptSearches(path=tmp_path / "kept", only_kept=True)
     assert searches.outcome(SEARCH) is None
-    case = Case(name="case", words=("--bf16",), machines=SEARCH.machines)
+    case = PaperCase(name="case", words=("--bf16",), machines=SEARCH.machines)
     figure = Figure(name="F", spaces=(Space(name="data", space=SPACE),), cases=(case,), columns=gains)
     (row,) = rows(figure, searches, 2)
     assert row.figures == {"CPU seconds": 0.0, AGAINST: None} and row.notes == ("case, data: not searched",)
@@ -163,7 +163,7 @@ def test_what_means_and_uniform_heuristics_lose() -> None:
 
 
 def test_the_widest_space_is_compared_with_the_best_other() -> None:
-    case = Case(name="case", words=("--bf16",), machines=SEARCH.machines, paper="said")
+    case = PaperCase(name="case", words=("--bf16",), machines=SEARCH.machines, paper="said")
     spaces = tuple(Space(name=name, space=dataclasses.replace(SPACE, name=name)) for name in "abc")
     figure = Figure(name="F", spaces=spaces, cases=(case,), columns=gains)
 

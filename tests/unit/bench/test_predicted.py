@@ -13,7 +13,7 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.report.trace import Trace
 from moe_overlap.tuner.cost.interference import start_seconds
 from moe_overlap.tuner.cost.simulate.engine import simulate
-from moe_overlap.tuner.profile.cluster_file import Fitted
+from moe_overlap.tuner.profile.cluster_file import FittedLinks
 from tools.bench.machine import BedLinks, Calibration, computing, host_time, predicted_spans, recorded
 from tools.benchmark_predictions import (
     CHUNKS,
@@ -63,7 +63,7 @@ def test_an_exchange_nobody_waits_for_ends_with_the_list() -> None:
 
 def test_starting_an_exchange_lengthens_the_computation_before_it() -> None:
     made = [computes(0), exchanges(1, 0, sent=100), exchanges(2, 0, sent=300), computes(3, 1), exchanges(4, 3)]
-    assert start_seconds(made, Fitted(1.0, 100.0, 0.0)) == {0: 1 + 1 + 1 + 3, 3: 1}
+    assert start_seconds(made, FittedLinks(1.0, 100.0, 0.0)) == {0: 1 + 1 + 1 + 3, 3: 1}
 
 
 def test_host_time_solves_both_jobs() -> None:
@@ -118,7 +118,7 @@ def test_counts_and_transfers_take_what_was_measured(monkeypatch: pytest.MonkeyP
     lists = {0: [computes(0), counts, computes(2, 1), send], 1: [receive, computes(1, 0)]}
     prices = {rank: SimpleNamespace(made=made, slowed=None) for rank, made in lists.items()}
     monkeypatch.setattr("tools.bench.machine.simulated", lambda *_: SimpleNamespace(prices=prices))
-    links = BedLinks(Fitted(0.0, 1e30, 0.0), Fitted(1.0, 100.0, 0.0), 0.25, 0.5)
+    links = BedLinks(FittedLinks(0.0, 1e30, 0.0), FittedLinks(1.0, 100.0, 0.0), 0.25, 0.5)
     spans = predicted_spans([], cast(Any, None), links, {"L0.attention": 2.0})
     assert [(s.channel, s.start, s.end) for s in spans[0]] == [
         ("compute", 0.0, 2.0),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools import record_overlap
-from tools.bench.figures import Measured, Turn, table
+from tools.bench.figures import MeasuredSteps, MeasuredTurn, table
 from tools.benchmark_overlap import choose, parse_arguments
 from tools.record_overlap import HEAD, SERIES, main
 
@@ -19,7 +19,9 @@ STEPS = {"alltoall": 4.0, "irregular": 3.0, "tutel 2": 2.5, "tutel 4": 2.4, "bot
 
 def series(name: str, words: list[str]) -> dict[str, Any]:
     """In the place of a run: constant steps."""
-    measured = Measured({v: [Turn(s, 0.1)] for v, s in STEPS.items()}, {v: [Turn(2.0, 0.0)] for v in STEPS}, {})
+    measured = MeasuredSteps(
+        {v: [MeasuredTurn(s, 0.1)] for v, s in STEPS.items()}, {v: [MeasuredTurn(2.0, 0.0)] for v in STEPS}, {}
+    )
     rows, totals = measured.figures("irregular", "alltoall"), measured.totals("irregular")
     made = {
         "ranks": 2,

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.lowering.pipeline_order import PipelineStep, pipeline_blocks
 from moe_overlap.plan.plan import Plan
 
 
-def pass_order(plan: Plan, stage: int) -> tuple[Step, ...]:
+def pass_order(plan: Plan, stage: int) -> tuple[PipelineStep, ...]:
     """The passes of one stage of a plan, those that run interleaved one after the other."""
     return tuple(step for block in pipeline_blocks(plan, stage) for step in block)
 
 
-def fault_of(orders: Sequence[Sequence[Step]], chunks: int, micro_batches: int) -> str:
+def fault_of(orders: Sequence[Sequence[PipelineStep]], chunks: int, micro_batches: int) -> str:
     """What is wrong with the orders of all stages together; empty where they are sound.
 
     Every micro-batch passes every chunk forward and then backward, once each; and the stages, each in its order, do not wait for
     each other for ever.
     """
-    expected = {Step("forward", c, m) for c in range(chunks) for m in range(micro_batches)}
-    expected |= {Step("backward", s.chunk, s.micro_batch) for s in expected}
+    expected = {PipelineStep("forward", c, m) for c in range(chunks) for m in range(micro_batches)}
+    expected |= {PipelineStep("backward", s.chunk, s.micro_batch) for s in expected}
     for rank, order in enumerate(orders):
         if len(order) != len(set(order)) or set(order) != expected:
             return f"stage {rank} does not run every pass once"
         for place, step in enumerate(order):
-            if step.direction == "backward" and Step("forward", step.chunk, step.micro_batch) not in order[:place]:
+            if (
+                step.direction == "backward"
+                and PipelineStep("forward", step.chunk, step.micro_batch) not in order[:place]
+            ):
                 return f"stage {rank}: {step} runs before its forward pass"
     left = [list(order) for order in orders]
-    done: set[tuple[int, Step]] = set()
+    done: set[tuple[int, PipelineStep]] = set()
     moved = True
     while moved:
         moved = False
@@ -41,9 +44,9 @@ def fault_of(orders: Sequence[Sequence[Step]], chunks: int, micro_batches: int) 
     return stuck[0] if stuck else ""
 
 
-def input_of(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step] | None:
+def input_of(stage: int, step: PipelineStep, stages: int, chunks: int) -> tuple[int, PipelineStep] | None:
     """The step that a step waits for at another stage; model order is chunk · stages + stage."""
     position = step.chunk * stages + stage + (-1 if step.direction == "forward" else 1)
     if not 0 <= position < stages * chunks:
         return None
-    return position % stages, Step(step.direction, position // stages, step.micro_batch)
+    return position % stages, PipelineStep(step.direction, position // stages, step.micro_batch)

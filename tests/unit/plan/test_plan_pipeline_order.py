@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.lowering.pipeline_order import Step, format_grid, interleaved, one_f_one_b
+from moe_overlap.plan.lowering.pipeline_order import PipelineStep, format_grid, interleaved, one_f_one_b
 from tests.unit.plan import plan_samples
 from tests.unit.plan.pass_orders import fault_of, pass_order
 
@@ -43,7 +43,7 @@ def reference(
     return order
 
 
-def plain(order: tuple[Step, ...]) -> list[tuple[int, int, str]]:
+def plain(order: tuple[PipelineStep, ...]) -> list[tuple[int, int, str]]:
     return [(step.chunk, step.micro_batch, step.direction) for step in order]
 
 
@@ -91,7 +91,7 @@ def test_orders_that_no_run_can_have_are_found() -> None:
     first, last = (list(one_f_one_b(2, stage, 2)) for stage in range(2))
     in_turn, swapped = last, [*last[2:], *last[:2]]
     assert not fault_of([first, last], 1, 2) and not fault_of([in_turn, last], 1, 2)
-    for wrong in ([*last, last[0]], last[:3], [*last, Step("forward", 1, 0)]):
+    for wrong in ([*last, last[0]], last[:3], [*last, PipelineStep("forward", 1, 0)]):
         assert fault_of([first, wrong], 1, 2) == "stage 1 does not run every pass once"
     assert fault_of([first, [*last[:2], last[3], last[2]]], 1, 2) == "stage 1: 0B1 runs before its forward pass"
     assert fault_of([in_turn, swapped], 1, 2) == "stage 0: 0B0 waits for ever"

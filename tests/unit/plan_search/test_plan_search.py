@@ -471,7 +471,7 @@ def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 5.0, 11.0, 11.0])
     monkeypatch.setattr(autotune.time, "monotonic", lambda: next(now))
     stream = io.StringIO()
-    progress = autotune.Progress(stream)
+    progress = autotune.SearchProgress(stream)
     progress(1, 10, None)
     progress(2, 10, None)
     assert stream.getvalue() == "2 of at most 10 layouts evaluated; nothing that fits yet\n"
@@ -489,7 +489,7 @@ def test_the_answer_says_what_of_the_users_flags_costs_most() -> None:
     assert sum(line.startswith("refused ") for line in details) == len(search.refused)
     first = search.changes[0]
     assert [row["name"] for row in search_json(search)["changes"]] == [change.name for change in search.changes]
-    if first.after and first.alone is not None:
+    if first.after and first.prediction is not None:
         assert f"in your flags, {first.effect(search.baseline)}" in " ".join(
             search.written.text.replace("# ", "").split()
         )

@@ -17,7 +17,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.processes import in_processes, shared_search
 from moe_overlap.plan_search.results import PlanSearch
-from moe_overlap.tuner.search.shares import Share, SharedBar, share_of
+from moe_overlap.tuner.search.shares import LayoutShare, SharedBar, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch, joined_uniform, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
@@ -29,7 +29,7 @@ TIGHT = with_modules(least_memory(case_of("--global-batch-size", "64", gpus=4), 
 """Much does not fit, so modules are recomputed."""
 
 
-def search_of(case: Case, share: Share, keep: int = KEEP, bar: SharedBar | None = None) -> UniformSearch:
+def search_of(case: Case, share: LayoutShare, keep: int = KEEP, bar: SharedBar | None = None) -> UniformSearch:
     shared = None if bar is None else (bar, share.index)
     own = share_of(case.sound, share)
     return search_uniform(own, costs_of(case.task), lambda layout: case.bounds, keep=keep, shared=shared)
@@ -50,10 +50,10 @@ def answer(search: UniformSearch) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("case", [CASE, TIGHT], ids=["roomy", "tight"])
 def test_any_number_of_shares_in_any_order_answers_as_one_search(case: Case) -> None:
-    whole, draw = search_of(case, Share(0, 1)), random.Random(0)
+    whole, draw = search_of(case, LayoutShare(0, 1)), random.Random(0)
     assert len(whole.ranked) == KEEP
     for count in (2, 3, 40):
-        searches = [search_of(case, Share(index, count)) for index in range(count)]
+        searches = [search_of(case, LayoutShare(index, count)) for index in range(count)]
         # One layout of each is not enough: shares keep what is among the best of all.
         assert sum(bool(search.ranked) for search in searches) > 1
         draw.shuffle(searches)
@@ -64,18 +64,18 @@ def test_any_number_of_shares_in_any_order_answers_as_one_search(case: Case) -> 
 
 
 def test_every_layout_is_in_one_share() -> None:
-    shares = [share_of(CASE.layouts, Share(index, 5)) for index in range(5)]
+    shares = [share_of(CASE.layouts, LayoutShare(index, 5)) for index in range(5)]
     assert sorted(layout for share in shares for layout in share) == sorted(CASE.layouts)
     assert max(map(len, shares)) < len(CASE.layouts) / 2
 
 
 def test_processes_of_this_host_answer_as_one() -> None:
-    def run(share: Share, bar: SharedBar | None) -> tuple[UniformSearch, list[tuple[str, str]]]:
+    def run(share: LayoutShare, bar: SharedBar | None) -> tuple[UniformSearch, list[tuple[str, str]]]:
         assert bar is not None
         return search_of(TIGHT, share, bar=bar), [(f"plan of {share.index}", "a rule")]
 
     found, refused = shared_search(run, 3, KEEP)
-    assert answer(found) == answer(search_of(TIGHT, Share(0, 1)))
+    assert answer(found) == answer(search_of(TIGHT, LayoutShare(0, 1)))
     assert [name for name, _ in refused] == ["plan of 0", "plan of 1", "plan of 2"]
 
 
@@ -83,8 +83,8 @@ def test_processes_of_this_host_answer_as_one() -> None:
 @pytest.mark.parametrize("count", [2, 3])
 def test_processes_that_know_of_each_other_price_what_one_alone_would(case: Case, count: int) -> None:
     """One after another, each knows what those before it have kept: the answer is the same, for less work."""
-    whole, bar = search_of(case, Share(0, 1)), SharedBar(count, KEEP)
-    shares = [Share(index, count) for index in range(count)]
+    whole, bar = search_of(case, LayoutShare(0, 1)), SharedBar(count, KEEP)
+    shares = [LayoutShare(index, count) for index in range(count)]
     told = [search_of(case, share, bar=bar) for share in shares]
     untold = [search_of(case, share) for share in shares]
     assert answer(joined_uniform(told, KEEP)) == answer(whole)
@@ -106,7 +106,7 @@ def test_the_bar_of_all_processes_is_the_last_step_that_is_kept() -> None:
 def test_processes_share_the_bar() -> None:
     bar = SharedBar(2, 1)
 
-    def run(share: Share) -> float:
+    def run(share: LayoutShare) -> float:
         if share.index == 1:
             bar.tell(1, [2.0])
             return bar.seconds
@@ -119,7 +119,7 @@ def test_processes_share_the_bar() -> None:
 
 
 def test_an_error_of_any_process_is_raised() -> None:
-    def run(share: Share) -> int:
+    def run(share: LayoutShare) -> int:
         if share.index == 1:
             raise ConfigError("the model", "", "cannot be captured", "report these flags")
         return share.index
@@ -147,7 +147,7 @@ class _NotPickled(Exception):
 def test_an_error_that_no_other_process_can_have_is_told_by_its_class_and_text(error: Exception) -> None:
     """A process that could not send it would end without an answer, as one that was killed for want of memory does."""
 
-    def run(share: Share) -> int:
+    def run(share: LayoutShare) -> int:
         if share.index == 1:
             raise error
         return share.index
@@ -158,9 +158,9 @@ def test_an_error_that_no_other_process_can_have_is_told_by_its_class_and_text(e
 
 def test_shares_that_found_nothing() -> None:
     case = least_memory(CASE, 0.02)
-    together = joined_uniform([search_of(case, Share(index, 2)) for index in (0, 1)], KEEP)
+    together = joined_uniform([search_of(case, LayoutShare(index, 2)) for index in (0, 1)], KEEP)
     assert together.solution.status is Status.INFEASIBLE and together.solution.bound == math.inf
-    assert together.smallest == search_of(case, Share(0, 1)).smallest
+    assert together.smallest == search_of(case, LayoutShare(0, 1)).smallest
 
 
 @pytest.mark.parametrize(

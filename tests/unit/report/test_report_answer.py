@@ -36,7 +36,7 @@ from moe_overlap.report.balance import balance_of
 from moe_overlap.report.changes import helpful
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import ExpectedError
-from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, MemoryQuantiles, Remedy
+from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryChange, MemoryQuantiles, Remedy
 from moe_overlap.tuner.cost.hardware import Software
 from tests.unit.tuner.cost.test_cost_predict import by_hand
 
@@ -277,8 +277,8 @@ def test_what_does_not_fit_names_the_change() -> None:
 
 
 def test_a_change_that_this_fork_refuses_says_who_runs_it() -> None:
-    sharded = Remedy(change=Change(kind=ChangeKind.SHARD_ALL), step_seconds=1.0, slower_by=0.1, high_bytes=2**30)
-    on_host = dataclasses.replace(sharded, change=Change(kind=ChangeKind.HOST_OPTIMIZER))
+    sharded = Remedy(change=MemoryChange(kind=ChangeKind.SHARD_ALL), step_seconds=1.0, slower_by=0.1, high_bytes=2**30)
+    on_host = dataclasses.replace(sharded, change=MemoryChange(kind=ChangeKind.HOST_OPTIMIZER))
     said = [suggestions(planned(), dataclasses.replace(predicted(), remedy=it))[0] for it in (sharded, on_host)]
     assert said[0].endswith(" optim_grads_params --ckpt-format fsdp_dtensor (Megatron-LM runs it, this fork does not)")
     assert (

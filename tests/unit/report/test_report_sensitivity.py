@@ -16,7 +16,7 @@ from moe_overlap.report.sensitivity import Competitor, memory_sensitivity, netwo
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
-from moe_overlap.tuner.search.uniform import Counts, RankedLayout, UniformSearch
+from moe_overlap.tuner.search.uniform import RankedLayout, SearchCounts, UniformSearch
 from tests.unit.report.test_report_html import Page
 from tests.unit.tuner.cost.test_cost_predict import by_hand
 
@@ -117,7 +117,7 @@ def searched() -> tuple[PlanSearch, list[Competitor]]:
         ranked=(best,),
         smallest=small,
         frontier=(best, small),
-        counts=Counts(layouts=2, too_large=0, too_slow=0, not_reached=0, evaluated=2, fitting=2, stages=8),
+        counts=SearchCounts(layouts=2, too_large=0, too_slow=0, not_reached=0, evaluated=2, fitting=2, stages=8),
     )
     search = PlanSearch(
         target="megatron-lm",

@@ -21,7 +21,7 @@ from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
 from megatron.training.cli.fused_gradients import KERNEL, GradientFusion, gradient_fusion, kernels_line
 from megatron.training.cli.packages import is_installed
-from megatron.training.cli.start import Machine, this_machine
+from megatron.training.cli.start import StartMachine, this_machine
 from megatron.training.model.fused_gradients import fuse_weight_gradients
 from megatron.training.model.layers.local_modules import GroupedExperts
 from moe_overlap.describe.errors import ConfigError
@@ -134,7 +134,7 @@ def test_grouped_experts_are_left_to_ddp(deferred: bool, calls: list[int], monke
 
 def chosen(flags: str, packages: frozenset[str], cuda: bool = True) -> GradientFusion:
     made = small(f"{MOE} {flags}")
-    return gradient_fusion(made.config, made.plan, Machine(cuda, packages))
+    return gradient_fusion(made.config, made.plan, StartMachine(cuda, packages))
 
 
 def test_who_adds_and_why_not() -> None:
@@ -171,7 +171,7 @@ def test_a_dry_run_says_what_it_found() -> None:
     assert f"\nkernels       {own}\n" in out.getvalue()
 
     def line(packages: frozenset[str]) -> str:
-        return kernels_line(made.config, made.plan, Machine(True, packages))
+        return kernels_line(made.config, made.plan, StartMachine(True, packages))
 
     none = "no Transformer Engine, no apex; weight gradients are accumulated by a separate addition (no kernel is installed)"
     assert line(frozenset()) == none

@@ -8,27 +8,27 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.flags.without_effect import idle_flags
-from megatron.training.cli.start import Machine, obstacles, require_startable
+from megatron.training.cli.start import StartMachine, obstacles, require_startable
 from megatron.training.cli.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from tools.answer_lists import RECORD, record
-from tools.bench.real_lists import LISTS, Answer, answer
+from tools.bench.real_lists import LISTS, ListAnswer, answer
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --lr 1e-3 --train-iters 5 --disable-bias-linear --num-experts 8"
 )
-GPU = Machine(cuda=True, packages=frozenset({"transformer_engine", "deep_ep"}))
-CPU = Machine(cuda=False, packages=frozenset())
+GPU = StartMachine(cuda=True, packages=frozenset({"transformer_engine", "deep_ep"}))
+CPU = StartMachine(cuda=False, packages=frozenset())
 REFUSABLE = ("--use-megatron-fsdp", "muon", "dist_muon")
 
 
 @pytest.fixture(scope="module")
-def answers() -> list[Answer]:
+def answers() -> list[ListAnswer]:
     return [answer(entry) for entry in json.loads(LISTS.read_text())]
 
 
-def test_only_fsdp_and_muon_are_refused(answers: list[Answer]) -> None:
+def test_only_fsdp_and_muon_are_refused(answers: list[ListAnswer]) -> None:
     lists = json.loads(LISTS.read_text())
     assert len(lists) == len(answers) == 88
     needing = {entry["name"] for entry in lists if any(word in REFUSABLE for word in entry["arguments"])}
@@ -38,7 +38,7 @@ def test_only_fsdp_and_muon_are_refused(answers: list[Answer]) -> None:
             assert one.refused.startswith(("--use-megatron-fsdp: not supported: ", "--optimizer muon: not supported: "))
 
 
-def test_the_record_is_up_to_date(answers: list[Answer]) -> None:
+def test_the_record_is_up_to_date(answers: list[ListAnswer]) -> None:
     assert RECORD.read_text() == record(answers)
 
 

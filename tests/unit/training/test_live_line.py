@@ -92,7 +92,7 @@ def test_the_answer_of_a_search_follows_an_empty_line(
 
 
 def test_what_is_recorded_is_said_once_where_lines_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = autotune.Progress(io.StringIO())
+    progress = autotune.SearchProgress(io.StringIO())
     progress.tell("recording the operators of a layout")
     progress.tell("recording the operators of a layout")
     assert capsys.readouterr().err == "recording the operators of a layout\n"

@@ -9,7 +9,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
 from megatron.training.cli.flags.without_effect import idle_flags
-from megatron.training.cli.start import Machine, obstacles, this_machine
+from megatron.training.cli.start import StartMachine, obstacles, this_machine
 from megatron.training.cli.validation import validate
 from moe_overlap.describe.errors import ConfigError
 
@@ -113,7 +113,7 @@ def test_accepted(words: str) -> None:
 
 
 def test_fp8_is_refused_on_the_cpu_by_its_flag_and_fp16_starts() -> None:
-    cpu = Machine(cuda=False, packages=frozenset())
+    cpu = StartMachine(cuda=False, packages=frozenset())
     for words, flag in ((TENSORWISE, "--fp8-format hybrid"), (NVFP4, "--fp4-format e2m1")):
         (obstacle,) = obstacles(parse(f"{BASE} {words}".split()), cpu)
         assert str(obstacle).startswith(f"{flag}: needs Transformer Engine on a GPU: this machine lacks a GPU and ")
@@ -121,7 +121,7 @@ def test_fp8_is_refused_on_the_cpu_by_its_flag_and_fp16_starts() -> None:
 
 
 def test_delayed_scaling_starts_on_one_stage_only() -> None:
-    gpu = Machine(cuda=True, packages=frozenset({"transformer_engine"}))
+    gpu = StartMachine(cuda=True, packages=frozenset({"transformer_engine"}))
     two = f"{BASE} --pipeline-model-parallel-size 2 --fp8-format hybrid"
     assert obstacles(parse(f"{BASE} --fp8-format hybrid".split()), gpu) == []
     assert obstacles(parse(f"{two} --bf16 --fp8-recipe tensorwise".split()), gpu) == []
@@ -137,8 +137,8 @@ def test_overlap_in_8_bits_is_looked_at_anywhere_and_starts_where_the_library_is
     dry_run(parsed, 2, out)
     missing = "--fp8-format e4m3: needs Transformer Engine on a GPU: this machine lacks a GPU and transformer_engine"
     assert missing in " ".join(out.getvalue().split())
-    assert obstacles(parsed, Machine(cuda=True, packages=frozenset({"transformer_engine"}))) == []
-    (obstacle,) = obstacles(parsed, Machine(cuda=True, packages=frozenset()))
+    assert obstacles(parsed, StartMachine(cuda=True, packages=frozenset({"transformer_engine"}))) == []
+    (obstacle,) = obstacles(parsed, StartMachine(cuda=True, packages=frozenset()))
     assert str(obstacle).startswith(
         "--fp8-format e4m3: needs Transformer Engine on a GPU: this machine lacks transformer_engine;"
     )
@@ -153,11 +153,11 @@ def test_flags_that_fp32_scores_make_idle_are_listed() -> None:
 
 def test_a_gpu_without_a_c_compiler_is_told_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = parse(BASE.split())
-    (obstacle,) = obstacles(parsed, Machine(cuda=True, packages=frozenset(), compiler=False))
+    (obstacle,) = obstacles(parsed, StartMachine(cuda=True, packages=frozenset(), compiler=False))
     assert str(obstacle).startswith("C compiler: none is found, and torch compiles ") and "apt install gcc" in str(
         obstacle
     )
-    assert obstacles(parsed, Machine(cuda=False, packages=frozenset(), compiler=False)) == []
+    assert obstacles(parsed, StartMachine(cuda=False, packages=frozenset(), compiler=False)) == []
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CC", raising=False)
     assert not this_machine().compiler

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.expression import B, Expression, S
-from moe_overlap.tuner.capture.graph import CapturedModel, Collective, CostClass, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Collective, CostClass, Layout, Op, Storage
 
 E = Expression
 
@@ -92,9 +92,9 @@ class Pass:
             collective = Collective(kind=kind, axis=axis, size=sizes[axis], payload_bytes=elements * 2)  # type: ignore[arg-type]
             self.op(kind, operator, "collective", (), 0, 0, collective)
 
-    def part(self, kind: str, variant: str) -> Part:
+    def part(self, kind: str, variant: str) -> CapturedPart:
         """The finished part."""
-        return Part(
+        return CapturedPart(
             kind=kind,
             variant=variant,
             one_sample=False,
@@ -250,7 +250,7 @@ class Maker:
             self.mlp(run, model.shared_expert_hidden_size, phase, "moe.shared")
         run.stream("add", "moe.merge", self.local * self.hidden * 3)
 
-    def layer(self, kind: str, variant: str) -> Part:
+    def layer(self, kind: str, variant: str) -> CapturedPart:
         """A layer of a kind."""
         run, moe = self.passes(self.layout), kind.startswith("moe")
         window = int(kind.partition("window")[2] or 0)
@@ -292,7 +292,7 @@ class Maker:
         else:
             run.save(self.tokens * (gates + 1) * width)
 
-    def ends(self) -> tuple[Part, Part]:
+    def ends(self) -> tuple[CapturedPart, CapturedPart]:
         """Embedding and head."""
         model, words = self.model, self.model.vocab_size // self.layout.tensor
         first, last = self.passes(self.layout), self.passes(self.layout)

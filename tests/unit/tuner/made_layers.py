@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_overlap.tuner.capture.dependencies import finished
 from moe_overlap.tuner.capture.expression import B, Expression, S
-from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Role, Storage, check
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Collective, Layout, Op, Role, Storage, check
 from moe_overlap.tuner.capture.kernels import KERNELS, flops
 from moe_overlap.tuner.capture.request import Request
 
@@ -88,7 +88,7 @@ class Tape:
 
 def part(
     layout: Layout, vocabulary: int, extra: Extra | None = None, library: bool = False, biases: bool = False
-) -> Part:
+) -> CapturedPart:
     """Attention, router and experts of one layer, forward and a backward pass of the experts and their weights.
 
     Args:
@@ -170,7 +170,7 @@ def part(
         for s in tape.storages
     ]
     kept = tuple(sorted({gathered, made} - {given}))
-    whole_part = Part(
+    whole_part = CapturedPart(
         kind="moe",
         variant="none",
         one_sample=False,

@@ -32,7 +32,7 @@ from types import MappingProxyType
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import COMPUTE, PIPELINE, Instruction, boundary_channel
 from moe_overlap.plan.lowering.gradient_buckets import DATA_CHANNEL
-from moe_overlap.plan.lowering.pipeline_order import Step, paired, pipeline_blocks
+from moe_overlap.plan.lowering.pipeline_order import PipelineStep, paired, pipeline_blocks
 from moe_overlap.plan.operators import NORM, OperatorKind, parse_operator
 from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan
@@ -45,7 +45,7 @@ LEAST_SECONDS = 1e-9
 """Smaller differences of times are rounding."""
 Key = tuple[tuple[str, int, bool], ...]
 """Kind of a block: for each of its passes direction, chunk, and whether gradients are complete after it."""
-Blocks = Sequence[Sequence[Step]]
+Blocks = Sequence[Sequence[PipelineStep]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +125,8 @@ def sample_blocks(plan: Plan, stage: int) -> Blocks:
         return _sample_pairs(len(plan.stages), len(chunks))
     # Two micro-batches: gradients are complete after the last backward pass only, which is another kind of block.
     numbers = range(min(2, plan.stages[stage].gradient_accumulation_steps))
-    forward = [Step("forward", chunk, m) for chunk in chunks for m in numbers]
-    backward = [Step("backward", chunk, m) for chunk in reversed(chunks) for m in numbers]
+    forward = [PipelineStep("forward", chunk, m) for chunk in chunks for m in numbers]
+    backward = [PipelineStep("backward", chunk, m) for chunk in reversed(chunks) for m in numbers]
     return tuple((step,) for step in (*forward, *backward))
 
 
@@ -145,13 +145,17 @@ def _sample_pairs(stages: int, chunks: int) -> Blocks:
     # single backward passes remain at the end.
     count = max(back + 1 + max(1, fore) for back, fore in zip(of_backward, of_forward, strict=True))
     begun = [count - fore for fore in of_forward]
-    lone = [(Step("forward", chunk, m),) for chunk in range(chunks) for m in range(begun[chunk])]
+    lone = [(PipelineStep("forward", chunk, m),) for chunk in range(chunks) for m in range(begun[chunk])]
     ended, pairs = [0] * chunks, []
     for backward, forward in kinds:
-        pairs.append((Step("backward", backward, ended[backward]), Step("forward", forward, begun[forward])))
+        pairs.append(
+            (PipelineStep("backward", backward, ended[backward]), PipelineStep("forward", forward, begun[forward]))
+        )
         ended[backward] += 1
         begun[forward] += 1
-    rest = [(Step("backward", chunk, m),) for chunk in reversed(range(chunks)) for m in range(ended[chunk], count)]
+    rest = [
+        (PipelineStep("backward", chunk, m),) for chunk in reversed(range(chunks)) for m in range(ended[chunk], count)
+    ]
     return (*lone, *pairs, *rest)
 
 
@@ -192,7 +196,7 @@ def compress(
     """
     # 1. The instructions of each pass, and the time at which the first instruction that waits for each transfer starts.
     ran = {event.instruction.id: event for event in simulation.ran}
-    of_pass: dict[Step, list[Instruction]] = {step: [] for block in blocks for step in block}
+    of_pass: dict[PipelineStep, list[Instruction]] = {step: [] for block in blocks for step in block}
     for i in instructions:
         if i.micro_batch is not None:
             of_pass[pass_of(i)].append(i)
@@ -279,7 +283,7 @@ class _Writer:
         # Gathers need no dependencies on each other, because their channel executes in order.
         self._gathers = [(gather, self._collect(OperatorKind.PARAMETERS, gather.seconds, ())) for gather in gathers]
 
-    def block(self, steps: Sequence[Step], block: Block) -> None:
+    def block(self, steps: Sequence[PipelineStep], block: Block) -> None:
         """Append the receives of a block, then its slices, each followed by the transfers that can start after it."""
         # 1. Transfers and gathers that the block needs, with the time at which it needs them; later ones are posted inside it.
         received = [c for c in block.contacts if c.transfer.receives]
@@ -320,7 +324,7 @@ class _Writer:
             begin = end
         self._tail = block.tail
 
-    def _gathered_for(self, steps: Sequence[Step]) -> Iterator[tuple[float, int]]:
+    def _gathered_for(self, steps: Sequence[PipelineStep]) -> Iterator[tuple[float, int]]:
         """(seconds, id) of the gathers of weights whose chunks a block uses first: when it needs them."""
         begun = {step.chunk for step in steps if step.direction == "forward" and step.micro_batch == 0}
         for gather, number in self._gathers:
@@ -356,7 +360,7 @@ class _Writer:
         )
         return self._append(instruction, seconds)
 
-    def _transfer(self, contact: Contact, steps: Sequence[Step], after: tuple[int, ...] = ()) -> int:
+    def _transfer(self, contact: Contact, steps: Sequence[PipelineStep], after: tuple[int, ...] = ()) -> int:
         micro_batch = steps[contact.number].micro_batch
         self.instructions.append(
             replace(contact.transfer, id=len(self.instructions), micro_batch=micro_batch, after=after)
@@ -369,7 +373,7 @@ class _Writer:
         return instruction.id
 
 
-def _key(block: Sequence[Step], last: int) -> Key:
+def _key(block: Sequence[PipelineStep], last: int) -> Key:
     # Gradient buckets are reduced after the last backward pass of a chunk, which makes it a kind of its own.
     return tuple((s.direction, s.chunk, s.direction == "backward" and s.micro_batch == last) for s in block)
 

@@ -33,7 +33,7 @@ from moe_overlap.plan.instructions import (
     communication_seconds,
 )
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL
-from moe_overlap.plan.lowering.pipeline_order import Step, format_grid
+from moe_overlap.plan.lowering.pipeline_order import PipelineStep, format_grid
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.links import LinkUse, crowding
 
@@ -342,16 +342,16 @@ def _stuck(pending: Mapping[int, Instruction | None], lists: Lists) -> str:
     return "\n".join([*lines, f"passes by rank ({', '.join(map(str, ranks))}):", grid])
 
 
-def _passes(instructions: Sequence[Instruction]) -> list[Step]:
+def _passes(instructions: Sequence[Instruction]) -> list[PipelineStep]:
     """The passes of a list in order of their first computation."""
     return list(dict.fromkeys(pass_of(i) for i in instructions if i.kind == "compute" and i.micro_batch is not None))
 
 
-def pass_of(i: Instruction) -> Step:
+def pass_of(i: Instruction) -> PipelineStep:
     """The pass that an instruction with a micro-batch belongs to."""
-    return Step("backward" if i.in_backward_pass else "forward", i.chunk or 0, i.micro_batch or 0)
+    return PipelineStep("backward" if i.in_backward_pass else "forward", i.chunk or 0, i.micro_batch or 0)
 
 
-def _is_of(step: Step, i: Instruction) -> bool:
+def _is_of(step: PipelineStep, i: Instruction) -> bool:
     """Whether an instruction belongs to a pass; those without one are shown at the end of the grid."""
     return i.micro_batch is not None and step == pass_of(i)

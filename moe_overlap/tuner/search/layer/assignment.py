@@ -220,7 +220,7 @@ class LayerSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OperatorRun:
     """`periods` equal periods of `length` layers, starting at layer `first`."""
 
     first: int
@@ -228,7 +228,7 @@ class Run:
     periods: int
 
 
-def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run | None:
+def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> OperatorRun | None:
     """The longest run of layers that repeat: same seconds, bytes and order of weight gradients and slots.
 
     Args:
@@ -237,14 +237,14 @@ def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run 
         None if no run has `FEWEST_PERIODS` periods, or the repeating layers have no slots.
     """
     looks = [_look(problem, span) for span in layers]
-    best: Run | None = None
+    best: OperatorRun | None = None
     for length in range(1, LONGEST_PERIOD + 1):
         first = 0
         while first + length < len(looks):
             end = first + length
             while end < len(looks) and looks[end] == looks[end - length]:
                 end += 1
-            run = Run(first, length, (end - first) // length)
+            run = OperatorRun(first, length, (end - first) // length)
             has_slots = any(look[1] for look in looks[first : first + length])
             covers = best.length * best.periods if best else 0
             if run.periods >= FEWEST_PERIODS and has_slots and run.length * run.periods > covers:
@@ -254,7 +254,7 @@ def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run 
     return best
 
 
-def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run) -> AssignmentProblem:
+def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: OperatorRun) -> AssignmentProblem:
     """One period of a run as a cyclic problem."""
     gradients, slots = _of_period(layers, run, 0)
     # A slot before the pass means the same slot in the next period, so all slots are allowed. Labels between two periods are
@@ -271,7 +271,9 @@ def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run
     )
 
 
-def repeat(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, assignment: Assignment) -> Assignment:
+def repeat(
+    problem: AssignmentProblem, layers: Sequence[LayerSpan], run: OperatorRun, assignment: Assignment
+) -> Assignment:
     """Copy the assignment of one period along the run.
 
     Args:
@@ -291,7 +293,7 @@ def repeat(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, as
     return tuple(slot_of)
 
 
-def _of_period(layers: Sequence[LayerSpan], run: Run, period: int) -> tuple[range, range]:
+def _of_period(layers: Sequence[LayerSpan], run: OperatorRun, period: int) -> tuple[range, range]:
     """Gradients and slots of one period."""
     members = layers[run.first + period * run.length : run.first + (period + 1) * run.length]
     first, last = members[0], members[-1]

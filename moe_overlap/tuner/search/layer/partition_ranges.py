@@ -263,7 +263,7 @@ def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimi
 
 
 @dataclass(slots=True)
-class StageSearch:
+class RangeSearch:
     """The search of one stage; fields as the arguments of `partition_ranges`, for this stage."""
 
     plan: Plan
@@ -344,7 +344,7 @@ class _ChunkSearch:
         groups: groups of the chunk's operators.
     """
 
-    def __init__(self, stage: StageSearch, form: Form, layers: range) -> None:
+    def __init__(self, stage: RangeSearch, form: Form, layers: range) -> None:
         self._stage, self._form = stage, form
         self._passes = ChunkPasses(
             stage.plan, stage.stage, stage.model, layers, lambda layer: not form.takes_samples(layer)
@@ -490,7 +490,7 @@ def partition_ranges(
     answers, stages = [], []
     for index, stage in enumerate(plan.stages):
         priced = RangePrices(plan, stage, model, prices[stage.devices.ranks[0]])
-        answer = StageSearch(plan, index, model, priced, limits, free_bytes[index]).solve()
+        answer = RangeSearch(plan, index, model, priced, limits, free_bytes[index]).solve()
         answers.append(answer)
         recorded = dataclasses.replace(limits, lowered=tuple(map(_limit, answer.lowered)))
         stages.append(with_ranges(stage, answer.ranges, recorded))

@@ -33,7 +33,14 @@ from moe_overlap.describe.cluster import Gpu
 from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features, GpuConstants
 from moe_overlap.tuner.cost.operators import Lookup, device_seconds, tabulate
-from moe_overlap.tuner.search.layer.sharding_graph import EMBEDDINGS, Node, OperatorGraph, Tensor, Weight, flat_extents
+from moe_overlap.tuner.search.layer.sharding_graph import (
+    EMBEDDINGS,
+    Node,
+    OperatorGraph,
+    ShardedTensor,
+    Weight,
+    flat_extents,
+)
 from moe_overlap.tuner.search.layer.sharding_specs import (
     PARTIAL,
     REPLICATED,
@@ -177,7 +184,7 @@ class Algorithms:
             self._reshardings[key] = Resharding(extents, size, self.mesh)
         return self._reshardings[key]
 
-    def fitted(self, spec: Spec, tensor: Tensor) -> Spec:
+    def fitted(self, spec: Spec, tensor: ShardedTensor) -> Spec:
         """The spec limited to the dimensions of a tensor: an axis that splits another dimension holds copies instead."""
         extents = self.graph.extents(tensor)
         dims = [dim if dim < 0 or dim in extents else REPLICATED for dim in spec]
@@ -186,11 +193,11 @@ class Algorithms:
             dims = [REPLICATED if dim == Dim.WIDTH else dim for dim in dims]
         return dims[0], dims[1]
 
-    def written(self, algorithm: Algorithm, tensor: Tensor) -> Spec:
+    def written(self, algorithm: Algorithm, tensor: ShardedTensor) -> Spec:
         """Spec in which a node leaves one of its tensors."""
         return self.fitted(algorithm.out, tensor)
 
-    def needed(self, node: Node, algorithm: Algorithm, tensor: Tensor, role: str) -> Spec:
+    def needed(self, node: Node, algorithm: Algorithm, tensor: ShardedTensor, role: str) -> Spec:
         """Spec in which a node reads a tensor."""
         if role == "out":
             return self.fitted(algorithm.out, tensor)

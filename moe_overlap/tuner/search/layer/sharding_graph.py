@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moe_overlap.plan.operators import EXPERTS
-from moe_overlap.tuner.capture.graph import Op, Part, Phase
+from moe_overlap.tuner.capture.graph import CapturedPart, Op, Phase
 from moe_overlap.tuner.cost.layer import weight_of
 from moe_overlap.tuner.search.layer.sharding_specs import UNLIMITED, Dim, Extents
 
@@ -49,7 +49,7 @@ class NotShardableError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class ShardedTensor:
     """A storage of activations.
 
     Attributes:
@@ -108,8 +108,8 @@ class Node:
     light: list[int] = field(default_factory=list)
     weight: int | None = None
     partner: int | None = None
-    source: Tensor | None = None
-    result: Tensor | None = None
+    source: ShardedTensor | None = None
+    result: ShardedTensor | None = None
     whole_width: bool = False
     read: dict[tuple[int, Role], None] = field(default_factory=dict)
     saved: list[int] = field(default_factory=list)
@@ -145,14 +145,14 @@ class OperatorGraph:
         other_bytes: bytes of parameters that no product reads; every rank holds all of them.
     """
 
-    part: Part
+    part: CapturedPart
     kind: str
     samples: int
     tokens: int
     experts: int = 0
     nodes: list[Node] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
-    tensors: dict[int, Tensor] = field(default_factory=dict)
+    tensors: dict[int, ShardedTensor] = field(default_factory=dict)
     producers: dict[int, int] = field(default_factory=dict)
     enters: int | None = None
     leaves: tuple[int, int] | None = None
@@ -170,7 +170,7 @@ class OperatorGraph:
             if self.producers[storage] != node.id
         )
 
-    def extents(self, tensor: Tensor) -> Extents:
+    def extents(self, tensor: ShardedTensor) -> Extents:
         """The dimensions of an activation that may be split, with their lengths."""
         extents = {Dim.SAMPLES: self.samples, Dim.TOKENS: self.tokens}
         if tensor.entries:
@@ -180,7 +180,7 @@ class OperatorGraph:
         return extents
 
 
-def operator_graph(part: Part, samples: int, tokens: int) -> OperatorGraph:
+def operator_graph(part: CapturedPart, samples: int, tokens: int) -> OperatorGraph:
     """The nodes of a captured part.
 
     Args:
@@ -200,7 +200,7 @@ def operator_graph(part: Part, samples: int, tokens: int) -> OperatorGraph:
 class _Builder:
     """Assigns the operators of a part, in order, to nodes."""
 
-    def __init__(self, part: Part, samples: int, tokens: int) -> None:
+    def __init__(self, part: CapturedPart, samples: int, tokens: int) -> None:
         self.part = part
         self.result = OperatorGraph(part, part.kind, samples, tokens)
         self.result.experts = max(
@@ -245,9 +245,9 @@ class _Builder:
         size, twice = (self.part.storages[storage].bytes.value(self.result.samples, s) for s in (4096, 8192))
         return float(twice) > 1.5 * float(size)
 
-    def _tensor(self, storage: int, is_rows: bool) -> Tensor:
+    def _tensor(self, storage: int, is_rows: bool) -> ShardedTensor:
         tokens = self.result.samples * self.result.tokens
-        tensor = Tensor(storage, self._bytes(storage), is_rows, int(self._bytes(storage) / tokens / 2))
+        tensor = ShardedTensor(storage, self._bytes(storage), is_rows, int(self._bytes(storage) / tokens / 2))
         return self.result.tensors.setdefault(storage, tensor)
 
     def _enter(self, storages: Sequence[int], phase: Phase) -> int | None:

@@ -28,7 +28,7 @@ from moe_overlap.tuner.search.layer.assignment import (
     Assignment,
     AssignmentProblem,
     LayerSpan,
-    Run,
+    OperatorRun,
     best_fit,
     held_shortly,
     longest_run,
@@ -161,7 +161,7 @@ LEAST_GAIN = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class AssignmentSolution:
     """An assignment and how good it is; seconds are those that one backward pass hides.
 
     Attributes:
@@ -179,7 +179,7 @@ class Solution:
     value: float
     bound: float
     method: Method
-    repeated: Run | None
+    repeated: OperatorRun | None
     held_bytes: int
     solver_seconds: float
 
@@ -189,7 +189,9 @@ class Solution:
         return 1.0 - self.value / self.bound if self.bound > 0 else 0.0
 
 
-def solve(problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: float, gap: float = 0.0) -> Solution:
+def solve(
+    problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: float, gap: float = 0.0
+) -> AssignmentSolution:
     """Steps 1 to 3.
 
     Args:
@@ -210,7 +212,7 @@ def solve(problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: floa
 
     # Step 2.
     run = longest_run(problem, layers)
-    used: Run | None = None
+    used: OperatorRun | None = None
     if run is not None and is_open():
         repeated = _repeated(problem, layers, run, deadline - time.monotonic(), gap)
         if problem.hidden_seconds(repeated) > problem.hidden_seconds(best) + LEAST_GAIN:
@@ -228,7 +230,7 @@ def solve(problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: floa
         best = held_shortly(problem, best)
     assert problem.is_feasible(best)
     value = problem.hidden_seconds(best)
-    return Solution(
+    return AssignmentSolution(
         assignment=best,
         greedy_value=greedy_value,
         value=value,
@@ -242,7 +244,7 @@ def solve(problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: floa
 
 
 def _repeated(
-    problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, seconds: float, gap: float
+    problem: AssignmentProblem, layers: Sequence[LayerSpan], run: OperatorRun, seconds: float, gap: float
 ) -> Assignment:
     """Step 2; nothing where the repeated assignment breaks a rule of the whole."""
     period = one_period(problem, layers, run)

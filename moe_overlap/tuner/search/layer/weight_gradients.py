@@ -59,7 +59,7 @@ from moe_overlap.tuner.search.layer.slots import (
     with_slots,
     without_pieces,
 )
-from moe_overlap.tuner.search.layer.solve_assignment import Solution, solve
+from moe_overlap.tuner.search.layer.solve_assignment import AssignmentSolution, solve
 
 Place = tuple[int, int]
 """Stage, chunk."""
@@ -90,7 +90,7 @@ class Filled:
 def choices(
     problems: Mapping[Place, ChunkProblem],
     sends: Mapping[Place, SendSlot],
-    solutions: Mapping[Place, Solution],
+    solutions: Mapping[Place, AssignmentSolution],
     share: float,
 ) -> dict[Choice, dict[Place, Filled]]:
     """Step 3: the choices that fit the byte limit; among choices with equal slots only the first.
@@ -196,7 +196,7 @@ class ChunkSchedule:
     stage: int
     chunk: int
     slot_seconds: dict[str, float]
-    solution: Solution
+    solution: AssignmentSolution
     solved_as: Place
 
 
@@ -336,7 +336,7 @@ def _solved(problems: Mapping[Place, ChunkProblem], limits: DeferralLimits) -> l
     """Step 2: solve each different problem once; each gets an equal share of the remaining time."""
     different = len({chunk.problem for chunk in problems.values()})
     deadline = time.monotonic() + limits.solver_seconds
-    solved: dict[AssignmentProblem, tuple[Solution, Place]] = {}
+    solved: dict[AssignmentProblem, tuple[AssignmentSolution, Place]] = {}
     chunks = []
     for place, chunk in problems.items():
         # Problems hash by value, without names: equal chunks have equal problems.

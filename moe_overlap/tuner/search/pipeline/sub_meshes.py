@@ -34,7 +34,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Devices, Plan, StagePlan
 from moe_overlap.plan.tiles import with_transfers
 from moe_overlap.tuner.capture.expression import evaluate
-from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart
 from moe_overlap.tuner.cost.analytic import Prediction, prepare, price
 from moe_overlap.tuner.cost.evaluate import StageCosts
 from moe_overlap.tuner.cost.links import axis_group, point_to_point_seconds
@@ -317,7 +317,7 @@ class _Meshes:
         assert firsts is not None
         return tuple(zip(firsts, (*firsts[1:], layers), strict=True))
 
-    def _flops(self, part: Part) -> float:
+    def _flops(self, part: CapturedPart) -> float:
         """Multiplications and additions of both passes over one sample."""
         return float(evaluate([op.flops for op in part.ops], 1, self.template.sequence_length).sum())
 

@@ -13,7 +13,7 @@ import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.calibrate.interference import (
-    Samples,
+    InterferenceSamples,
     alone_seconds,
     fit_factors,
     fit_host,
@@ -138,14 +138,14 @@ def test_factors_outside_the_contract_are_refused(changed: Factors, message: str
 TRUE_FACTORS = {**NO_INTERFERENCE.factors, "1100": (1.5, 1.25), "0011": (1.75, 2.0), "1111": (2.0, 3.0, 2.5, 4.0)}
 
 
-def made_up(noise: float = 0.0) -> Samples:
+def made_up(noise: float = 0.0) -> InterferenceSamples:
     """A host with one group: every mix of three sizes, latencies of 1 ms; every third mixed sample is a test."""
     sizes = np.array([mix for mix in product((0.0, 10.0, 20.0, 50.0), repeat=4) if any(mix)]).T
     alone = np.where(sizes > 0, 1e-3 + sizes * np.array([[1e-3], [2e-3], [1.5e-3], [1e-3]]), 0.0)
     seconds = Interference(TRUE_FACTORS).seconds(*alone) * (1 + noise * RANDOM.standard_normal(sizes.shape[1]))
     count = len(seconds)
     is_test = ((sizes > 0).sum(axis=0) > 1) & (np.arange(count) % 3 == 0)
-    return Samples("made-up", np.full(count, "1x2"), sizes, seconds, np.full(count, 0.01), is_test)
+    return InterferenceSamples("made-up", np.full(count, "1x2"), sizes, seconds, np.full(count, 0.01), is_test)
 
 
 def test_alone_seconds_come_from_samples_of_one_stream() -> None:

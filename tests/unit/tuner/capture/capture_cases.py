@@ -16,7 +16,7 @@ from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model, expert_tensor_size
 from moe_overlap.tuner.capture.build import World, pretended_world
 from moe_overlap.tuner.capture.capture import instrumented
-from moe_overlap.tuner.capture.graph import Implementation, Layout, Part
+from moe_overlap.tuner.capture.graph import CapturedPart, Implementation, Layout
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.capture.without_gradients import marked
 
@@ -98,7 +98,7 @@ def of_one_rank(collective: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = False) -> dict[str, list[Part]]:
+def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = False) -> dict[str, list[CapturedPart]]:
     """Kind -> the part at each point, with constant numbers."""
     with running(asked, really) as (runner, _):
         return {
@@ -106,7 +106,7 @@ def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = F
         }
 
 
-def marked_parts(asked: Request, point: tuple[int, int], has_ends: bool = False) -> dict[str, Part]:
+def marked_parts(asked: Request, point: tuple[int, int], has_ends: bool = False) -> dict[str, CapturedPart]:
     """The layers of a request at a batch, with the marks of their passes without gradients.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 
 from moe_overlap.tuner.capture.capture import NoPolynomialError, _capture_part
 from moe_overlap.tuner.capture.expression import B, Expression, S
-from moe_overlap.tuner.capture.graph import Part, Storage
+from moe_overlap.tuner.capture.graph import CapturedPart, Storage
 
 UNIT = 32
 
@@ -20,9 +20,9 @@ class Recorded:
     def __init__(self, size: Callable[[int, int], int]) -> None:
         self._size, self.batches = size, list[tuple[int, int]]()
 
-    def record(self, runnable: object, samples: int, tokens: int) -> Part:
+    def record(self, runnable: object, samples: int, tokens: int) -> CapturedPart:
         self.batches.append((samples, tokens))
-        return Part(
+        return CapturedPart(
             kind="dense",
             variant="none",
             one_sample=samples == 1,

@@ -19,7 +19,16 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.capture import request as requests
 from moe_overlap.tuner.capture.cache import CaptureFiles, CorruptFileError, joined, load_captured, save_captured
 from moe_overlap.tuner.capture.expression import B, Expression, S
-from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check, complaints
+from moe_overlap.tuner.capture.graph import (
+    CapturedModel,
+    CapturedPart,
+    Collective,
+    Layout,
+    Op,
+    Storage,
+    check,
+    complaints,
+)
 from moe_overlap.tuner.capture.processes import CaptureError, CaptureProcesses
 from moe_overlap.tuner.capture.request import Request
 from tests.unit.tuner.capture.capture_cases import MOE, request
@@ -44,10 +53,10 @@ def op(index: int, **fields: Any) -> Op:
     return Op(**{**defaults, "id": index, **fields})
 
 
-def part() -> Part:
+def part() -> CapturedPart:
     """input 0 times weight 1 is 2, reduced in place; its gradient 4 gives the gradients 3 of the weight and 5 of the input."""
     collective = Collective(kind="all_reduce", axis="tp", size=2, payload_bytes=16 * ROWS)
-    return Part(
+    return CapturedPart(
         kind="dense",
         variant="none",
         one_sample=False,
@@ -82,14 +91,14 @@ def part() -> Part:
     )
 
 
-def changed(index: int, **fields: Any) -> Part:
+def changed(index: int, **fields: Any) -> CapturedPart:
     """The part with another operator `index`."""
     ops = list(part().ops)
     ops[index] = dataclasses.replace(ops[index], **fields)
     return dataclasses.replace(part(), ops=tuple(ops))
 
 
-def stored(index: int, **fields: Any) -> Part:
+def stored(index: int, **fields: Any) -> CapturedPart:
     """The part with another storage `index`."""
     storages = list(part().storages)
     storages[index] = dataclasses.replace(storages[index], **fields)

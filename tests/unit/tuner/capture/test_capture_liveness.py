@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from moe_overlap.tuner.capture.graph import Part
+from moe_overlap.tuner.capture.graph import CapturedPart
 from moe_overlap.tuner.cost.memory import lifetimes
 from tests.unit.tuner.capture.capture_cases import (
     AHEAD,
@@ -120,7 +120,7 @@ def test_sliced_keys_and_values_are_copied_and_their_product_goes() -> None:
 
 
 def test_live_bytes_equal_a_slow_count() -> None:
-    part: Part = recorded(request(f"{MOE} --bf16"), [(2, 128)])["moe"][0]
+    part: CapturedPart = recorded(request(f"{MOE} --bf16"), [(2, 128)])["moe"][0]
     spans = lifetimes(part)
     for phase in ("forward", "backward"):
         ids = [op.id for op in part.ops if op.phase == phase]

@@ -21,7 +21,7 @@ from moe_overlap.plan.operators import SHARED as SHARED_EXPERTS
 from moe_overlap.tuner.capture.build import config_for
 from moe_overlap.tuner.capture.capture import capture
 from moe_overlap.tuner.capture.expression import Expression, evaluate
-from moe_overlap.tuner.capture.graph import Part
+from moe_overlap.tuner.capture.graph import CapturedPart
 from moe_overlap.tuner.capture.kernels import UnregisteredKernelError
 from moe_overlap.tuner.capture.record import Recording
 from tests.unit.tuner.capture.capture_cases import (
@@ -76,7 +76,7 @@ POINTS = [(1, 320), (2, 192), (4, 320), (7, 192)]
 """Longer than what the expressions are made from."""
 
 
-def numbers(part: Part) -> list[Expression]:
+def numbers(part: CapturedPart) -> list[Expression]:
     """Every number of a part, in order."""
     found = [storage.bytes for storage in part.storages]
     for op in part.ops:
@@ -84,7 +84,7 @@ def numbers(part: Part) -> list[Expression]:
     return found
 
 
-def structure(part: Part) -> list[Any]:
+def structure(part: CapturedPart) -> list[Any]:
     """Everything else of its operators."""
     return [
         (op.name, op.phase, op.operator, op.module, op.reads, op.writes, op.after, op.dtype, op.cost_class)

@@ -12,7 +12,7 @@ import pytest
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.lower import lower, lower_rank
-from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.lowering.pipeline_order import PipelineStep, pipeline_blocks
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.plan.uniform_overlap import OverlapWords
@@ -105,11 +105,11 @@ def test_samples_hold_every_kind_of_block() -> None:
             passes = [step for block in sample for step in block]
             assert len({*passes}) == len(passes) == 2 * chunks * (1 + max(step.micro_batch for step in passes))
             for step in passes:
-                before = Step("forward", step.chunk, step.micro_batch)
+                before = PipelineStep("forward", step.chunk, step.micro_batch)
                 assert step == before or passes.index(before) < passes.index(step)
 
 
-def kinds(blocks: Sequence[Sequence[Step]]) -> set[tuple[tuple[str, int, bool], ...]]:
+def kinds(blocks: Sequence[Sequence[PipelineStep]]) -> set[tuple[tuple[str, int, bool], ...]]:
     last = max(step.micro_batch for block in blocks for step in block)
     return {
         tuple((step.direction, step.chunk, step.direction == "backward" and step.micro_batch == last) for step in block)

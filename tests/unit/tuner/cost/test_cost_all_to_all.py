@@ -10,13 +10,13 @@ from moe_overlap.api import problem_of
 from moe_overlap.tuner.cost.interference import COUNTS, QUEUED_COUNTS, STARTS, AllToAllCosts, costs_of
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import simulate_step
-from moe_overlap.tuner.profile.cluster_file import Fitted
+from moe_overlap.tuner.profile.cluster_file import FittedLinks
 from moe_overlap.tuner.profile.database import LinkKey
 from tests.unit.tuner.cost.test_cost_listed_step import BASE, CLUSTER, PARTS
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.cost.test_cost_simulate_step import STAGES
 
-FREE = Fitted(0.0, 1e30, 0.0)
+FREE = FittedLinks(0.0, 1e30, 0.0)
 
 
 def test_lists_pay_for_starts_and_counts() -> None:
@@ -37,7 +37,7 @@ def test_lists_pay_for_starts_and_counts() -> None:
             AllToAllCosts(FREE, 0.0, 0.0),
             AllToAllCosts(FREE, 0.5, 0.0),
             AllToAllCosts(FREE, 0.0, 0.5),
-            AllToAllCosts(Fitted(0.5, 1e30, 0.0), 0.0, 0.0),
+            AllToAllCosts(FittedLinks(0.5, 1e30, 0.0), 0.0, 0.0),
         )
     )
     for whole, folded in (free, counted, queued, started):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.tuner.capture.expression import B, Expression, S
-from moe_overlap.tuner.capture.graph import CapturedModel, Collective, CostClass, Op, Part, Phase, Storage
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Collective, CostClass, Op, Phase, Storage
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import tabulate
@@ -66,8 +66,8 @@ class Graph:
             )
         )
 
-    def part(self, kind: str, saved: tuple[int, ...]) -> Part:
-        return Part(
+    def part(self, kind: str, saved: tuple[int, ...]) -> CapturedPart:
+        return CapturedPart(
             kind=kind,
             variant="none",
             one_sample=False,
@@ -81,7 +81,7 @@ class Graph:
         )
 
 
-def layer() -> Part:
+def layer() -> CapturedPart:
     """A product behind attention, whose output both keep, and a product whose input is gathered over ranks."""
     graph, hidden = Graph(), TOKENS * WIDE
     attended, shard, out, gathered = (graph.hold(hidden) for _ in range(4))
@@ -97,7 +97,7 @@ def layer() -> Part:
     return graph.part("dense", (attended, shard))
 
 
-def head() -> Part:
+def head() -> CapturedPart:
     """A product with the vocabulary and a loss that keeps its probabilities in fp32."""
     graph, logits = Graph(), TOKENS * WORDS
     hidden, product, wide, gradient = (
@@ -114,7 +114,7 @@ def head() -> Part:
     return graph.part("head", (hidden, wide))
 
 
-def bytes_of(part: Part, **features: object) -> PartBytes:
+def bytes_of(part: CapturedPart, **features: object) -> PartBytes:
     return part_bytes(tabulate(part, 1, ROWS), 1, ROWS, BF16, replace(Features(), **features))  # type: ignore[arg-type]
 
 
@@ -134,7 +134,7 @@ def test_heads_sent_over_context_ranks_keep_attentions_output_twice() -> None:
     assert bytes_of(layer(), context_exchange="a2a").saved == 3 * HIDDEN
 
 
-def scores_of(part: Part) -> float:
+def scores_of(part: CapturedPart) -> float:
     """Elements of attention's scores in the forward pass."""
     table = tabulate(part, 1, ROWS)
     return float(table.scores[~table.backward].sum())

@@ -19,7 +19,7 @@ from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.tuner.capture.expression import B, S
-from moe_overlap.tuner.capture.graph import Collective, Layout, Part
+from moe_overlap.tuner.capture.graph import CapturedPart, Collective, Layout
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, Blocks, Joined, _grid, fused_seconds
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
@@ -145,7 +145,7 @@ def test_ranks_that_share_an_expert_exchange_inside_the_kernels() -> None:
     shared = {**setting.groups, "etp": axis_group(2, 1, 32, CLUSTER.groups[0])}
     setting = dataclasses.replace(setting, groups=shared)
 
-    def part(before: str, behind: str) -> Part:
+    def part(before: str, behind: str) -> CapturedPart:
         run, rows = Pass(Layout(expert=8, expert_tensor=2)), B * S * 4
         for phase in ("forward", "backward"):
             run.phase, run.loaded = phase, True

@@ -14,7 +14,7 @@ from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.runtime.executor.rotary import RotateProjection
 from moe_overlap.tuner.capture.expression import Expression, evaluate
-from moe_overlap.tuner.capture.graph import Implementation, Op, Part
+from moe_overlap.tuner.capture.graph import CapturedPart, Implementation, Op
 from moe_overlap.tuner.cost import instruction_seconds
 from moe_overlap.tuner.cost.listed_operators import ROTATION, as_listed, quantizing_seconds
 from moe_overlap.tuner.cost.operators import tabulate
@@ -30,7 +30,7 @@ CASES["half of a head"] = ("--rotary-percent 0.5", torch.float32, WIDTH // 2)
 ALLOCATED = ("empty", "new_empty", "empty_like", "_reshape_alias", "_unsafe_view")
 
 
-def layer(flags: str, implementation: Implementation = "torch", variant: str = "none", base: str = MOE) -> Part:
+def layer(flags: str, implementation: Implementation = "torch", variant: str = "none", base: str = MOE) -> CapturedPart:
     """The mixture-of-experts layer at one batch."""
     (part,) = recorded(request(f"{base} {flags}", implementation, variant), [(SAMPLES, TOKENS)])["moe"]
     return part
@@ -65,7 +65,7 @@ def executed(dtype: torch.dtype, width: int) -> tuple[list[tuple[str, int]], lis
     return forward.seen, backward.seen
 
 
-def listed(part: Part, backward: bool) -> list[tuple[str, int]]:
+def listed(part: CapturedPart, backward: bool) -> list[tuple[str, int]]:
     ops = [op for op in as_listed(part).ops if rotates(op) and (op.phase == "backward") == backward]
     return [
         (op.name, int(moved))
@@ -116,7 +116,7 @@ def step_seconds(flags: str, gpu: str = "H100") -> float:
     ]
 
 
-def without_copies(part: Part) -> Part:
+def without_copies(part: CapturedPart) -> CapturedPart:
     """A stand-in for the rotation of a graph that has none: whatever attention moves is left out."""
     left_out = (op.operator == "attention" and op.cost_class == "memory" for op in part.ops)
     free = {"cost_class": "free", "shape": (), "bytes": Expression(), "flops": Expression()}

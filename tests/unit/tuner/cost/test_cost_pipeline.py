@@ -10,7 +10,7 @@ from operator import add
 import numpy as np
 import pytest
 
-from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, most_in_flight, one_f_one_b, paired
+from moe_overlap.plan.lowering.pipeline_order import PipelineStep, interleaved, most_in_flight, one_f_one_b, paired
 from moe_overlap.tuner.cost.pipeline import (
     PipelineRules,
     StageTimes,
@@ -32,7 +32,7 @@ def closed(forward: list[float], backward: list[float], count: int, virtual: int
     return float(step_seconds(times, [count] * len(times), virtual))
 
 
-def orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Step, ...]]:
+def orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[PipelineStep, ...]]:
     if virtual == 1:
         return [one_f_one_b(stages, stage, micro_batches) for stage in range(stages)]
     return [interleaved(stages, stage, virtual, micro_batches) for stage in range(stages)]
@@ -49,18 +49,20 @@ def played(stages: int, virtual: int, micro_batches: int, forward: list[float], 
 
 
 def played_blocks(
-    blocks: Sequence[Sequence[Sequence[Step]]], virtual: int, seconds: Callable[[int, Sequence[Step]], float]
+    blocks: Sequence[Sequence[Sequence[PipelineStep]]],
+    virtual: int,
+    seconds: Callable[[int, Sequence[PipelineStep]], float],
 ) -> float:
     """The same for blocks of passes, which hand on what they make when they end."""
     stages = len(blocks)
-    ends: dict[tuple[int, Step], float] = {}
+    ends: dict[tuple[int, PipelineStep], float] = {}
     free, places = [0.0] * stages, [0] * stages
 
-    def ready(stage: int, step: Step) -> float | None:
+    def ready(stage: int, step: PipelineStep) -> float | None:
         position = step.chunk * stages + stage + (-1 if step.direction == "forward" else 1)
         if not 0 <= position < stages * virtual:
             return 0.0
-        return ends.get((position % stages, Step(step.direction, position // stages, step.micro_batch)))
+        return ends.get((position % stages, PipelineStep(step.direction, position // stages, step.micro_batch)))
 
     while any(places[stage] < len(blocks[stage]) for stage in range(stages)):
         for stage in range(stages):

@@ -15,8 +15,8 @@ from moe_overlap.report.answer import _memory
 from moe_overlap.report.prediction import change_name, prediction_json, prediction_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import (
-    Change,
     ChangeKind,
+    MemoryChange,
     MemoryQuantiles,
     fullest_stage,
     overflow_counts,
@@ -171,7 +171,7 @@ def test_flags_of_every_change_make_the_run_that_is_predicted(
     words: str, left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nothing that Megatron-LM refuses beside them, as far as its rules are known; others are not tried."""
-    said: list[tuple[Change, Plan]] = []
+    said: list[tuple[MemoryChange, Plan]] = []
     given = api._features_with
     monkeypatch.setattr(api, "_features_with", lambda *args: said.append(args[:2]) or given(*args))  # type: ignore[func-returns-value]
     job = [*JOB, "--micro-batch-size", "2", *words.split()]

@@ -12,7 +12,7 @@ from moe_overlap.tuner.search.layer.assignment import (
     AssignmentProblem,
     Gradient,
     LayerSpan,
-    Run,
+    OperatorRun,
     best_fit,
     held_shortly,
     longest_run,
@@ -201,7 +201,7 @@ def repeated(layers: int, slots: tuple[int, int] = (100, 100)) -> tuple[Assignme
 def test_identical_layers_are_solved_once() -> None:
     given, spans = repeated(12)
     run = longest_run(given, spans)
-    assert run == Run(first=1, length=1, periods=11)  # the last layer leaves something behind its last slot
+    assert run == OperatorRun(first=1, length=1, periods=11)  # the last layer leaves something behind its last slot
     period = one_period(given, spans, run)
     assert (len(period.gradients), len(period.slots), period.cyclic) == (4, 2, True)
     whole = repeat(given, spans, run, (1, 1, 0, 0))
@@ -229,5 +229,5 @@ def test_layers_that_differ_are_no_run() -> None:
     assert longest_run(changed, spans) is None
     every_second = [t + (n // 2 % 2) * US for n, t in enumerate(given.slots)]
     run = longest_run(AssignmentProblem(given.gradients, tuple(every_second), given.max_bytes), spans)
-    assert run == Run(first=1, length=2, periods=3)
+    assert run == OperatorRun(first=1, length=2, periods=3)
     assert longest_run(problem([], [(5, 1, 0)] * 6), [LayerSpan((n, n + 1), (0, 0)) for n in range(6)]) is None

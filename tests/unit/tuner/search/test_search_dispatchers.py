@@ -27,7 +27,7 @@ from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import search_json, write_search
 from moe_overlap.tuner.capture.cache import Flags
-from moe_overlap.tuner.capture.graph import CapturedModel, Op, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Op
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.search.dispatchers import (
     CALIBRATED,
@@ -73,7 +73,7 @@ def sent_by(dispatcher: Dispatcher, topk: int, op: Op) -> Op:
 
 
 @cache
-def part_by(dispatcher: Dispatcher, topk: int, part: Part) -> Part:
+def part_by(dispatcher: Dispatcher, topk: int, part: CapturedPart) -> CapturedPart:
     return dataclasses.replace(part, ops=tuple(sent_by(dispatcher, topk, op) for op in part.ops))
 
 

@@ -14,7 +14,7 @@ from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.cost.layout_tables import LayoutTables
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.search.part_tables import PartTables
-from moe_overlap.tuner.search.shares import Share, share_of
+from moe_overlap.tuner.search.shares import LayoutShare, share_of
 from moe_overlap.tuner.search.space import UniformLayout
 from tests.unit.tuner.capture.test_capture_library import AXES, BASE, requests
 from tests.unit.tuner.made_layers import Extra, Tape, captured
@@ -71,7 +71,7 @@ def test_a_process_makes_the_tables_of_its_own_share_alone(monkeypatch: pytest.M
     library = BlockLibrary(model_of)
     library.prepare(requests())
     found = PartTables(library, by_ranks, layouts(), LENGTH, shares=3)
-    own = share_of(layouts(), Share(1, 3))
+    own = share_of(layouts(), LayoutShare(1, 3))
     monkeypatch.setattr(LayoutTables, "operators", noted)
     parts = [found.of(layout) for layout in own]
     assert {*asked} == {by_ranks[layout.ranks] for layout in own} and 0 < len(own) < len(layouts())

@@ -20,7 +20,7 @@ from moe_overlap.job import features_of, read_job
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan_search.free import narrow_space
-from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
+from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Layout
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.machine import machine_of
@@ -57,7 +57,7 @@ def graph_of(model: ModelDescription, degrees: tuple[int, int, int, int]) -> Cap
     return dataclasses.replace(graph, parts=(*graph.parts, *again))
 
 
-def recomputing_a_module(part: Part) -> Part:
+def recomputing_a_module(part: CapturedPart) -> CapturedPart:
     """A layer that keeps half as many storages between the passes, and runs its first operator again."""
     first = dataclasses.replace(
         part.ops[0], id=len(part.ops), phase="backward", is_recomputed=True, after=(len(part.ops) - 1,)
