@@ -28,9 +28,9 @@ from tests.validation.random_runs import Run, random_runs
 RUNS = 1000
 PRODUCTS = (CostClassCode.GEMM, CostClassCode.GROUPED_GEMM, CostClassCode.ATTENTION)
 ROUNDING = 1e-9
-PLAYED = 0.04
-"""Of a step that plays of uses price: where slowdowns are read off a play of other lengths, longer uses may end earlier. Of 197
-such runs the worst gets shorter by 3.4 % with twice the tokens, and its list longer by 0.7 %; answers are those of lists."""
+MOVED = 0.005
+"""Of a step whose states move: the first and the last micro-batch add differences of overlaps, which may shrink with more work.
+Of 57 such runs one gets shorter, by 0.2 %; answers are those of lists."""
 MOST_SHORTER = 0.05
 """Share of such runs that get shorter by any of the changes, or no longer with more layers or tokens."""
 GIGA = 1e9
@@ -173,7 +173,7 @@ def test_more_work_and_slower_links_take_longer(third: int) -> None:
             if changed is problem:
                 continue
             more = step(changed)
-            assert more >= seconds * (1 - (PLAYED if run.is_decoupled else ROUNDING)), (name, more / seconds - 1, run)
+            assert more >= seconds * (1 - (MOVED if run.is_decoupled else ROUNDING)), (name, more / seconds - 1, run)
             is_shorter |= more < seconds * (1 - ROUNDING)
             longer[name] += more > seconds * 1.0001
         shorter += is_shorter

@@ -54,7 +54,7 @@ def test_fsdp_is_found_where_it_is_the_fastest_that_fits() -> None:
     assert found.prediction.predicted.step_seconds < 0.99 * narrow.prediction.predicted.step_seconds
     for finalist in (found.chosen, *found.others):
         ranked = next(plan for plan in found.found.ranked if plan.name == finalist.name)
-        assert finalist.seconds == pytest.approx(ranked.seconds, rel=0.015 if moves_states(finalist.plan) else 1e-9)
+        assert finalist.seconds == pytest.approx(ranked.seconds, rel=0.05 if moves_states(finalist.plan) else 1e-9)
     steps = []
     for tensor, expert, samples, strategy, layers in itertools.product(
         (1, 2), (1, 2, 4), (1, 2), ("optim_grads", "optim_grads_params"), (0, 3, 6)
