@@ -1,8 +1,8 @@
 """The result of a capture: operators, storages and collectives of each part of a model on one rank. Standard library and numpy.
 
 A `CapturedPart` is one layer of a kind, the embedding, the head, or a multi-token-prediction layer: its forward pass, then its
-backward pass, as executed. All sizes are expressions in b and s (`expression.py`). Pipeline and data parallelism, ZeRO, offloading
-and the number of layers and micro-batches are not in here: the cost model adds them analytically.
+backward pass, as executed. All sizes are expressions in b and s (`expression.py`). Pipeline and data parallelism, ZeRO,
+offloading and the number of layers and micro-batches are not in here: the cost model adds them analytically.
 
 `check` states the rules of a legal graph. It runs after every pass over a graph; a violation is a mistake of this project, not
 of its user.

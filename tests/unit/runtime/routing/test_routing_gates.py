@@ -250,7 +250,7 @@ def test_drop_policy_disagrees_only_when_written() -> None:
     check_gate("topk", flags)
     check_gate("topk", MoEConfig(num_experts=8, moe_expert_capacity_factor=1.0, moe_token_drop_policy="position"))
     with pytest.raises(ConfigError, match="--moe-token-drop-policy probs: --moe-gate topk drops by position"):
-        check_gate("topk", flags, given={"--moe-token-drop-policy"})
+        check_gate("topk", flags, flags={"--moe-token-drop-policy"})
 
 
 def test_a_gate_checks_the_configuration_it_is_built_from() -> None:
