@@ -25,8 +25,8 @@ HOLDS = """
 import os, sys, time
 from tools.bench.bed import Bed
 from tools.bench.bed import CpuGroup
-from tools.bench.launch import Ranks
-with Bed(2, 100.0) as bed, CpuGroup() as group, Ranks([sys.executable, "-c", "import time; time.sleep(600)"], 2, bed, group):
+from tools.bench.launch import LaunchedRanks
+with Bed(2, 100.0) as bed, CpuGroup() as group, LaunchedRanks([sys.executable, "-c", "import time; time.sleep(600)"], 2, bed, group):
     print("up", flush=True)
     time.sleep(600)
 """

@@ -116,7 +116,7 @@ def test_counts_and_transfers_take_what_was_measured(monkeypatch: pytest.MonkeyP
     )
     receive = dataclasses.replace(send, id=0, name="receive.S0>S1", stage=1, peers=(0,), after=())
     lists = {0: [computes(0), counts, computes(2, 1), send], 1: [receive, computes(1, 0)]}
-    prices = {rank: SimpleNamespace(made=made, slowed=None) for rank, made in lists.items()}
+    prices = {rank: SimpleNamespace(instructions=made, slowed=None) for rank, made in lists.items()}
     monkeypatch.setattr("tools.bench.machine.simulated", lambda *_: SimpleNamespace(prices=prices))
     links = BedLinks(FittedLinks(0.0, 1e30, 0.0), FittedLinks(1.0, 100.0, 0.0), 0.25, 0.5)
     spans = predicted_spans([], cast(Any, None), links, {"L0.attention": 2.0})

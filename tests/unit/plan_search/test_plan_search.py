@@ -117,7 +117,7 @@ def test_megatron_lm_is_told_to_group_the_products_of_experts_as_they_are_priced
     written = searched("megatron-lm").written
     assert (
         flag in written.flags
-        and f"# the products of a rank's experts are one call, as predicted\n{flag}" in written.text
+        and f"# the products of a rank's experts are one call; the prediction assumes it\n{flag}" in written.text
     )
     assert flag not in searched("moe-overlap").written.flags
 

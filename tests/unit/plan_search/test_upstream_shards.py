@@ -131,5 +131,5 @@ def test_a_users_own_fsdp_does_not_bind_the_search_and_the_space_that_has_it_is_
 
 def test_where_the_target_runs_no_layout_the_rule_is_named() -> None:
     words = [*WORDS, "--overlap-moe-expert-parallel-comm"]
-    with pytest.raises(ConfigError, match="--overlap-moe-expert-parallel-comm: overlaps shared experts itself"):
+    with pytest.raises(ConfigError, match="--overlap-moe-expert-parallel-comm: already overlaps shared experts"):
         search_plan(words, with_memory(GIBS), SearchSettings(target="megatron-lm"), **OPTIONS)
