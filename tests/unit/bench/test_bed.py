@@ -26,7 +26,8 @@ import os, sys, time
 from tools.bench.bed import Bed
 from tools.bench.bed import CpuGroup
 from tools.bench.launch import LaunchedRanks
-with Bed(2, 100.0) as bed, CpuGroup() as group, LaunchedRanks([sys.executable, "-c", "import time; time.sleep(600)"], 2, bed, group):
+sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+with Bed(2, 100.0) as bed, CpuGroup() as group, LaunchedRanks(sleeps, 2, bed, group):
     print("up", flush=True)
     time.sleep(600)
 """
