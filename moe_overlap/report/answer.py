@@ -39,6 +39,7 @@ SMALLEST_SHARE = 0.0005
 """Smallest waiting time that is shown, as a share of the step."""
 DAY_SECONDS, HOUR_SECONDS, MINUTE_SECONDS = 86400.0, 3600.0, 60.0
 LAUNCHES = "launching from the host"
+UNTRIED = "pretrain_moe.py of this project has not run on a GPU yet; run a few steps before you rely on the plan"
 UNEQUAL = "waiting for the slowest stage"
 OF_THIS_FORK = "an overlap of all-to-alls: this fork's; --target both compares it with Megatron-LM's"
 OVERLAPS: Mapping[Mechanism, str] = MappingProxyType(
@@ -114,6 +115,11 @@ def answer_lines(answer: Answer) -> list[str]:
 def beware_lines(prediction: Prediction) -> list[str]:
     """The warnings about a prediction."""
     return [line("beware", text) for text in _beware(prediction)]
+
+
+def untried_lines(plan: Plan) -> list[str]:
+    """A warning about a plan of this runtime on GPUs; none for CPUs, on which it is tested."""
+    return [line("beware", UNTRIED)] if plan.host_runs_ahead else []
 
 
 def figure_lines(answer: Answer, name: str = "plan") -> list[str]:

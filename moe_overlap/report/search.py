@@ -30,6 +30,7 @@ from moe_overlap.report.answer import (
     runner_up,
     stages_sentence,
     training_json,
+    untried_lines,
 )
 from moe_overlap.report.changes import change_lines, changes_json, helpful
 from moe_overlap.report.prediction import prediction_json
@@ -316,6 +317,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         lines.append(line("", f"{staged.layouts} layouts with stages that differ: {outcome}"))
     if search.sharding is not None:
         lines += sharding_lines(search.sharding)
+    if search.refusal is None and not search.is_upstream:
+        lines += untried_lines(search.plan)
     lines.append(line("written", f"{folder}: {', '.join(files)}"))
     if search.refusal is not None:
         return lines

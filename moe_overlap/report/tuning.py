@@ -18,7 +18,7 @@ from moe_overlap.describe.files import write_whole
 from moe_overlap.plan.capabilities import GRAPHS_FLAG as GRAPHS
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan_search.results import Tuned
-from moe_overlap.report.answer import line
+from moe_overlap.report.answer import line, untried_lines
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.tuner.calibrate.refine import Refinement
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -157,6 +157,7 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
             f"{1 + len(tuned.others)} ways{refusals}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them",
         )
     ]
+    lines += untried_lines(chosen.plan)
     lines += [line("written", f"{folder}: {', '.join(written_files(tuned))}")]
     if not chosen.prediction.fits:
         return [

@@ -36,6 +36,7 @@ from moe_overlap.plan_search.finalists import in_order
 from moe_overlap.plan_search.flags import Target, as_priced, without_layout
 from moe_overlap.plan_search.results import Finalist, PlanSearch
 from moe_overlap.plan_search.search import search_plan
+from moe_overlap.report.answer import UNTRIED
 from moe_overlap.report.search import (
     _stages_lines,
     closing_lines,
@@ -212,6 +213,9 @@ def test_answer_and_json(tmp_path: Path) -> None:
     # What the flags of this job lack stands behind the command, for the user to fill in.
     assert lines[-1].endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model FILE")
     assert any(line.startswith("your flags") for line in lines) and any("pruned by bounds" in line for line in lines)
+    # Megatron-LM runs on GPUs; this runtime has not yet, and an answer for GPUs says so once.
+    ours = search_lines(searched("moe-overlap"), tmp_path, files, 1e12)
+    assert ours.count(f"beware      {UNTRIED}") == 1 and not any(UNTRIED in line for line in lines)
     values = json.loads(json.dumps(search_json(found)))
     assert values["step_seconds"] == found.prediction.predicted.step_seconds
     assert values["search"]["status"] == "optimal" and values["search"]["gap"] == 0
