@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from megatron.training.cli.arguments import expand_files, parse
@@ -159,7 +160,7 @@ def _defers(plan: Plan) -> bool:
 def named_by(words: Sequence[str]) -> str | None:
     """The name that a file of flags gives a model; None where there is no file."""
     file = next((word for word in words if word.startswith("@")), None)
-    return None if file is None else file[1:].rpartition("/")[2].partition(".")[0]
+    return None if file is None else Path(file[1:]).stem
 
 
 def without_graphs(words: Sequence[str]) -> tuple[tuple[str, ...], bool]:

@@ -14,7 +14,7 @@ import moe_overlap.results as results
 from moe_overlap import Cluster, predict, tune
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.job import read_job
+from moe_overlap.job import named_by, read_job
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan_search.asked import SearchSettings
@@ -65,6 +65,11 @@ def test_the_plan_is_the_one_that_was_predicted(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(api, "read_job", lambda *given, **more: read.append(given) or read_job(*given, **more))
     assert predict(words, gpu="H100", num_gpus=64, name="my-model").plan.model.name == "my-model"
     assert len(read) == 1
+
+
+def test_a_model_has_the_name_of_its_file() -> None:
+    names = [named_by([f"@{file}"]) for file in ("examples/mist-gpt-2.7b.args", "run.sh", "a.d/flags")]
+    assert names == ["mist-gpt-2.7b", "run", "flags"] and named_by(["--num-layers", "2"]) is None
 
 
 def test_a_prediction_is_read_shown_and_written(tmp_path: Path) -> None:
