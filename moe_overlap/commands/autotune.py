@@ -44,6 +44,7 @@ from moe_overlap.commands.job_arguments import (
     cluster_of,
     clusters_of,
     expert_load_of,
+    folder_of_answer,
     job_flags,
     margin_of,
     name_of,
@@ -114,9 +115,10 @@ def _overlap(arguments: argparse.Namespace) -> int:
     if "," in str(arguments.num_gpus or ""):
         rule = "--overlap-only keeps one layout, for one number of GPUs"
         raise ConfigError("--num-gpus", arguments.num_gpus, rule, "drop --overlap-only, or give one number")
-    cluster = cluster_of(arguments)
-    _require_writable(Path(arguments.output))
-    require_no_other_files(Path(arguments.output), has_script=False)
+    cluster, folder = cluster_of(arguments), folder_of_answer(arguments)
+    if folder is not None:
+        _require_writable(folder)
+        require_no_other_files(folder, has_script=False)
     from moe_overlap.api import tune
     from moe_overlap.report.trace import write_trace
     from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
@@ -124,10 +126,10 @@ def _overlap(arguments: argparse.Namespace) -> int:
     options = _options(arguments, on_standard_error)
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(job_flags(arguments), cluster, _limits(arguments), seconds, arguments.refine, **options)
-    folder = Path(arguments.output)
-    write_run(folder, tuned)
-    put_away_others(folder, written_files(tuned), on_standard_error)
-    write_trace(folder / "trace.json", tuned.step, "--output", as_new_file=True)
+    if folder is not None:
+        write_run(folder, tuned)
+        put_away_others(folder, written_files(tuned), on_standard_error)
+        write_trace(folder / "trace.json", tuned.step, "--output", as_new_file=True)
     if arguments.json:
         print(json.dumps(tuned_json(tuned), indent=1))
         return 0
@@ -146,7 +148,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     limit = arguments.time_limit
     if limit is not None and not limit > 0:
         raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
-    _require_writable(Path(arguments.output))
+    folder = folder_of_answer(arguments)
+    if folder is not None:
+        _require_writable(folder)
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     jobs = _jobs(arguments.jobs)
     clusters_of(arguments)
@@ -190,11 +194,12 @@ def _searched(
 
     options, ended = _options(arguments, progress.tell), progress.end
     clusters = clusters_of(arguments)
-    folder = Path(arguments.output)
-    for place in [folder] if len(clusters) == 1 else [folder / folder_of(cluster) for cluster in clusters]:
-        require_no_other_files(place)
-    if arguments.target == "both":
-        require_no_other_files(folder / UPSTREAM_FOLDER)
+    folder = folder_of_answer(arguments)
+    if folder is not None:
+        for place in [folder] if len(clusters) == 1 else [folder / folder_of(cluster) for cluster in clusters]:
+            require_no_other_files(place)
+        if arguments.target == "both":
+            require_no_other_files(folder / UPSTREAM_FOLDER)
     argv = job_flags(arguments, chooses_dispatcher=clusters[0].measured is None)
     if len(clusters) > 1:
         return tune_numbers(arguments, argv, clusters, settings, options, train_tokens, ended)
@@ -202,7 +207,7 @@ def _searched(
         return tune_both(arguments, argv, clusters[0], settings, options, train_tokens, ended)
     search = search_plan(argv, clusters[0], settings, **options)
     ended()
-    files = write_answer(folder, search, on_standard_error, train_tokens)
+    files = [] if folder is None else write_answer(folder, search, on_standard_error, train_tokens)
     if arguments.json:
         print(json.dumps(search_json(search, train_tokens), indent=1))
         return 0
@@ -367,7 +372,7 @@ def _parser() -> argparse.ArgumentParser:
     add_routing_arguments(prices)
     add_margin_argument(parser)
     answer = topic(parser, "answer", "what is printed and written")
-    answer.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
+    answer.add_argument("--output", metavar="DIR", help="where the plan, the flags and the trace go; default: nowhere")
     answer.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
     answer.add_argument(
         "--verbose", action="store_true", help="every figure of the chosen plan, and all that was tried"

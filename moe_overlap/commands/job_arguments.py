@@ -122,6 +122,11 @@ def expert_load_of(arguments: argparse.Namespace) -> str | None:
     return routing
 
 
+def folder_of_answer(arguments: argparse.Namespace) -> Path | None:
+    """The folder of --output; None if the answer is only printed."""
+    return None if arguments.output is None else Path(arguments.output)
+
+
 def token_count(text: str, flag: str = "--train-tokens") -> float:
     """A number of tokens: `1e12`, `300B` or `15T`.
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_overlap.api import Options
-from moe_overlap.commands.job_arguments import on_standard_error
+from moe_overlap.commands.job_arguments import folder_of_answer, on_standard_error
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.results import ScalingRow
 from moe_overlap.plan_search.several import search_both, search_numbers
 from moe_overlap.report.answer_files import put_away_others
 from moe_overlap.report.prediction import prediction_text
@@ -33,9 +34,10 @@ def tune_both(
     """Search for both targets, write both answers and print the gain; `ended` is called after the search."""
     both = search_both(argv, cluster, settings, **options)
     ended()
-    folder = Path(arguments.output)
-    write_answer(folder / UPSTREAM_FOLDER, both.upstream, on_standard_error, train_tokens)
-    files = write_answer(folder, both.runtime, on_standard_error, train_tokens)
+    folder, files = folder_of_answer(arguments), []
+    if folder is not None:
+        write_answer(folder / UPSTREAM_FOLDER, both.upstream, on_standard_error, train_tokens)
+        files = write_answer(folder, both.runtime, on_standard_error, train_tokens)
     if arguments.json:
         print(json.dumps(both_json(both, train_tokens), indent=1))
         return 0
@@ -61,13 +63,9 @@ def tune_numbers(
         raise ConfigError("--target", "both", rule, "give one number, or --target moe-overlap or megatron-lm")
     rows = search_numbers(argv, clusters, settings, **options)
     ended()
-    folder = Path(arguments.output)
-    for row in rows:
-        if row.search is not None:
-            write_answer(folder / row.folder, row.search, on_standard_error, train_tokens)
-        else:
-            # There is no plan, but the folder may hold an earlier answer.
-            put_away_others(folder / row.folder, (), on_standard_error)
+    folder = folder_of_answer(arguments)
+    if folder is not None:
+        _write_rows(rows, folder, train_tokens)
     if arguments.json:
         print(json.dumps(scaling_json(rows, train_tokens), indent=1))
         return 0
@@ -78,3 +76,13 @@ def tune_numbers(
             print(f"\n{row.cluster.gpus} GPUs: {row.search.chosen.name}\n{text}")
             print("\n".join(detail_lines(row.search)))
     return 0
+
+
+def _write_rows(rows: Sequence[ScalingRow], folder: Path, train_tokens: float | None) -> None:
+    """Write the plan of every number of GPUs to a folder of its own."""
+    for row in rows:
+        if row.search is not None:
+            write_answer(folder / row.folder, row.search, on_standard_error, train_tokens)
+        else:
+            # There is no plan, but the folder may hold an earlier answer.
+            put_away_others(folder / row.folder, (), on_standard_error)

@@ -117,6 +117,11 @@ def beware_lines(prediction: Prediction) -> list[str]:
     return [line("beware", text) for text in _beware(prediction)]
 
 
+def unwritten_lines() -> list[str]:
+    """The line of an answer that is only printed."""
+    return [line("written", "nothing; --output DIR writes the flags, a script, the plan and a report")]
+
+
 def untried_lines(plan: Plan) -> list[str]:
     """A warning about a plan of this runtime on GPUs; none for CPUs, on which it is tested."""
     return [line("beware", UNTRIED)] if plan.host_runs_ahead else []

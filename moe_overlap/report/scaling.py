@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.plan_search.results import ScalingRow
-from moe_overlap.report.answer import DAY_SECONDS, beware_lines, line, plan_sentence, shown_tokens, training_of
+from moe_overlap.report.answer import (
+    DAY_SECONDS,
+    beware_lines,
+    line,
+    plan_sentence,
+    shown_tokens,
+    training_of,
+    unwritten_lines,
+)
 from moe_overlap.report.search import EARLY, search_json
 
 HEADINGS = ("GPUs", "step", "tokens/s per GPU", "efficiency")
@@ -62,7 +70,7 @@ def scaling_json(rows: Sequence[ScalingRow], train_tokens: float | None) -> list
     return values
 
 
-def scaling_lines(rows: Sequence[ScalingRow], folder: Path, train_tokens: float | None) -> list[str]:
+def scaling_lines(rows: Sequence[ScalingRow], folder: Path | None, train_tokens: float | None) -> list[str]:
     """The table as text, with notes on its columns and the folders of the plans."""
     headings = HEADINGS if train_tokens is None else (*HEADINGS, *OF_TRAINING)
     table = [tuple(headings)]
@@ -86,7 +94,10 @@ def scaling_lines(rows: Sequence[ScalingRow], folder: Path, train_tokens: float 
     if train_tokens is not None:
         lines.append(line("training", f"{shown_tokens(train_tokens)} tokens"))
     lines.append(line("searched", f"{seconds:.0f} s, for {target}; everything is predicted, nothing was run"))
-    lines.append(line("written", ", ".join(str(folder / row.folder) for row in planned)))
+    if folder is None:
+        lines += unwritten_lines()
+    else:
+        lines.append(line("written", ", ".join(str(folder / row.folder) for row in planned)))
     return lines
 
 

@@ -31,6 +31,7 @@ from moe_overlap.report.answer import (
     stages_sentence,
     training_json,
     untried_lines,
+    unwritten_lines,
 )
 from moe_overlap.report.changes import change_lines, changes_json, helpful
 from moe_overlap.report.prediction import prediction_json
@@ -158,11 +159,13 @@ def simulated_json(finalist: Finalist) -> float | None:
 # Text
 
 
-def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_tokens: float | None) -> list[str]:
+def search_lines(
+    search: PlanSearch, folder: Path | None, files: Sequence[str], train_tokens: float | None
+) -> list[str]:
     """The answer as text.
 
     Args:
-        folder, files: the folder of the answer, and the names of its files.
+        folder, files: the folder of the answer, None if it is only printed, and the names of its files.
     """
     return [*answer_lines(answer_of(search, train_tokens)), *closing_lines(search, folder, files)]
 
@@ -250,8 +253,12 @@ def _screened_lines(screened: Sequence[Screened]) -> list[str]:
     return lines
 
 
-def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:
-    """Lines on the user's layout, dropped flags, the extent of the search, the files, and the command to run."""
+def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str]) -> list[str]:
+    """Lines on the user's layout, dropped flags, the extent of the search, the files, and the command to run.
+
+    Args:
+        folder: the folder of the files; None if nothing is written.
+    """
     lines, counts = [], search.found.counts
     ended = f"; {EARLY}" if search.ended_early else ""
     if search.baseline is not None:
@@ -319,6 +326,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         lines += sharding_lines(search.sharding)
     if search.refusal is None and not search.is_upstream:
         lines += untried_lines(search.plan)
+    if folder is None:
+        return [*lines, *unwritten_lines()]
     lines.append(line("written", f"{folder}: {', '.join(files)}"))
     if search.refusal is not None:
         return lines

@@ -20,11 +20,12 @@ def both_json(both: BothTargets, train_tokens: float | None) -> dict[str, Any]:
     return runtime | {"megatron_lm": upstream, "gain": both.gain}
 
 
-def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_tokens: float | None) -> list[str]:
+def both_lines(both: BothTargets, folder: Path | None, files: Sequence[str], train_tokens: float | None) -> list[str]:
     """The answer as text.
 
     Args:
-        folder, files: the folder of this runtime's answer, and the names of its files; the other answer is in UPSTREAM_FOLDER.
+        folder, files: the folder of this runtime's answer, None if nothing is written, and the names of its files; the other
+            answer is in UPSTREAM_FOLDER.
     """
     lines = []
     for name, search in ((UPSTREAM_FOLDER, both.upstream), (both.runtime.target, both.runtime)):
@@ -42,8 +43,9 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
     lines += dict.fromkeys(warnings)
     lines.append(line("gain", gain_sentence(both)))
     lines += closing_lines(both.runtime, folder, files)
-    at_written = next(index for index, text in enumerate(lines) if text.startswith("written "))
-    lines[at_written] += f"; the same for Megatron-LM in {folder / UPSTREAM_FOLDER}"
+    if folder is not None:
+        at_written = next(index for index, text in enumerate(lines) if text.startswith("written "))
+        lines[at_written] += f"; the same for Megatron-LM in {folder / UPSTREAM_FOLDER}"
     return lines
 
 

@@ -18,7 +18,7 @@ from moe_overlap.describe.files import write_whole
 from moe_overlap.plan.capabilities import GRAPHS_FLAG as GRAPHS
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan_search.results import Tuned
-from moe_overlap.report.answer import line, untried_lines
+from moe_overlap.report.answer import line, untried_lines, unwritten_lines
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.tuner.calibrate.refine import Refinement
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -127,11 +127,11 @@ RUNNERS_UP = 3
 """Most runners-up in the short answer."""
 
 
-def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
+def tuned_lines(tuned: Tuned, folder: Path | None, per_node: int) -> list[str]:
     """The answer in about ten lines; `tuned_details` has the rest.
 
     Args:
-        folder: the folder in which `write_run` has written it.
+        folder: the folder in which `write_run` has written it; None if nothing is written.
         per_node: GPUs per node.
     """
     chosen = tuned.chosen
@@ -158,6 +158,8 @@ def tuned_lines(tuned: Tuned, folder: Path, per_node: int) -> list[str]:
         )
     ]
     lines += untried_lines(chosen.plan)
+    if folder is None:
+        return [*lines, *unwritten_lines()]
     lines += [line("written", f"{folder}: {', '.join(written_files(tuned))}")]
     if not chosen.prediction.fits:
         return [

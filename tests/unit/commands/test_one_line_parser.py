@@ -15,7 +15,7 @@ IN_A_FILE = "no flag of this tool; see --help all; flags of the training go into
 @pytest.mark.parametrize(
     ("tool", "words", "message"),
     [
-        ("autotune", ["--gpu", "H100"], "--output: is missing; add --output DIR"),
+        ("profile_cluster", [], "--output: is missing; add --output C.json"),
         ("predict", ["--expert-model-parallel-size", "8"], f"--expert-model-parallel-size: is {IN_A_FILE}"),
         ("predict", ["--lr", "1", "--bf16"], f"--lr, --bf16: are {IN_A_FILE.replace('flag of', 'flags of')}"),
         ("predict", ["--gpus=H100"], "--gpus: is no flag of this tool; did you mean --gpu?"),

@@ -38,7 +38,7 @@ def search_of(gpus: int, target: Target) -> PlanSearch:
 
 
 def searched_once(
-    words: list[str], cluster: Cluster, settings: SearchSettings, libraries: Libraries, **options: object
+    words: list[str], cluster: Cluster, settings: SearchSettings, libraries: Libraries | None = None, **options: object
 ) -> PlanSearch:
     """A search of these tests' job, which is not repeated."""
     assert settings.has_baseline or settings.target == "megatron-lm"
@@ -64,7 +64,7 @@ def test_both_targets_and_the_gain(
         *("moe-overlap", "step", "training", "memory"),
         "gain",
     ]
-    assert len(lines) <= 14 and lines[-1].startswith("next ")
+    assert len(lines) <= 15 and lines[-1].startswith("next ")
     tuned = tmp_path / "tuned"
     assert f"; the same for Megatron-LM in {tuned / 'megatron-lm'}" in lines[-2]
     assert {path.name for path in tuned.iterdir()} == {*FILES, "megatron-lm"}
@@ -76,6 +76,20 @@ def test_both_targets_and_the_gain(
     assert (values["target"], values["megatron_lm"]["target"]) == ("moe-overlap", "megatron-lm")
     assert values["gain"] == values["megatron_lm"]["step_seconds"] / values["step_seconds"]
     assert values["baseline_step_seconds"] is not None
+
+
+def test_without_a_folder_the_answer_is_only_printed(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "search_plan", searched_once)
+    monkeypatch.setattr("moe_overlap.plan_search.search.search_plan", searched_once)
+    monkeypatch.chdir(tmp_path)
+    files = sorted(tmp_path.rglob("*"))
+    for targets in ("8 --target megatron-lm", "8 --target both", "8,4 --target megatron-lm"):
+        assert autotune.main([*job[:-2], "--num-gpus", *targets.split()]) == 0
+        *_, last = capsys.readouterr().out.splitlines()
+        assert last == "written     nothing; --output DIR writes the flags, a script, the plan and a report"
+    assert sorted(tmp_path.rglob("*")) == files
 
 
 def slower(search: PlanSearch, by: float) -> PlanSearch:

@@ -184,6 +184,7 @@ def test_the_answer_is_about_ten_lines_and_the_rest_is_told_on_demand() -> None:
     assert len(shown) == min(3, len(predicted)) and shown[0].startswith(f"runner-up   {predicted[0].name}: ")
     assert lines[-2] == "written     tuned: plan.json, megatron_args.txt, trace.json"
     assert lines[-3] == f"beware      {UNTRIED}"
+    assert tuned_lines(found, None, 8)[-1].startswith("written     nothing; --output DIR ")
     details = tuned_details(found)
     assert all(any(line.startswith(f"not         {one.name}: ") for line in details) for one in found.others)
     assert found.mix is not None and any("by class of layers" in line for line in details)
