@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Unpack
 
 from moe_overlap.api import Options, machine_for, problem_of
@@ -65,6 +66,7 @@ from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.prediction import predict_plan
+from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.search.dispatchers import (
     LIBRARIES,
     DispatcherOutcome,
@@ -91,6 +93,8 @@ KEPT = 20
 MESH_GPUS = 32
 """Most GPUs on whose sub-meshes stages are searched by default, for dense models. Mixtral on 64 takes 40 % longer with them, and
 gains nothing: no overlap is searched between stages of unlike shape."""
+MOST_SEARCHES = 5
+"""Most searches on a machine that measures operators meanwhile: two to four were needed."""
 STAGED = 3
 """Plans of unlike stages that are read as flags: each is faster than those behind it, of layouts of their own."""
 
@@ -112,17 +116,9 @@ def search_plan(
     """
     begun = time.monotonic()
     asked = asked_of(words, cluster, settings, begun + settings.seconds, libraries, **options)
-    search = _Search(asked)
-    found, outcomes = search.uniform()
-    wider = search.beyond(found)
-    found, staged = wider.uniform, wider.staged
-    is_interrupted = found.is_interrupted or (staged is not None and staged.is_interrupted)
-    if found.solution.value is None and (staged is None or staged.solution.value is None):
-        if is_interrupted:
-            raise KeyboardInterrupt
-        commonest = commonest_refusal(search.refusal, asked.layouts[:REFUSALS])
-        raise does_not_fit(found, cluster, search.said.refused, search.task.machine.memory.certainty, commonest)
-    finalists = search.finalists(wider)
+    outcome = _search_until_measured(asked)
+    search, wider, is_interrupted = outcome.search, outcome.wider, outcome.is_interrupted
+    found, staged, finalists = wider.uniform, wider.staged, outcome.finalists
     deadline = -math.inf if found.solution.status is Status.TIME_LIMIT or is_interrupted else asked.deadline
     finalists, answered = search.decided(found, finalists, deadline)
     chosen, tuned, shards = answered.chosen, answered.tuned, asked.space.shards_operators
@@ -154,7 +150,7 @@ def search_plan(
         staged=staged,
         is_interrupted=is_interrupted or answered.is_interrupted,
         is_late=answered.is_late,
-        dispatchers=outcomes,
+        dispatchers=outcome.dispatchers,
     )
     step = prediction.predicted.step_seconds
     launching = launching_of(plan, answer.problem, step, asked.job.flags, replays_lists=False)
@@ -346,6 +342,65 @@ class _Search:
         )
         hidden = partial(hidden, deadline=deadline, progress=settings.progress)
         return finalists, decide_overlaps(finalists, hidden, overlaps, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """One search of the whole space, with its best plans predicted, in the order of the search."""
+
+    search: _Search
+    wider: _Wider
+    dispatchers: tuple[DispatcherOutcome, ...]
+    finalists: list[Finalist]
+    is_interrupted: bool
+
+
+def _search_until_measured(asked: Asked) -> _Outcome:
+    """The last of the searches that a measured machine needs; any other cluster needs one.
+
+    A search prices operators that the machine has not measured by its peak rates, and predictions of its best plans measure
+    theirs. Rates may be several times too high for an operator, so that plans that run it lead the search; the next search knows
+    better. The searches end when the predictions had nothing to measure.
+    """
+    operators = _measured_operators(asked.cluster)
+    for _ in range(MOST_SEARCHES):
+        outcome = _search_once(asked)
+        before, operators = operators, _measured_operators(asked.cluster)
+        if operators == before or outcome.is_interrupted or time.monotonic() > asked.deadline:
+            break
+    return outcome
+
+
+def _measured_operators(cluster: Cluster) -> int:
+    """Operators in the database of a measured cluster; 0 without one."""
+    return 0 if cluster.measured is None else len(Database.load(Path(cluster.measured.database)).operators)
+
+
+def _search_once(asked: Asked) -> _Outcome:
+    """Search the whole space and predict its best plans.
+
+    Raises:
+        ConfigError: no plan fits.
+        KeyboardInterrupt: Ctrl-C came before any plan was found.
+    """
+    search = _Search(asked)
+    found, dispatchers = search.uniform()
+    wider = search.beyond(found)
+    uniform, staged = wider.uniform, wider.staged
+    is_interrupted = uniform.is_interrupted or (staged is not None and staged.is_interrupted)
+    if uniform.solution.value is None and (staged is None or staged.solution.value is None):
+        if is_interrupted:
+            raise KeyboardInterrupt
+        commonest = commonest_refusal(search.refusal, asked.layouts[:REFUSALS])
+        certainty = search.task.machine.memory.certainty
+        raise does_not_fit(uniform, asked.cluster, search.said.refused, certainty, commonest)
+    return _Outcome(
+        search=search,
+        wider=wider,
+        dispatchers=dispatchers,
+        finalists=search.finalists(wider),
+        is_interrupted=is_interrupted,
+    )
 
 
 def _with_changes(answer: PlanSearch, asked: Asked) -> PlanSearch:

@@ -53,12 +53,8 @@ def test_smallest_case(tmp_path: Path) -> None:
 
 def test_stages_of_unlike_shape_are_found_and_gain_what_was_predicted(tmp_path: Path) -> None:
     """Four ranks measure themselves; the answer has stages of unlike shape, and its written flags run as they are."""
-    # One measured machine of two led to an equal layout, for a reason not found yet; a search of its file again does not.
-    for folder in (tmp_path / "first", tmp_path / "second"):
-        cell = cell_of(folder, "--models heavy-head --mbit 100 --steps 3 --fastest 2")
-        plan = load_plan(folder / "heavy-head-100mbit" / "plan.json")
-        if plan.transfers:
-            break
+    cell = cell_of(tmp_path, "--models heavy-head --mbit 100 --steps 3 --fastest 2")
+    plan = load_plan(tmp_path / "heavy-head-100mbit" / "plan.json")
     assert plan.transfers and len({len(stage.devices.ranks) for stage in plan.stages}) > 1
     chosen, uniform = cell["chosen"], cell["rows"]
     seconds = statistics.median(chosen["steps"])
