@@ -100,7 +100,7 @@ _DIFFERENTIATED = {BufferRole(f"d{role}"): role for role in BufferRole if f"d{ro
 
 
 class Home(StrEnum):
-    """Where a buffer's copy of the content lies; its value is the first word of the name."""
+    """The place of a buffer's copy of the content; its value is the first word of the name."""
 
     DEVICE = ""
     HOST = "host"

@@ -198,8 +198,8 @@ class StageEvaluator:
         """
         assert self._moved is not None
         used, updated = (
-            _largest(of_part, present) + _largest(beside, present)
-            for of_part, beside in (self._moved.used_bytes, self._moved.updated_bytes)
+            _largest(of_part, present) + _largest(neighbours, present)
+            for of_part, neighbours in (self._moved.used_bytes, self._moved.updated_bytes)
         )
         # Updates stand in front of the passes, when no activations are held; the last one leaves beside those.
         return np.maximum(np.maximum(used, _largest(self._moved.leaving_bytes, present)), updated - activations)

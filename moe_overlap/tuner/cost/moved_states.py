@@ -68,12 +68,12 @@ def moved_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     used = weights + gathered + activations + gradients + own_gradients
     updated = states + gradients + weights
     # 2. Alone seconds of the streams.
-    whole = state_seconds(dense, experts, rates.gathered_bytes, rates)
+    gather_seconds = state_seconds(dense, experts, rates.gathered_bytes, rates)
     reduced = state_seconds(dense, experts, rates.gradient_bytes, rates) * rates.reduce_scatter
-    gather, scatter = np.where(level >= 3, whole, nothing), np.where(level >= 2, reduced, nothing)
+    gather, scatter = np.where(level >= 3, gather_seconds, nothing), np.where(level >= 2, reduced, nothing)
     # Without sharding gradient sums are all-reduced: a reduce-scatter and an all-gather.
     reduce = np.where(level >= 2, nothing, np.where(level == 0, 2.0 / rates.reduce_scatter, 1.0) * reduced)
-    gather_updated = np.where((level >= 1) & (level < 3), whole, nothing)
+    gather_updated = np.where((level >= 1) & (level < 3), gather_seconds, nothing)
     update, host = rates.optimizer_sweep * sizes.swept, rates.host_copy
     come = host * (weights + activations)
     # 3. Passes, and what the first and the last of a step add.

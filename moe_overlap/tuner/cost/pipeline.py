@@ -155,9 +155,9 @@ def step_seconds(stages: Sequence[StageTimes], micro_batches: Sequence[int], vir
 def warm_up(stages: int, stage: int, micro_batches: int, virtual: int) -> tuple[int, int, int]:
     """Passes of a chunk behind a stage's first one: those of the rounds, q, and pairs of passes of the steady part."""
     rounds = (virtual - 1) * min(stages, micro_batches)
-    left = micro_batches * virtual - 1 - rounds
-    warm = min((2 if virtual > 1 else 1) * (stages - 1 - stage), left)
-    return rounds, warm, left - warm
+    remaining = micro_batches * virtual - 1 - rounds
+    warm = min((2 if virtual > 1 else 1) * (stages - 1 - stage), remaining)
+    return rounds, warm, remaining - warm
 
 
 def _left_to_right(terms: Iterable[Seconds]) -> Seconds:
@@ -167,30 +167,30 @@ def _left_to_right(terms: Iterable[Seconds]) -> Seconds:
 
 def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], count: int, virtual: int) -> Seconds:
     """The longest chain over the stages that have this number of micro-batches."""
-    shares = [max(1.0, each / count) / virtual for each in micro_batches]
+    shares = [max(1.0, number / count) / virtual for number in micro_batches]
     forward = [stage.forward * share for stage, share in zip(stages, shares, strict=True)]
     backward = [stage.backward * share for stage, share in zip(stages, shares, strict=True)]
     entered = _entered(stages, forward, count, virtual)
-    left, gone = _ends(stages, backward)
+    after_last, gone = _ends(stages, backward)
     round_back: Seconds = _left_to_right(backward)
     longest: Seconds = float("-inf")
-    # Of the stages behind: forward passes of the last micro-batch, backward passes of the first.
-    there: Seconds = 0.0
-    back: Seconds = 0.0
+    # Sums over the stages behind this one: forward passes of the last micro-batch, backward passes of the first.
+    forward_rest: Seconds = 0.0
+    backward_rest: Seconds = 0.0
     for index in range(len(stages) - 1, -1, -1):
         f, b = forward[index], backward[index]
         if micro_batches[index] == count:
             rounds, warm, steady = warm_up(len(stages), index, count, virtual)
             cycles = np.maximum(rounds * b, (virtual - 1) * round_back) if rounds else 0.0
-            own, last = entered[index] + warm * f, there + gone[-1]
-            behind = b + warm * b + left[index] if index < len(stages) - 1 else gone[-1]
-            begun = np.maximum(own, entered[-1] + back)
+            warmed, last = entered[index] + warm * f, forward_rest + gone[-1]
+            drain = b + warm * b + after_last[index] if index < len(stages) - 1 else gone[-1]
+            steady_begin = np.maximum(warmed, entered[-1] + backward_rest)
             if steady:
-                chain = begun + steady * (f + b) + np.maximum(behind, last)
+                chain = steady_begin + steady * (f + b) + np.maximum(drain, last)
             else:
-                chain = np.maximum(begun + behind, own + last)
+                chain = np.maximum(steady_begin + drain, warmed + last)
             longest = np.maximum(longest, cycles + chain)
-        there, back = there + f, back + b
+        forward_rest, backward_rest = forward_rest + f, backward_rest + b
     return longest
 
 
@@ -215,12 +215,12 @@ def _entered(stages: Sequence[StageTimes], forward: Sequence[Seconds], count: in
 
 
 def _ends(stages: Sequence[StageTimes], backward: Sequence[Seconds]) -> tuple[list[Seconds], list[Seconds]]:
-    """[S] what is left behind each last backward pass, here and in front; and with that pass."""
-    left, gone = [stages[0].tail], [backward[0] + stages[0].tail]
+    """[S] seconds after each stage's last backward pass, on it and on the stages in front; and the same with that pass."""
+    after_last, gone = [stages[0].tail], [backward[0] + stages[0].tail]
     for b, stage in zip(backward[1:], stages[1:], strict=True):
-        left.append(np.maximum(stage.tail, gone[-1]))
-        gone.append(b + left[-1])
-    return left, gone
+        after_last.append(np.maximum(stage.tail, gone[-1]))
+        gone.append(b + after_last[-1])
+    return after_last, gone
 
 
 def spent_on(

@@ -139,8 +139,8 @@ def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
         ),
         rounds=np.array(
             [
-                [number[index, PipelineStep("forward", virtual - 1, each)] for index in range(stages)]
-                for each in reversed(last)
+                [number[index, PipelineStep("forward", virtual - 1, group)] for index in range(stages)]
+                for group in reversed(last)
             ]
         ),
     )

@@ -91,11 +91,11 @@ class HiddenCosts(UniformCosts):
 
     def _cost(self, table: OpTable, layout: UniformLayout, setting: Setting) -> PartCost:
         cost, concurrent = super()._cost(table, layout, setting), setting.concurrent
-        alone = setting.alone if self._way is Way.PAIRS else 0.0
-        key = id(cost), alone
+        unpaired = setting.alone if self._way is Way.PAIRS else 0.0
+        key = id(cost), unpaired
         if key not in self._hidden:
             if self._way is Way.PAIRS:
-                hidden = hide_all_to_alls(cost, concurrent, alone)
+                hidden = hide_all_to_alls(cost, concurrent, unpaired)
             else:
                 cut = hide_all_to_alls(launched_again(cost, table, setting, layout.micro_batch), concurrent)
                 hidden = min(cost, cut, key=lambda each: each.seconds)

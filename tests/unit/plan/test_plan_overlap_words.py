@@ -12,6 +12,7 @@ from moe_overlap.describe.model import LatentAttention
 from moe_overlap.plan import operators
 from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.lowering.deferral import default_slots, split_weights
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, RangeWord, StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
@@ -307,7 +308,10 @@ def test_ranges_that_cannot_be(layers: tuple[LayerOverlap, ...], message: str) -
 
 def test_a_range_may_hold_several_layers() -> None:
     wide = StageOverlap(layers=(cut(0, "L0.attention", "L2.mlp"), LayerOverlap(layer=1, gate="hash")))
-    validate_plan(plan_samples.plan(3, stage={**EP2, "overlap": wide}), plan_samples.model("mmd"))
+    plan, model = plan_samples.plan(3, stage={**EP2, "overlap": wide}), plan_samples.model("mmd")
+    validate_plan(plan, model)
+    layers = {i.operator.layer for i in lower(plan, model, 0) if i.partition and i.kind == "compute"}
+    assert layers == {0, 1, 2}, "every layer of the range runs in partitions"
 
 
 COMBINE, DISPATCH = "L1.moe.combine.backward", "L1.moe.dispatch.backward"

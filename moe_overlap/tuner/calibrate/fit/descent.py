@@ -31,7 +31,7 @@ COARSE = (32, 16, 8)
 WIDEST = 32
 """Largest half width of a box."""
 SOLVERS = ("GLOP", "CLP")
-"""Of linear programs, in the order in which they are asked: the first gives up now and then, for want of precision."""
+"""Solvers of linear programs, tried in this order: the first sometimes stops without an answer, for lack of precision."""
 FAR_SPAN = 4
 """Half the distance over which slopes are taken while that helps; one step after that."""
 MOST_ROUNDS = 60

@@ -35,12 +35,12 @@ class MeasuredRun:
 
     @property
     def gpu_type(self) -> str:
-        """As constants name it."""
+        """The GPU type, as constants name it."""
         return self.row.gpu_type
 
     @property
     def release(self) -> str:
-        """Of its software."""
+        """The release of its software."""
         return self.row["release"]
 
     @property
@@ -50,7 +50,7 @@ class MeasuredRun:
 
     @property
     def seconds(self) -> float:
-        """Measured, of a step."""
+        """The measured seconds of a step."""
         return self.row.seconds
 
     def predict(self, constants: Constants) -> Prediction:
@@ -70,12 +70,12 @@ class MeasuredRun:
         return machine_of(self.cluster, constants, release, self.load, precision=precision, is_moe=self.row.is_moe)
 
     def relative_error(self, constants: Constants) -> float:
-        """Of the step's seconds."""
+        """The relative error of the predicted step."""
         logged = constants.common.logged_seconds if self.row.is_logged else 0.0
         return (self.predict(constants).predicted.step_seconds + logged) / self.row.seconds - 1.0
 
     def memory_error(self, constants: Constants) -> float:
-        """Of the peak; of what was allocated, where that was measured, without what the allocator reserves in vain."""
+        """The relative error of the predicted peak, without fragmentation if allocated and not reserved bytes were measured."""
         stage = self.measured_stage(constants)
         vain = 0 if self.row.is_reserved else stage.peak_bytes_by_category.fragmentation
         return (stage.peak_bytes - vain) / GIB / self.row.gib - 1.0

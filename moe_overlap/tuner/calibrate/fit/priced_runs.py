@@ -23,15 +23,15 @@ Known = dict[tuple[object, ...], float]
 
 
 class ScopedRun(Protocol):
-    """A run as constants are told apart by."""
+    """The properties of a run that select its constants."""
 
     @property
     def gpu_type(self) -> str:
-        """As constants name it."""
+        """The GPU type, as constants name it."""
 
     @property
     def release(self) -> str:
-        """Of its software; empty where it is none of the table."""
+        """The release of its software; empty if the table has none for it."""
 
     @property
     def scope(self) -> str:
@@ -47,14 +47,14 @@ class FittedRun(ScopedRun, Protocol):
 
     @property
     def seconds(self) -> float:
-        """Measured, of a step."""
+        """The measured seconds of a step."""
 
     def relative_error(self, constants: Constants) -> float:
-        """Of its seconds."""
+        """The relative error of the predicted step."""
 
 
 def architecture_of(gpu: str) -> str:
-    """Of a GPU type of the table."""
+    """The architecture of a GPU type of the table."""
     return str(known_gpus()[gpu]["architecture"])
 
 

@@ -56,7 +56,7 @@ class RunCase:
         return price(self.job.plan, self.job.model, self.families, self.machine(constants), self.features)
 
     def machine(self, constants: Constants) -> Machine:
-        """What the run ran on."""
+        """The machine of the run under these constants."""
         of_gpu, _ = constants.of_gpu(self.cluster.group_of(0).gpu)
         return Machine(
             cluster=self.cluster, constants=of_gpu, common=constants.common, fragmentation=constants.fragmentation
@@ -143,16 +143,16 @@ class RecordedStep:
 
     @property
     def seconds(self) -> float:
-        """Measured."""
+        """The measured seconds of a step."""
         return self.case.run.values["iteration_time"].value
 
     @property
     def gpu_type(self) -> str:
-        """As constants name it."""
+        """The GPU type, as constants name it."""
         return self.case.run.gpu_type
 
     def relative_error(self, constants: Constants) -> float:
-        """Of its seconds."""
+        """The relative error of the predicted step."""
         return next(figure.error for figure in self.case.compared(constants) if figure.what == "step")
 
 

@@ -26,9 +26,9 @@ ACESO_SIZES = {"gpt-1_3B": "1.3b", "gpt-2_6B": "2.7b", "gpt-6_7B": "7b", "gpt-13
 LLAMA_FFN = 256
 """Llama's MLP is 8/3 as wide as its hidden states, up to a multiple of this."""
 LAYER_OPERATORS = 13
-"""Of a layer, as Aceso counts; beside the layers it has the embedding, the last norm and the head."""
+"""Operators of a layer in Aceso's count, which also has the embedding, the last norm and the head."""
 CORE_OPERATORS = 4
-"""Of them scores, softmax, dropout and the product with the values."""
+"""Those of attention's core: scores, softmax, dropout and the product with the values."""
 OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather".split()
 
 
@@ -68,7 +68,7 @@ class RecordedRun:
 
     @property
     def gpu_type(self) -> str:
-        """As constants name it."""
+        """The GPU type, as constants name it."""
         return "L4" if self.gpu.startswith("l4") else "A100"
 
     @property
@@ -172,7 +172,7 @@ def _first_ranks(stages: list[StagePlan]) -> list[int]:
 
 
 def _flags(run: RecordedRun) -> list[str]:
-    """Of the model, the batch and the kernels; Mist's GPT has no positions, its Llama Llama's."""
+    """Megatron's flags for model, batch and kernels; Mist's GPT has no position embedding, its Llama rotary ones."""
     family, _, size = run.model.partition("-")
     facts = models()[f"mist-gpt-{ACESO_SIZES.get(run.model, size)}"]
     hidden = int(facts["hidden"])
@@ -197,7 +197,7 @@ def _flags(run: RecordedRun) -> list[str]:
 
 
 def _mist_stages(run: RecordedRun) -> list[StagePlan]:
-    """Of a plan of Mist's, or of a uniform Megatron run that recomputes every layer."""
+    """The stages of a plan of Mist's, or of a uniform Megatron run that recomputes every layer."""
     settings = run.settings
     if run.harness == "Mist":
         recorded = settings["stages"]
@@ -243,7 +243,7 @@ def layers_of_stages(run: RecordedRun) -> list[float]:
 
 
 def _again(operators: int, exact: float, layers: int) -> Recompute:
-    """What Aceso's count of recomputed operators is taken for: attention's core, which takes the most memory, or all."""
+    """The recomputation that a count of Aceso's stands for: attention's core, which needs the most memory, or every operator."""
     if not operators:
         return Recompute()
     if operators > LAYER_OPERATORS * exact * 3 / 4:

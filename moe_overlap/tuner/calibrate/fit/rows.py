@@ -166,7 +166,7 @@ class MeasuredRow:
 
     @property
     def habits(self) -> Habits:
-        """Of its source."""
+        """The habits of the row's source."""
         return next(habits for prefix, habits in SOURCES.items() if self["source"].startswith(prefix))
 
 

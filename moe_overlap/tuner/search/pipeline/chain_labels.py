@@ -8,11 +8,11 @@ between its first and its last micro-batch. X and Y are what later stages add: t
 back to stage k, and that of the last one.
 
     come     when the first forward pass ends here     gone     from the begin of the last backward pass here to the end of all
-    alone    max own_s + m_s + behind_s                first    max m_s + behind_s and the backward passes up to k: beside X
-    last     max own_s + m_s and the forward passes    both     max m_s and all of these passes: beside X and Y
+    chain    max warmed_s + m_s + drain_s              first    max m_s + drain_s and the backward passes up to k: beside X
+    last     max warmed_s + m_s and the forward        both     max m_s and all of these passes: beside X and Y
              up to k: beside Y                         update   the slowest optimizer
 
-    step = max(alone, first + X, last + Y, both + X + Y) + update + what is there whatever is chosen
+    step = max(chain, first + X, last + Y, both + X + Y) + update + what is there whatever is chosen
 
 Every number is better small, and stays so whatever follows: of labels with the same layers and devices those on the Pareto
 frontier are kept. Steps of `choose_by_labels`:
@@ -51,8 +51,8 @@ LEVELS = 24
 """Intervals of the slowest stage's seconds, whose smallest sums are found each by itself."""
 AGREE = 1e-9
 """Share of a step by which the labels of a choice may be off its price, for rounding."""
-NUMBERS = ("come", "gone", "alone", "first", "last", "both", "update")
-COME, GONE, ALONE, FIRST, LAST, BOTH, UPDATE = range(len(NUMBERS))
+NUMBERS = ("come", "gone", "chain", "first", "last", "both", "update")
+COME, GONE, CHAIN, FIRST, LAST, BOTH, UPDATE = range(len(NUMBERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +175,15 @@ def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) 
     middle = stage.middle[columns]
     result = np.empty_like(before)
     come = result[COME] = forward + np.maximum(before[COME], stage.first[columns])
-    left = np.maximum(stage.tail[columns], before[GONE])
-    gone = result[GONE] = backward + left
-    own = come + stage.ahead[columns]
-    behind = gone if stage.is_last else stage.behind[columns] + left
+    after_last = np.maximum(stage.tail[columns], before[GONE])
+    gone = result[GONE] = backward + after_last
+    warmed = come + stage.ahead[columns]
+    drain = gone if stage.is_last else stage.behind[columns] + after_last
     # Without a steady part the last forward pass does not wait for the first backward pass.
     passes = middle if stage.has_steady else 0.0
-    result[ALONE] = np.maximum(before[ALONE], own + middle + behind)
-    result[FIRST] = np.maximum(before[FIRST] + backward, middle + behind)
-    result[LAST] = np.maximum(before[LAST] + forward, own + passes)
+    result[CHAIN] = np.maximum(before[CHAIN], warmed + middle + drain)
+    result[FIRST] = np.maximum(before[FIRST] + backward, middle + drain)
+    result[LAST] = np.maximum(before[LAST] + forward, warmed + passes)
     result[BOTH] = before[BOTH] + forward + backward
     if stage.has_steady:
         result[BOTH] = np.maximum(result[BOTH], middle)
@@ -193,8 +193,8 @@ def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) 
 
 def _seconds(labels: Floats, fixed: float) -> Floats:
     """Steps of whole pipelines."""
-    come, gone, alone, first, last, both, update = labels
-    step = np.maximum(np.maximum(alone, first + come), np.maximum(last + gone, both + come + gone))
+    come, gone, chain, first, last, both, update = labels
+    step = np.maximum(np.maximum(chain, first + come), np.maximum(last + gone, both + come + gone))
     return step + update + fixed
 
 
@@ -209,16 +209,18 @@ class _Rest:
         self.states = (problem.layers + 1) * self._radix[0]
         passes = [stage.forward + stage.backward for stage in stages]
         # A stage's chain has the ways of the first and of the last micro-batch, and what it does between them.
-        own = [stage.ahead + stage.middle * stage.has_steady for stage in stages]
-        self.there = self._sums(passes)
+        chains = [stage.ahead + stage.middle * stage.has_steady for stage in stages]
+        self.passes_rest = self._sums(passes)
         self.update = self._sums([stage.optimizer for stage in stages], largest=True)
-        low = max(0.0, float(self._sums(own, largest=True)[0][0]))
+        low = max(0.0, float(self._sums(chains, largest=True)[0][0]))
         known = math.isfinite(beat) and math.isfinite(low)
         levels = np.linspace(low, max(low, beat), LEVELS + 1).tolist() if known else []
         self._slowest = [
             (
                 lower,
-                self._sums([np.where(each <= upper, total, math.inf) for each, total in zip(own, passes, strict=True)]),
+                self._sums(
+                    [np.where(chain <= upper, total, math.inf) for chain, total in zip(chains, passes, strict=True)]
+                ),
             )
             for lower, upper in zip(levels, levels[1:], strict=False)
         ]
@@ -250,10 +252,10 @@ class _Rest:
 
     def bound(self, labels: Floats, states: Integers, place: int) -> Floats:
         """[n] seconds that no pipeline stays below that begins with these labels, whose next stage is this one."""
-        come, gone, alone, first, last, both, update = labels
-        there = self.there[place][states]
-        step = np.maximum(np.maximum(alone, first + come + there), last + gone + there)
-        step = np.maximum(step, both + come + gone + 2.0 * there)
+        come, gone, chain, first, last, both, update = labels
+        passes_rest = self.passes_rest[place][states]
+        step = np.maximum(np.maximum(chain, first + come + passes_rest), last + gone + passes_rest)
+        step = np.maximum(step, both + come + gone + 2.0 * passes_rest)
         if self._slowest and place < len(self._stages):
             slow = np.full(len(states), math.inf)
             for lower, sums in self._slowest:
@@ -289,28 +291,34 @@ def _run(
         for begin in range(0, len(states), step):
             if time.perf_counter() > deadline:
                 return None
-            own = slice(begin, begin + step)
-            after = states[own, None] + stage.taken
+            lot_rows = slice(begin, begin + step)
+            after = states[lot_rows, None] + stage.taken
             possible = after < rest.states
             if stage.begins is not None:
-                possible &= states[own, None] // rest._radix[0] == stage.begins
-            possible[possible] = np.isfinite(rest.there[place + 1][after[possible]])
+                possible &= states[lot_rows, None] // rest._radix[0] == stage.begins
+            possible[possible] = np.isfinite(rest.passes_rest[place + 1][after[possible]])
             rows, columns = np.nonzero(possible)
             extended = _extended(labels, stage, rows + begin, columns)
             bounds = rest.bound(extended, after[rows, columns], place + 1)
-            kept = bounds < beat
-            dropped = min(dropped, float(bounds[~kept].min(initial=math.inf)))
+            is_open = bounds < beat
+            dropped = min(dropped, float(bounds[~is_open].min(initial=math.inf)))
             lots.append(
-                (extended[:, kept], after[rows, columns][kept], rows[kept] + begin, columns[kept], bounds[kept])
+                (
+                    extended[:, is_open],
+                    after[rows, columns][is_open],
+                    rows[is_open] + begin,
+                    columns[is_open],
+                    bounds[is_open],
+                )
             )
             if most is None and sum(len(lot[1]) for lot in lots) > 16 * MOST:
                 return None
-        labels, states, rows, columns, bounds = (np.concatenate(each, axis=-1) for each in zip(*lots, strict=True))
-        left = _undominated(labels, states, bounds, most)
-        if len(left) > MOST:
+        labels, states, rows, columns, bounds = (np.concatenate(parts, axis=-1) for parts in zip(*lots, strict=True))
+        undominated = _undominated(labels, states, bounds, most)
+        if len(undominated) > MOST:
             return None
-        labels, states = labels[:, left], states[left]
-        origins.append((rows[left], columns[left]))
+        labels, states = labels[:, undominated], states[undominated]
+        origins.append((rows[undominated], columns[undominated]))
     if not len(states):
         return Labelled(None, beat, min(beat, dropped), True)
     seconds = _seconds(labels, problem.rules.fixed)

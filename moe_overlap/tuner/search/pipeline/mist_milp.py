@@ -211,15 +211,15 @@ class _Program:
         self._forward = [(self._chosen(i, "forward") + wait / 2) / virtual for i, wait in enumerate(waits)]
         self._backward = [(self._chosen(i, "backward") + wait / 2) / virtual for i, wait in enumerate(waits)]
         entered = self._entered()
-        left, gone = self._ends()
+        after_last, gone = self._ends()
         step = self.model.add_variable()
-        there: mathopt.LinearTypes = 0.0
-        back: mathopt.LinearTypes = 0.0
+        forward_rest: mathopt.LinearTypes = 0.0
+        backward_rest: mathopt.LinearTypes = 0.0
         for i in range(count - 1, -1, -1):
-            self._chain(i, step, (entered[i], entered[-1] + back), (left[i], gone[-1], there))
-            there = there + self._forward[i]
-            back = back + self._backward[i]
-        update = self._largest([self._time(i, each.optimizer) for i, each in enumerate(problem.stages)])
+            self._chain(i, step, (entered[i], entered[-1] + backward_rest), (after_last[i], gone[-1], forward_rest))
+            forward_rest = forward_rest + self._forward[i]
+            backward_rest = backward_rest + self._backward[i]
+        update = self._largest([self._time(i, stage.optimizer) for i, stage in enumerate(problem.stages)])
         self.model.minimize(step + filling + update)
 
     def _entered(self) -> Terms:
@@ -246,13 +246,13 @@ class _Program:
 
     def _ends(self) -> tuple[Terms, Terms]:
         """Per stage, as in pipeline.py: time behind its last backward pass, and with that pass."""
-        left: Terms = []
+        after_last: Terms = []
         gone: Terms = []
         for i, backward in enumerate(self._backward):
             tail = self._chosen(i, "tail")
-            left.append(self._largest([tail, gone[-1]]) if i else tail)
-            gone.append(backward + left[-1])
-        return left, gone
+            after_last.append(self._largest([tail, gone[-1]]) if i else tail)
+            gone.append(backward + after_last[-1])
+        return after_last, gone
 
     def _chain(
         self,
@@ -266,18 +266,18 @@ class _Program:
         stages = problem.stages
         rounds, warm, steady = warm_up(len(stages), i, problem.micro_batches, virtual)
         f, b = self._forward[i], self._backward[i]
-        (entered, first), (left, all_gone, there) = begins, ends
+        (entered, first), (after_last, all_gone, forward_rest) = begins, ends
         cycles: mathopt.LinearTypes = 0.0
         if rounds:
             cycles = self._largest([rounds * b, (virtual - 1) * mathopt.fast_sum(self._backward)])
-        own, last = entered + warm * f, there + all_gone
-        behind = b + warm * b + left if i < len(stages) - 1 else all_gone
-        begun = self._largest([own, first])
+        warmed, last = entered + warm * f, forward_rest + all_gone
+        drain = b + warm * b + after_last if i < len(stages) - 1 else all_gone
+        steady_begin = self._largest([warmed, first])
         if steady:
-            model.add_linear_constraint(step >= cycles + begun + steady * (f + b) + self._largest([behind, last]))
+            model.add_linear_constraint(step >= cycles + steady_begin + steady * (f + b) + self._largest([drain, last]))
         else:
-            model.add_linear_constraint(step >= cycles + begun + behind)
-            model.add_linear_constraint(step >= cycles + own + last)
+            model.add_linear_constraint(step >= cycles + steady_begin + drain)
+            model.add_linear_constraint(step >= cycles + warmed + last)
 
     def _largest(self, terms: Sequence[mathopt.LinearTypes]) -> mathopt.Variable:
         """A variable that the objective presses onto the largest of some terms."""
