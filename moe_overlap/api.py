@@ -106,11 +106,11 @@ class PredictedJob:
     leeway: Leeway
 
 
-def leeway_of(words: Sequence[str], job: Job, problem: Problem) -> Leeway:
+def leeway_of(arguments: Sequence[str], job: Job, problem: Problem) -> Leeway:
     """The advice that a job leaves room for: no flag that it has or that is refused, and no search that would find nothing.
 
     Args:
-        words: its flags, or `@FILE`.
+        arguments: its flags, or `@FILE`.
         problem: of it, with its plan.
     """
     features, plan = problem.features, problem.plan
@@ -122,15 +122,15 @@ def leeway_of(words: Sequence[str], job: Job, problem: Problem) -> Leeway:
     return Leeway(
         data_flags=tuple(flag for flag, is_given in hiding.items() if not is_given),
         may_interleave=may_interleave(job, plan),
-        no_overlap=_no_overlap(words, problem),
+        no_overlap=_no_overlap(arguments, problem),
     )
 
 
-def _no_overlap(words: Sequence[str], problem: Problem) -> str:
+def _no_overlap(arguments: Sequence[str], problem: Problem) -> str:
     """The rule by which a search for an overlap of the job's all-to-alls finds none; empty where no flag decides that."""
     try:
         # What is tuned is executed here, without what other releases have.
-        parse(list(expand_files(words)))
+        parse(list(expand_files(arguments)))
     except ConfigError as error:
         return str(error)
     if problem.listed.refusal is not None:
@@ -143,21 +143,21 @@ def _no_overlap(words: Sequence[str], problem: Problem) -> str:
     return ""
 
 
-def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> Prediction:
+def predict(arguments: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> Prediction:
     """Seconds and bytes of a run. Arguments and errors as `predict_job` has them."""
-    return predict_job(words, cluster, options).prediction
+    return predict_job(arguments, cluster, options).prediction
 
 
-def predict_job(words: Sequence[str], cluster: Cluster, options: Options) -> PredictedJob:
+def predict_job(arguments: Sequence[str], cluster: Cluster, options: Options) -> PredictedJob:
     """Seconds and bytes of a run, with the job and the problem of which they are.
 
     Args:
-        words: Megatron flags, or `@FILE`.
+        arguments: Megatron flags, or `@FILE`.
         cluster: the machines; all of their GPUs run.
     Raises:
         ConfigError: the flags or the files of the options are wrong, or the model cannot be captured.
     """
-    job = _job_on(words, cluster, options)
+    job = _job_on(arguments, cluster, options)
     problem = _problem(job, cluster, options)
     prediction = predict_plan(problem.plan, problem)
     launching = launching_of(problem.plan, problem, prediction.predicted.step_seconds, job.flags)
@@ -167,16 +167,16 @@ def predict_job(words: Sequence[str], cluster: Cluster, options: Options) -> Pre
             prediction,
             problem,
             lambda plan: _captured(job, plan, cluster, options),
-            lambda change, plan: _features_with(change, plan, words, job, problem, cluster, options),
+            lambda change, plan: _features_with(change, plan, arguments, job, problem, cluster, options),
         )
         prediction = dataclasses.replace(prediction, remedy=remedy, tried=tried)
-    return PredictedJob(job=job, problem=problem, prediction=prediction, leeway=leeway_of(words, job, problem))
+    return PredictedJob(job=job, problem=problem, prediction=prediction, leeway=leeway_of(arguments, job, problem))
 
 
 def _features_with(
     change: MemoryChange,
     plan: Plan,
-    words: Sequence[str],
+    arguments: Sequence[str],
     job: Job,
     problem: Problem,
     cluster: Cluster,
@@ -186,14 +186,14 @@ def _features_with(
     job kept: this fork's, or Megatron-LM's where that alone runs the change.
 
     Args:
-        words: of the job.
+        arguments: of the job.
         plan: the changed one.
     """
     if options.get("plan") is not None or "--plan" in job.flags:
         # The file decides, not flags.
         return problem.features
     try:
-        changed = _job_on((*expand_files(words), *change_flags(change).split()), cluster, options)
+        changed = _job_on((*expand_files(arguments), *change_flags(change).split()), cluster, options)
     except ConfigError:
         return None
     if changed.plan.stages != plan.stages:
@@ -208,18 +208,18 @@ def _features_with(
     return features_of(changed.config, changed.plan.precision, changed.flags)
 
 
-def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
+def simulated(arguments: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
     """A step of a run, instruction by instruction, on one rank of every stage. Arguments as `predict` takes them.
 
     Raises:
         ConfigError: as `predict`; or the plan cannot be lowered to instructions.
     """
-    problem = problem_of(words, cluster, options)
+    problem = problem_of(arguments, cluster, options)
     return simulate_step(problem.plan, problem)
 
 
 def tune(
-    words: Sequence[str],
+    arguments: Sequence[str],
     cluster: Cluster,
     limits: SearchLimits,
     solver_seconds: float = 5.0,
@@ -229,8 +229,8 @@ def tune(
     """Choose the overlap of a run.
 
     Args:
-        words: Megatron flags, or `@FILE`, without a plan and without overlap decided by hand. With --moe-overlap-cuda-graphs all
-            candidates are priced, and run, with their lists replayed as CUDA graphs.
+        arguments: Megatron flags, or `@FILE`, without a plan and without overlap decided by hand. With --moe-overlap-cuda-graphs
+            all candidates are priced, and run, with their lists replayed as CUDA graphs.
         cluster: the machines; all of their GPUs run.
         solver_seconds: for each weight-gradient schedule.
         traces: of runs of this job, which refine its prices.
@@ -243,11 +243,11 @@ def tune(
     if not solver_seconds > 0:
         raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
     parse(
-        list(expand_files(words))
+        list(expand_files(arguments))
     )  # What is tuned is executed here: the flags of other releases are refused, as in training.
-    named = named_by(words)
-    words, replays = without_graphs(words)
-    job = executed_here(_read_on(words, cluster, options if named is None else {**options, "name": named}))
+    named = named_by(arguments)
+    arguments, replays = without_graphs(arguments)
+    job = executed_here(_read_on(arguments, cluster, options if named is None else {**options, "name": named}))
     require_executable(job, cluster, options)
     problem = _problem(job, cluster, options)
     _require_open(problem.plan)
@@ -258,9 +258,9 @@ def tune(
     if traces:
         problem, refinement = refine(problem, traces)
     decision = decide_overlap(problem, limits, solver_seconds, None if refinement is None else refinement.steps)
-    arguments, dropped = arguments_to_run(words, decision.chosen.decided, job.config)
+    executed, dropped = arguments_to_run(arguments, decision.chosen.decided, job.config)
     if replays and decision.chosen.decided.is_listed:
-        arguments = (*arguments, GRAPHS_FLAG)
+        executed = (*executed, GRAPHS_FLAG)
     elif replays:
         dropped = (*dropped, GRAPHS_FLAG)
     return Tuned(
@@ -271,7 +271,7 @@ def tune(
         graphs=decision.graphs,
         plain_seconds=decision.baseline_seconds,
         search_seconds=time.perf_counter() - begun,
-        arguments=arguments,
+        arguments=executed,
         dropped=dropped,
         refinement=refinement,
         assumed=job.assumed,
@@ -304,20 +304,20 @@ def _require_open(plan: Plan) -> None:
 DISPATCHER = "--moe-token-dispatcher-type"
 
 
-def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def arguments_to_run(arguments: Sequence[str], plan: Plan, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The flags that execute a plan, without `--plan`, and the user's flags that are left out of them.
 
     Args:
-        words: the flags for which the plan was decided.
+        arguments: the flags for which the plan was decided.
         config: what they were read into.
     """
-    arguments = tuple(expand_files(words))
+    expanded = tuple(expand_files(arguments))
     if not plan.follows_lists:
-        return arguments, ()
+        return expanded, ()
     kept: list[str] = []
     dropped: dict[str, None] = {}
     is_kept = True
-    for word in arguments:
+    for word in expanded:
         if word.startswith("--"):
             name = word.partition("=")[0]
             dropped |= {name: None} if name in LEFT_OUT else {}
@@ -328,20 +328,20 @@ def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[
     return (*kept, *gate, DISPATCHER, "irregular"), tuple(dropped)
 
 
-def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Problem:
+def problem_of(arguments: Sequence[str], cluster: Cluster, options: Options) -> Problem:
     """The tuner's problem of a command line: read, captured and looked up. Arguments and errors as `predict` has them."""
-    return _problem(_job_on(words, cluster, options), cluster, options)
+    return _problem(_job_on(arguments, cluster, options), cluster, options)
 
 
-def _job_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
-    job = _read_on(words, cluster, options)
+def _job_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Job:
+    job = _read_on(arguments, cluster, options)
     # A machine is measured for runs of this fork on it.
     return job if cluster.measured is None else executed_here(job)
 
 
-def _read_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
+def _read_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Job:
     given = options.get("precision"), options.get("plan")
-    job = read_job(words, cluster.gpus, *given, host_runs_ahead=cluster.queues, name=options.get("name"))
+    job = read_job(arguments, cluster.gpus, *given, host_runs_ahead=cluster.queues, name=options.get("name"))
     decided = options.get("decided")
     return job if decided is None else with_stages_of(job, decided)
 
@@ -432,15 +432,15 @@ def busiest_load(path: str | None, experts: int, groups: int) -> float:
     return sum(ratios) / len(ratios)
 
 
-def job_operators(words: Sequence[str], ranks: int, device: str) -> list[OperatorKey]:
+def job_operators(arguments: Sequence[str], ranks: int, device: str) -> list[OperatorKey]:
     """The operators that a run executes, for measuring them ahead.
 
     Args:
-        words: Megatron flags, or `@FILE`.
+        arguments: Megatron flags, or `@FILE`.
         device: cpu or cuda.
     Raises:
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
-    job = read_job(words, ranks)
+    job = read_job(arguments, ranks)
     graphs = (cpu_graphs if device == "cpu" else cached_graphs)(capturable(job.config), job.model, job.plan, job.flags)
     return operator_keys(job.plan, job.model, graphs, features_of(job.config, job.plan.precision, job.flags))

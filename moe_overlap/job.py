@@ -74,7 +74,7 @@ class Job:
 
 
 def read_job(
-    words: Sequence[str],
+    arguments: Sequence[str],
     num_gpus: int,
     precision: Precision | None = None,
     plan: str | None = None,
@@ -84,7 +84,7 @@ def read_job(
     """Understand a command line for a number of GPUs.
 
     Args:
-        words: Megatron flags; `@FILE` stands for the words in a file. A `--plan` among them completes them, as in training.
+        arguments: Megatron flags; `@FILE` stands for those in a file. A `--plan` among them completes them, as in training.
         precision: in place of what the flags say.
         plan: file of a plan that decides in place of the flags.
         host_runs_ahead: whether the devices queue what the host gives them. A run of flags is lowered for its devices; a plan of
@@ -94,7 +94,7 @@ def read_job(
         ConfigError: the flags are wrong, or do not describe the vocabulary; or the plan is none, of another model, or for another
             number of GPUs.
     """
-    reading = read(list(expand_files(words)))
+    reading = read(list(expand_files(arguments)))
     parsed = parse(reading.arguments)
     if plan is None:
         parsed = with_plan(parsed, num_gpus)
@@ -105,7 +105,7 @@ def read_job(
         config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
     validate(config, parsed.layout_world or num_gpus)
     vocabulary, assumed = vocabulary_of(config)
-    named = named_by(words) or name or parsed.name
+    named = named_by(arguments) or name or parsed.name
     model = describe_model(config, vocabulary, named)
     decided = _decided(config, model, num_gpus, reading.flags, plan)
     if plan is None and config.overlap.plan is None:
@@ -126,7 +126,7 @@ def read_job(
     return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed), not_run)
 
 
-def model_of_plan(words: Sequence[str], plan: Plan, source: str, name: str | None = None) -> ModelDescription:
+def model_of_plan(arguments: Sequence[str], plan: Plan, source: str, name: str | None = None) -> ModelDescription:
     """The model of a plan as flags describe it, whatever layout they say; the length of samples is the plan's if they say none.
 
     Args:
@@ -136,7 +136,7 @@ def model_of_plan(words: Sequence[str], plan: Plan, source: str, name: str | Non
         ConfigError: the flags describe no model, or another one than the plan's; the plan has no stage.
     """
     require_stages(plan, source)
-    said = grouped(read(list(expand_files(words))).arguments)
+    said = grouped(read(list(expand_files(arguments))).arguments)
     parsed = parse([word for flag, values in said.items() if flag != "--plan" for word in (flag, *values)])
     model, parallel = parsed.config.model, parsed.config.parallel
     model = dataclasses.replace(
@@ -148,7 +148,7 @@ def model_of_plan(words: Sequence[str], plan: Plan, source: str, name: str | Non
     parallel = dataclasses.replace(parallel, tensor_model_parallel_size=plan.stages[0].tensor)
     config = dataclasses.replace(parsed.config, model=model, parallel=parallel)
     validate_model(config)
-    described = describe_model(config, vocabulary_of(config)[0], named_by(words) or name or parsed.name)
+    described = describe_model(config, vocabulary_of(config)[0], named_by(arguments) or name or parsed.name)
     require_model(plan, source, described, model.make_vocab_size_divisible_by)
     return described
 
@@ -157,18 +157,18 @@ def _defers(plan: Plan) -> bool:
     return any(layer.weight_gradient_slots for stage in plan.stages for layer in stage.overlap.layers)
 
 
-def named_by(words: Sequence[str]) -> str | None:
+def named_by(arguments: Sequence[str]) -> str | None:
     """The name that a file of flags gives a model; None where there is no file."""
-    file = next((word for word in words if word.startswith("@")), None)
+    file = next((word for word in arguments if word.startswith("@")), None)
     return None if file is None else Path(file[1:]).stem
 
 
-def without_graphs(words: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+def without_graphs(arguments: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """The flags, files expanded, without --moe-overlap-cuda-graphs, and whether it was among them.
 
     Training refuses it where nothing is overlapped; what is tuned overlaps nothing yet.
     """
-    expanded = tuple(expand_files(words))
+    expanded = tuple(expand_files(arguments))
     return tuple(word for word in expanded if word != GRAPHS_FLAG), GRAPHS_FLAG in expanded
 
 

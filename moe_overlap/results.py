@@ -27,8 +27,8 @@ from moe_overlap.describe.files import printable, write_whole
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import read_value, save_plan
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import Leeway, PlanSearch, Tuned
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.answer import Answer, answer_lines, plan_sentence
@@ -159,7 +159,7 @@ class TunedPlan:
                 "needed_gib": plan.needed_bytes / GIB,
                 "fits": True,
             }
-            for plan in search.found.frontier
+            for plan in search.uniform.frontier
         ]
         return _frame(rows)
 
@@ -212,8 +212,8 @@ def predict(
         ConfigError: the flags, the machines or the options are wrong.
     """
     _check_options(options)
-    words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
-    predicted = api.predict_job(words, machines, options)
+    arguments, machines = _arguments(args), _cluster(cluster, gpu, num_gpus)
+    predicted = api.predict_job(arguments, machines, options)
     fields = {field.name: getattr(predicted.prediction, field.name) for field in dataclasses.fields(Prediction)}
     return PredictedRun(**fields, plan=predicted.problem.plan, cluster=machines, leeway=predicted.leeway)
 
@@ -276,15 +276,15 @@ def tune(
     """
     _check_options(options)
     require(target in get_args(Target), "target", target, "unknown choice", f"use {one_of(get_args(Target))}")
-    words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
+    arguments, machines = _arguments(args), _cluster(cluster, gpu, num_gpus)
     if limits is not None:
-        return api.tune(words, machines, limits, solver_seconds, traces, **options)
+        return api.tune(arguments, machines, limits, solver_seconds, traces, **options)
     if traces:
         raise ConfigError("traces", str(traces[0]), "they refine the overlap of one layout", "give limits as well")
     if time_limit is not None and not (isinstance(time_limit, int | float) and time_limit > 0):
         raise ConfigError("time_limit", time_limit, "must be greater than 0 seconds", "drop it to search all")
     settings = SearchSettings(target=target, space=search_space, seconds=math.inf if time_limit is None else time_limit)
-    return TunedPlan(search_plan(words, machines, settings, **options))
+    return TunedPlan(search_plan(arguments, machines, settings, **options))
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -305,7 +305,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             read_value(hints[name], os.fspath(value) if isinstance(value, Path) else value, name)
 
 
-def _words(args: Arguments) -> list[str]:
+def _arguments(args: Arguments) -> list[str]:
     """The flags; a single text is the path of a file."""
     if not isinstance(args, str | Path):
         for word in args:

@@ -39,7 +39,7 @@ from moe_overlap.api import job_operators, predict, problem_of
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import read_job
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import write_search
 from moe_overlap.tuner.capture.cache import cache_folder

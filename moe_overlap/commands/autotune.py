@@ -65,7 +65,7 @@ from moe_overlap.tuner.search.space import DEFAULT_SPACE, SEARCH_SPACES
 # so that `--help` and a mistake are answered at once.
 if TYPE_CHECKING:
     from moe_overlap.api import Options
-    from moe_overlap.plan_search.asked import SearchSettings
+    from moe_overlap.plan_search.request import SearchSettings
     from moe_overlap.tuner.capture.cache import Tell
     from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
     from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
@@ -158,7 +158,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     limits = _limits(arguments)
     # Before the search, which evaluates overlap last, or never if nothing can overlap.
     check_limits(limits)
-    from moe_overlap.plan_search.asked import SearchSettings
+    from moe_overlap.plan_search.request import SearchSettings
 
     # From here on an error first ends the line of progress.
     progress = SearchProgress(sys.stderr)

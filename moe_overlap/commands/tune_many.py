@@ -11,7 +11,7 @@ from moe_overlap.api import Options
 from moe_overlap.commands.job_arguments import folder_of_answer, on_standard_error
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import ScalingRow
 from moe_overlap.plan_search.several import search_both, search_numbers
 from moe_overlap.report.answer_files import put_away_others

@@ -50,9 +50,9 @@ OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags of the precision; prefixes."""
 
 
-def flags_of(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def flags_of(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The flags of a command line with their values, those of its files among them."""
-    return grouped(tuple(expand_files(words)))
+    return grouped(tuple(expand_files(arguments)))
 
 
 def flags_of_layout(plan: Plan, predictions: int) -> dict[str, tuple[str, ...]]:
@@ -60,9 +60,9 @@ def flags_of_layout(plan: Plan, predictions: int) -> dict[str, tuple[str, ...]]:
     return grouped(arguments_of(layout_values(plan, predictions)))
 
 
-def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:
+def without_layout(arguments: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:
     """The user's flags without those that a plan decides, and those that the target does otherwise with the reason."""
-    flags = flags_of(words)
+    flags = flags_of(arguments)
     dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target != "megatron-lm"}
     dropped |= {
         name: DECIDED for name in flags if name == "--plan" or (name.startswith(BY_HAND) and name not in OF_DEVICE)
@@ -79,25 +79,27 @@ def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dic
     return [word for name, values in kept for word in (name, *values)], dropped
 
 
-def with_precision(words: Sequence[str], precision: Precision | None) -> list[str]:
+def with_precision(arguments: Sequence[str], precision: Precision | None) -> list[str]:
     """The flags with those of another precision in the place of their own."""
     if precision is None:
-        return list(words)
+        return list(arguments)
     values = dataclasses.asdict(PRECISIONS[precision])
     fields = {f"precision.{name}": value for name, value in values.items() if name.startswith(("fp8", "fp4", "fp16"))}
     said = arguments_of({**fields, "optimizer.bf16": precision != "fp16"})
-    others = {name: each for name, each in grouped(words).items() if not name.startswith(OF_PRECISION)}
+    others = {name: each for name, each in grouped(arguments).items() if not name.startswith(OF_PRECISION)}
     return [*(word for name, each in others.items() for word in (name, *each)), *said]
 
 
-def as_priced(words: Sequence[str], target: Target) -> list[str]:
+def as_priced(arguments: Sequence[str], target: Target) -> list[str]:
     """The flags with what prices take for granted and Megatron-LM must be told: the products of a rank's experts in one call.
 
     Without the flag it multiplies one expert at a time. This fork always groups them, where its libraries do.
     """
-    flags = grouped(words)
+    flags = grouped(arguments)
     is_told = target != "megatron-lm" or GROUPED_PRODUCTS in flags
-    return [*words] if is_told or not flags.keys() >= {"--num-experts", "--bf16"} else [*words, GROUPED_PRODUCTS]
+    return (
+        [*arguments] if is_told or not flags.keys() >= {"--num-experts", "--bf16"} else [*arguments, GROUPED_PRODUCTS]
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,13 +174,13 @@ class PlansAsFlags:
         if self._target == "megatron-lm":
             for error in unsayable(plan):
                 raise error
-        words = tuple(self._bare)
+        arguments = tuple(self._bare)
         if model.num_experts:
-            words, _ = arguments_to_run(words, plan, parse(list(words)).config)
-        words = tuple(word for word in words if word not in AT_THE_END)
-        size = (*words, "--micro-batch-size", str(plan.stages[0].micro_batch_size))
+            arguments, _ = arguments_to_run(arguments, plan, parse(list(arguments)).config)
+        arguments = tuple(word for word in arguments if word not in AT_THE_END)
+        size = (*arguments, "--micro-batch-size", str(plan.stages[0].micro_batch_size))
         hold_unlike_stages(plan, "plan.json", parse(list(size)).config, model)
-        return PlanFlags(list(words), (), ("--pipeline-model-parallel-size", str(len(plan.stages))))
+        return PlanFlags(list(arguments), (), ("--pipeline-model-parallel-size", str(len(plan.stages))))
 
     def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> PlanFlags:
         """The same, read as any command line is.

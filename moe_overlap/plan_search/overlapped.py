@@ -175,10 +175,10 @@ def _faster(best: Overlapped, finalist: Finalist, search: OverlapSearch, options
     """The best so far, or a finalist with its overlap where that is faster."""
     try:
         graphs = (GRAPHS_FLAG,) if search.replayed(finalist) else ()
-        words = [*finalist.arguments, *graphs]
+        arguments = [*finalist.arguments, *graphs]
         # What flags cannot say of single stages the plan itself does.
         options = Options(**{**options, "decided": finalist.plan}) if finalist.in_file else options
-        tuned = tune(words, search.cluster, search.limits, search.solver_seconds, **options)
+        tuned = tune(arguments, search.cluster, search.limits, search.solver_seconds, **options)
     except ConfigError as error:
         # The rules of overlap refuse the plan; it stays what it is.
         return replace(best, why_plain=str(error)) if finalist is best.chosen else best

@@ -244,10 +244,10 @@ class PlanSearch:
     """The chosen plan, the other candidates, and how to run the plan.
 
     Attributes:
-        words: the user's flags without their layout.
+        arguments: the user's flags without their layout.
         tuned: the overlap of the chosen plan, for this runtime; None without overlap.
         others: the other finalists, the fastest first.
-        found: the search over uniform plans.
+        uniform: the search over uniform plans.
         refused: plans that rules across flags refuse, with the rule.
         baseline: the prediction of the user's layout; None if the flags have none.
         dropped: flags of the user that the run does not use, with the reason.
@@ -270,11 +270,11 @@ class PlanSearch:
     target: str
     space: str
     cluster: Cluster
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     chosen: Finalist
     tuned: Tuned | None
     others: tuple[Finalist, ...]
-    found: UniformSearch
+    uniform: UniformSearch
     refused: tuple[tuple[str, str], ...]
     baseline: Prediction | None
     dropped: Mapping[str, str]
@@ -332,7 +332,7 @@ class PlanSearch:
     @property
     def written(self) -> WrittenFlags:
         """The flags that run the plan."""
-        plan_file, arguments, plan_arguments = None, self.words, self.chosen.plan_arguments
+        plan_file, arguments, plan_arguments = None, self.arguments, self.chosen.plan_arguments
         in_file = self.chosen.in_file
         if in_file:
             plan_file = "plan.json"
@@ -384,7 +384,7 @@ class PlanSearch:
 
         The bound holds for layouts with freed stages that were searched, and for uniform plans of all others.
         """
-        uniform = self.found.solution
+        uniform = self.uniform.solution
         if self.staged is None:
             return uniform
         staged = self.staged.solution

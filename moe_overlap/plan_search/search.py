@@ -1,6 +1,6 @@
 """Search the plan of a run: from its Megatron flags without a layout, or in spite of theirs, to the flags of the fastest plan.
 
-1. `asked_of` takes from the user's flags what a plan decides. What is left describes model, batch, precision and features.
+1. `read_request` takes from the user's flags what a plan decides. What is left describes model, batch, precision and features.
 2. Uniform plans are searched with that (tuner/search/uniform.py), under the rules of the target: what this runtime executes, or
    what unmodified Megatron-LM accepts.
 3. The fastest are written as flags and read again as any command line is: what rules across flags refuse is no answer, and each
@@ -29,7 +29,6 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import Job, without_graphs
 from moe_overlap.launching import launching_of
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan_search.asked import Asked, SearchSettings, asked_of
 from moe_overlap.plan_search.changes import changes_of
 from moe_overlap.plan_search.finalists import (
     does_not_fit,
@@ -52,6 +51,7 @@ from moe_overlap.plan_search.free import (
 from moe_overlap.plan_search.free_sharding import search_sharding
 from moe_overlap.plan_search.overlapped import SCREENED, Overlapped, OverlapSearch, decide_overlaps, undecided
 from moe_overlap.plan_search.processes import Refused, shared_search
+from moe_overlap.plan_search.request import SearchRequest, SearchSettings, read_request
 from moe_overlap.plan_search.results import Finalist, PlanSearch, is_paired
 from moe_overlap.plan_search.task import (
     accepted,
@@ -100,7 +100,7 @@ STAGED = 3
 
 
 def search_plan(
-    words: Sequence[str],
+    arguments: Sequence[str],
     cluster: Cluster,
     settings: SearchSettings,
     libraries: Libraries | None = None,
@@ -109,29 +109,29 @@ def search_plan(
     """The fastest plan of a run on a cluster.
 
     Args:
-        words: Megatron flags, or `@FILE`; what they say of the layout is a baseline, and binds nothing.
+        arguments: Megatron flags, or `@FILE`; what they say of the layout is a baseline, and binds nothing.
         libraries: captures that several searches share; default those of the cache.
     Raises:
         ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
     """
     begun = time.monotonic()
-    asked = asked_of(words, cluster, settings, begun + settings.seconds, libraries, **options)
-    outcome = _search_until_measured(asked)
+    request = read_request(arguments, cluster, settings, begun + settings.seconds, libraries, **options)
+    outcome = _search_until_measured(request)
     search, wider, is_interrupted = outcome.search, outcome.wider, outcome.is_interrupted
-    found, staged, finalists = wider.uniform, wider.staged, outcome.finalists
-    deadline = -math.inf if found.solution.status is Status.TIME_LIMIT or is_interrupted else asked.deadline
-    finalists, answered = search.decided(found, finalists, deadline)
-    chosen, tuned, shards = answered.chosen, answered.tuned, asked.space.shards_operators
+    uniform, staged, finalists = wider.uniform, wider.staged, outcome.finalists
+    deadline = -math.inf if uniform.solution.status is Status.TIME_LIMIT or is_interrupted else request.deadline
+    finalists, answered = search.decided(uniform, finalists, deadline)
+    chosen, tuned, shards = answered.chosen, answered.tuned, request.space.shards_operators
     plan, prediction = (
         (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
     )
     assert prediction is not None
-    own = _baseline(asked) if settings.has_baseline else None
+    baseline = _baseline(request) if settings.has_baseline else None
     answer = PlanSearch(
         target=settings.target,
-        space=asked.space.name,
+        space=request.space.name,
         cluster=cluster,
-        words=tuple(as_priced(asked.bare, "megatron-lm") if is_paired(chosen) else asked.bare),
+        arguments=tuple(as_priced(request.bare, "megatron-lm") if is_paired(chosen) else request.bare),
         chosen=chosen,
         tuned=tuned,
         why_plain=answered.why_plain,
@@ -139,12 +139,12 @@ def search_plan(
         equal_stages_seconds=answered.equal_stages_seconds if staged is not None else None,
         graphs=answered.graphs,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
-        found=found,
-        refused=tuple(search.said.refused),
-        baseline=None if own is None else own[0],
-        wider_space="" if own is None else _wider_space(own[1], settings),
-        dropped=asked.dropped,
-        kept_micro_batch=asked.run.micro_batch,
+        uniform=uniform,
+        refused=tuple(search.reader.refused),
+        baseline=None if baseline is None else baseline[0],
+        wider_space="" if baseline is None else _wider_space(baseline[1], settings),
+        dropped=request.dropped,
+        kept_micro_batch=request.run.micro_batch,
         sharding=search_sharding(chosen.problem, wider.task, deadline, answered.is_interrupted) if shards else None,
         seconds=time.monotonic() - begun,
         staged=staged,
@@ -153,9 +153,9 @@ def search_plan(
         dispatchers=outcome.dispatchers,
     )
     step = prediction.predicted.step_seconds
-    launching = launching_of(plan, answer.problem, step, asked.job.flags, replays_lists=False)
+    launching = launching_of(plan, answer.problem, step, request.job.flags, replays_lists=False)
     answer = dataclasses.replace(answer, launching=launching)
-    return _with_changes(answer, asked)
+    return _with_changes(answer, request)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,111 +175,111 @@ class _Wider:
 
 
 class _Search:
-    """A search of plans for what is asked: it prices, accepts and reads them.
+    """A search of plans for a request: it prices, accepts and reads them.
 
     Attributes:
         task, bounds: of the narrow space; `listed` is the task for plans with instruction lists.
         paired: the task with Megatron-LM's overlap of all-to-alls, where that is searched, too.
-        said: reads plans as flags; `upstream` those of Megatron-LM's overlap, which another target may look at, too.
+        reader: reads plans as flags; `upstream` those of Megatron-LM's overlap, which another target may look at, too.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked, target, bare = asked, asked.settings.target, asked.bare
-        task, self.bounds = asked.task(asked.job, narrow_space(asked.space))
-        if asked.graphs == asked.libraries.graphs:
-            task = captured_ahead(task, asked.job, asked.layouts, asked.libraries, asked.settings.jobs)
+    def __init__(self, request: SearchRequest) -> None:
+        self.request, target, bare = request, request.settings.target, request.bare
+        task, self.bounds = request.task(request.job, narrow_space(request.space))
+        if request.graphs == request.libraries.graphs:
+            task = captured_ahead(task, request.job, request.layouts, request.libraries, request.settings.jobs)
         self.task = task
-        pairs = target == "megatron-lm" or (target == "any" and asked.space.overlaps)
+        pairs = target == "megatron-lm" or (target == "any" and request.space.overlaps)
         self.paired = paired_task(task, bare) if pairs else None
         self.listed = dataclasses.replace(
-            task, features=dataclasses.replace(task.features, listed_graphs=asked.replays)
+            task, features=dataclasses.replace(task.features, listed_graphs=request.replays)
         )
         self.refusal = refusals(task, target, bare)
         self.accepts = accepted(self.refusal)
-        self.said = PlansAsFlags(task, bare, target, asked.cluster.gpus)
-        self.upstream = PlansAsFlags(task, as_priced(bare, "megatron-lm"), "megatron-lm", asked.cluster.gpus)
-        self.admits: Callable[[RankedLayout], bool] = self.said.is_read
+        self.reader = PlansAsFlags(task, bare, target, request.cluster.gpus)
+        self.upstream = PlansAsFlags(task, as_priced(bare, "megatron-lm"), "megatron-lm", request.cluster.gpus)
+        self.admits: Callable[[RankedLayout], bool] = self.reader.is_read
         if target == "any":
             self.admits = lambda plan: not plan.layout.paired or self.upstream.is_read(plan)
 
     def uniform(self) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
         """Uniform plans of the narrow space, under all dispatchers that are searched."""
-        asked, settings = self.asked, self.asked.settings
+        request, settings = self.request, self.request.settings
 
         def search(share: LayoutShare, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
-            layouts, costs, bounds = share_of(asked.layouts, share), UniformCosts(self.task), self.bounds
+            layouts, costs, bounds = share_of(request.layouts, share), UniformCosts(self.task), self.bounds
             if self.paired is not None:
                 layouts, costs = [*with_paired(layouts)], CostsOfBoth(self.task, self.paired)
                 bounds = costs.bounds(self.bounds)
-            found = search_uniform(
+            uniform = search_uniform(
                 layouts,
                 costs,
                 bounds,
                 self.accepts,
                 self.admits,
                 KEPT,
-                asked.deadline,
+                request.deadline,
                 progress=settings.progress if share.index == 0 else silent,
                 shared=None if bar is None else (bar, share.index),
             )
-            return found, self.said.refused
+            return uniform, self.reader.refused
 
         def side(dispatcher: Dispatcher) -> Side:
-            task, bounds = asked.task(with_dispatcher_of(asked.job, dispatcher), narrow_space(asked.space))
+            task, bounds = request.task(with_dispatcher_of(request.job, dispatcher), narrow_space(request.space))
             task = dataclasses.replace(task, modules=self.task.modules)
             # Megatron-LM runs its overlap with all-to-alls and with libraries of their own.
             pairs = self.paired is not None and dispatcher in LIBRARIES
-            return Side(task=task, bounds=bounds, paired=paired_task(task, asked.bare) if pairs else None)
+            return Side(task=task, bounds=bounds, paired=paired_task(task, request.bare) if pairs else None)
 
-        found, self.said.refused = shared_search(search, settings.jobs, KEPT)
+        uniform, self.reader.refused = shared_search(search, settings.jobs, KEPT)
         rules = self.accepts, self.admits
         return search_dispatchers(
-            found,
-            asked.layouts,
+            uniform,
+            request.layouts,
             self.task,
-            asked.further,
+            request.other_dispatchers,
             side,
             KEPT,
             *rules,
-            asked.deadline,
+            request.deadline,
             settings.progress,
             paired=self.paired,
         )
 
-    def beyond(self, found: UniformSearch) -> _Wider:
+    def beyond(self, uniform: UniformSearch) -> _Wider:
         """The plans of the whole space, where it is wider than the narrow one."""
-        asked, settings = self.asked, self.asked.settings
-        if asked.space == narrow_space(asked.space) and settings.target != "any":
-            staged, task = self.freed(found) if asked.space.frees_stages else (None, self.task)
-            return _Wider(uniform=found, staged=staged, job=asked.job, layouts=asked.layouts, task=task)
-        job, layouts, found = _of_one_dispatcher(asked.job, asked.layouts, found)
-        task, bounds = asked.task(job, asked.space)
+        request, settings = self.request, self.request.settings
+        if request.space == narrow_space(request.space) and settings.target != "any":
+            staged, task = self.freed(uniform) if request.space.frees_stages else (None, self.task)
+            return _Wider(uniform=uniform, staged=staged, job=request.job, layouts=request.layouts, task=task)
+        job, layouts, uniform = _of_one_dispatcher(request.job, request.layouts, uniform)
+        task, bounds = request.task(job, request.space)
         staged = None
         jobs, progress = settings.jobs, settings.progress
         if settings.target == "any":
             # Beyond what runs whole layers are recomputed.
             operators = (task if layouts[0].dispatcher else self.task).operators
             task = dataclasses.replace(task, modules=(), operators=operators)
-            free = search_beyond(found, layouts, task, bounds, KEPT, asked.deadline, progress, asked.run, jobs)
-            found, staged = free.uniform, free.staged
-        elif found.solution.status is not Status.TIME_LIMIT:
+            free = search_beyond(uniform, layouts, task, bounds, KEPT, request.deadline, progress, request.run, jobs)
+            uniform, staged = free.uniform, free.staged
+        elif uniform.solution.status is not Status.TIME_LIMIT:
             rules = self.accepts, self.admits
-            found = search_states(found, layouts, task, bounds, rules, KEPT, asked.deadline, jobs, progress)
-        return _Wider(uniform=found, staged=staged, job=job, layouts=layouts, task=task)
+            uniform = search_states(uniform, layouts, task, bounds, rules, KEPT, request.deadline, jobs, progress)
+        return _Wider(uniform=uniform, staged=staged, job=job, layouts=layouts, task=task)
 
-    def freed(self, found: UniformSearch) -> tuple[StageSearch, UniformTask]:
+    def freed(self, uniform: UniformSearch) -> tuple[StageSearch, UniformTask]:
         """Plans whose stages differ in layers, recomputation or shape, under the best uniform plan's dispatcher; their task."""
-        asked, settings = self.asked, self.asked.settings
-        job, layouts, found = _of_one_dispatcher(asked.job, asked.layouts, found)
-        task, _ = asked.task(job, asked.space)
+        request, settings = self.request, self.request.settings
+        job, layouts, uniform = _of_one_dispatcher(request.job, request.layouts, uniform)
+        task, _ = request.task(job, request.space)
         task = dataclasses.replace(task, modules=self.task.modules)
         if not layouts[0].dispatcher:
             task = dataclasses.replace(task, operators=self.task.operators)
-        going = asked.deadline, settings.progress, settings.jobs
-        staged = search_freed(found, layouts, UniformCosts(task), *going)
-        if asked.space.meshes and asked.run.gpus <= MESH_GPUS and not asked.job.model.num_experts:
-            whole = dataclasses.replace(task, modules=())
-            staged = with_sub_meshes(found, staged, whole, asked.run, *going)
+        going = request.deadline, settings.progress, settings.jobs
+        staged = search_freed(uniform, layouts, UniformCosts(task), *going)
+        if request.space.meshes and request.run.gpus <= MESH_GPUS and not request.job.model.num_experts:
+            whole_layers = dataclasses.replace(task, modules=())
+            staged = with_sub_meshes(uniform, staged, whole_layers, request.run, *going)
         return staged, task
 
     def finalists(self, wider: _Wider) -> list[Finalist]:
@@ -288,28 +288,28 @@ class _Search:
         Raises:
             ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
         """
-        asked = self.asked
-        if asked.settings.target != "any":
+        request = self.request
+        if request.settings.target != "any":
             staged = () if wider.staged is None else wider.staged.ranked[:STAGED]
             # Lists carry tokens by the irregular dispatcher, whichever the search has found for others.
-            extrapolating = machine_for(asked.job, asked.cluster, asked.options)[1]
-            flags = partial(self.said.read, "")
+            extrapolating = machine_for(request.job, request.cluster, request.options)[1]
+            flags = partial(self.reader.read, "")
             unlike = partial(free_finalist, task=wider.task, flags=flags, extrapolating=extrapolating)
-            return _finalists(wider.uniform, staged, self.said, unlike, asked.cluster, asked.options)
+            return _finalists(wider.uniform, staged, self.reader, unlike, request.cluster, request.options)
         dispatcher = wider.layouts[0].dispatcher
-        extrapolating = machine_for(wider.job, asked.cluster, asked.options)[1]
+        extrapolating = machine_for(wider.job, request.cluster, request.options)[1]
         name = dispatcher or wider.task.features.dispatcher
-        extrapolating = (*extrapolating, *uncalibrated(name, asked.cluster.group_of(0).gpu.name))
-        read = partial(self.said.read, dispatcher)
-        paired = partial(self.upstream.finalist, cluster=asked.cluster, options=asked.options)
+        extrapolating = (*extrapolating, *uncalibrated(name, request.cluster.group_of(0).gpu.name))
+        read = partial(self.reader.read, dispatcher)
+        paired = partial(self.upstream.finalist, cluster=request.cluster, options=request.options)
         free = FreeSearch(uniform=wider.uniform, staged=wider.staged)
         return free_finalists(free, wider.task, KEPT, read, paired, extrapolating)
 
     def decided(
-        self, found: UniformSearch, finalists: list[Finalist], deadline: float
+        self, uniform: UniformSearch, finalists: list[Finalist], deadline: float
     ) -> tuple[list[Finalist], Overlapped]:
         """The finalists in the order of their simulated steps, and the fastest with its overlap."""
-        asked, settings, options = self.asked, self.asked.settings, self.asked.options
+        request, settings, options = self.request, self.request.settings, self.request.options
         try:
             if settings.target == "any":
                 finalists = simulated_until_ahead(finalists, deadline)
@@ -321,24 +321,24 @@ class _Search:
             finalists = listed_alone(finalists)
             return finalists, dataclasses.replace(undecided(finalists), is_interrupted=True)
         overlaps = OverlapSearch(
-            read=partial(self.said.finalist, cluster=asked.cluster, options=options),
-            cluster=asked.cluster,
+            read=partial(self.reader.finalist, cluster=request.cluster, options=options),
+            cluster=request.cluster,
             limits=settings.overlap_limits,
             solver_seconds=settings.solver_seconds,
             deadline=deadline,
-            replays=asked.replays,
+            replays=request.replays,
         )
-        if overlaps.is_late or settings.target == "megatron-lm" or not asked.space.overlaps:
+        if overlaps.is_late or settings.target == "megatron-lm" or not request.space.overlaps:
             return finalists, dataclasses.replace(undecided(finalists), is_late=overlaps.is_late)
         hidden = partial(
             search_hidden,
-            found,
-            asked.layouts,
+            uniform,
+            request.layouts,
             self.listed,
             self.bounds,
             SCREENED,
-            accepts=accepted(refusals(self.task, "moe-overlap", asked.bare)),
-            admits=self.said.is_read,
+            accepts=accepted(refusals(self.task, "moe-overlap", request.bare)),
+            admits=self.reader.is_read,
         )
         hidden = partial(hidden, deadline=deadline, progress=settings.progress)
         return finalists, decide_overlaps(finalists, hidden, overlaps, **options)
@@ -355,18 +355,18 @@ class _Outcome:
     is_interrupted: bool
 
 
-def _search_until_measured(asked: Asked) -> _Outcome:
+def _search_until_measured(request: SearchRequest) -> _Outcome:
     """The last of the searches that a measured machine needs; any other cluster needs one.
 
     A search prices operators that the machine has not measured by its peak rates, and predictions of its best plans measure
     theirs. Rates may be several times too high for an operator, so that plans that run it lead the search; the next search knows
     better. The searches end when the predictions had nothing to measure.
     """
-    operators = _measured_operators(asked.cluster)
+    operators = _measured_operators(request.cluster)
     for _ in range(MOST_SEARCHES):
-        outcome = _search_once(asked)
-        before, operators = operators, _measured_operators(asked.cluster)
-        if operators == before or outcome.is_interrupted or time.monotonic() > asked.deadline:
+        outcome = _search_once(request)
+        before, operators = operators, _measured_operators(request.cluster)
+        if operators == before or outcome.is_interrupted or time.monotonic() > request.deadline:
             break
     return outcome
 
@@ -376,24 +376,24 @@ def _measured_operators(cluster: Cluster) -> int:
     return 0 if cluster.measured is None else len(Database.load(Path(cluster.measured.database)).operators)
 
 
-def _search_once(asked: Asked) -> _Outcome:
+def _search_once(request: SearchRequest) -> _Outcome:
     """Search the whole space and predict its best plans.
 
     Raises:
         ConfigError: no plan fits.
         KeyboardInterrupt: Ctrl-C came before any plan was found.
     """
-    search = _Search(asked)
-    found, dispatchers = search.uniform()
-    wider = search.beyond(found)
+    search = _Search(request)
+    uniform, dispatchers = search.uniform()
+    wider = search.beyond(uniform)
     uniform, staged = wider.uniform, wider.staged
     is_interrupted = uniform.is_interrupted or (staged is not None and staged.is_interrupted)
     if uniform.solution.value is None and (staged is None or staged.solution.value is None):
         if is_interrupted:
             raise KeyboardInterrupt
-        commonest = commonest_refusal(search.refusal, asked.layouts[:REFUSALS])
+        commonest = commonest_refusal(search.refusal, request.layouts[:REFUSALS])
         certainty = search.task.machine.memory.certainty
-        raise does_not_fit(uniform, asked.cluster, search.said.refused, certainty, commonest)
+        raise does_not_fit(uniform, request.cluster, search.reader.refused, certainty, commonest)
     return _Outcome(
         search=search,
         wider=wider,
@@ -403,39 +403,39 @@ def _search_once(asked: Asked) -> _Outcome:
     )
 
 
-def _with_changes(answer: PlanSearch, asked: Asked) -> PlanSearch:
+def _with_changes(answer: PlanSearch, request: SearchRequest) -> PlanSearch:
     """The answer with what it changes in the user's own layout."""
     if answer.baseline is None or answer.refusal is not None:
         return answer
-    precise = Options(**{**asked.options, "precision": asked.given.get("precision")})
-    own = flags_of(asked.words)
+    precise = Options(**{**request.options, "precision": request.user_options.get("precision")})
+    user_flags = flags_of(request.arguments)
     # For this fork flags of Megatron-LM's overlap make way, as `dropped` says.
     decided = PAIRED if answer.is_upstream else ()
     planned = answer.written.flags
     if "--plan" in planned:
         # The file beside the flags says the layout; a comparison needs the flags that would say it.
-        predictions = int(own.get("--mtp-num-layers", ("0",))[0])
+        predictions = int(user_flags.get("--mtp-num-layers", ("0",))[0])
         planned = {**flags_of_layout(answer.plan, predictions), **planned}
-    changes = changes_of(own, planned, answer.baseline, answer.cluster, decided, **precise)
+    changes = changes_of(user_flags, planned, answer.baseline, answer.cluster, decided, **precise)
     return dataclasses.replace(answer, changes=changes)
 
 
 def _of_one_dispatcher(
-    job: Job, layouts: list[UniformLayout], found: UniformSearch
+    job: Job, layouts: list[UniformLayout], uniform: UniformSearch
 ) -> tuple[Job, list[UniformLayout], UniformSearch]:
     """The search with the dispatcher of its best plan alone: wider spaces keep it."""
-    if found.solution.value is None:
-        return job, layouts, found
-    name = found.solution.value.layout.dispatcher
+    if uniform.solution.value is None:
+        return job, layouts, uniform
+    name = uniform.solution.value.layout.dispatcher
     under = [dataclasses.replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
-    ranked = tuple(plan for plan in found.ranked if plan.layout.dispatcher == name)
-    return with_dispatcher_of(job, name), under, dataclasses.replace(found, ranked=ranked)
+    ranked = tuple(plan for plan in uniform.ranked if plan.layout.dispatcher == name)
+    return with_dispatcher_of(job, name), under, dataclasses.replace(uniform, ranked=ranked)
 
 
 def _finalists(
-    found: UniformSearch,
+    uniform: UniformSearch,
     staged: Sequence[StagedPlan | MeshPlan],
-    said: PlansAsFlags,
+    reader: PlansAsFlags,
     unlike: Callable[[MeshPlan], Finalist],
     cluster: Cluster,
     options: Options,
@@ -446,37 +446,37 @@ def _finalists(
         ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
     """
     finalists = []
-    for ranked in sorted((*found.ranked, *staged), key=lambda plan: plan.seconds):
+    for ranked in sorted((*uniform.ranked, *staged), key=lambda plan: plan.seconds):
         try:
             if isinstance(ranked, MeshPlan):
                 finalist = unlike(ranked)
                 if finalist.refusal is not None:
-                    said.refused.append((ranked.name, finalist.refusal))
+                    reader.refused.append((ranked.name, finalist.refusal))
                     continue
             elif isinstance(ranked, StagedPlan):
-                finalist = said.staged_finalist(ranked, cluster, options)
+                finalist = reader.staged_finalist(ranked, cluster, options)
             else:
-                finalist = said.finalist(ranked, cluster, options)
+                finalist = reader.finalist(ranked, cluster, options)
         except ConfigError as error:
             if isinstance(ranked, RankedLayout):
                 raise
-            said.refused.append((ranked.name, str(error)))
+            reader.refused.append((ranked.name, str(error)))
             continue
         if not finalist.prediction.fits:
-            said.refused.append((ranked.name, finalist.prediction.overflow[0]))
+            reader.refused.append((ranked.name, finalist.prediction.overflow[0]))
             continue
         finalists.append(finalist)
     if not finalists:
-        raise ConfigError("the search", "", f"no plan is left: {said.refused[-1][1]}", "use more GPUs")
+        raise ConfigError("the search", "", f"no plan is left: {reader.refused[-1][1]}", "use more GPUs")
     return finalists
 
 
-def _baseline(asked: Asked) -> tuple[Prediction, Plan] | None:
+def _baseline(request: SearchRequest) -> tuple[Prediction, Plan] | None:
     """The user's own layout, where the flags have one that runs on these GPUs, with its prediction."""
     # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
-    for said in (asked.words, without_graphs(asked.words)[0]):
+    for arguments in (request.arguments, without_graphs(request.arguments)[0]):
         try:
-            problem = problem_of(said, asked.cluster, asked.given)
+            problem = problem_of(arguments, request.cluster, request.user_options)
             return predict_plan(problem.plan, problem), problem.plan
         except ConfigError:
             continue

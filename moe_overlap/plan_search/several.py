@@ -9,8 +9,8 @@ from typing import Unpack
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import TIE
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import BothTargets, ScalingRow
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder
@@ -20,7 +20,7 @@ NOT_SEARCHED = "not searched: interrupted"
 
 
 def search_both(
-    words: Sequence[str], cluster: Cluster, settings: SearchSettings, **options: Unpack[Options]
+    arguments: Sequence[str], cluster: Cluster, settings: SearchSettings, **options: Unpack[Options]
 ) -> BothTargets:
     """The best plan for unmodified Megatron-LM and the best one for this runtime.
 
@@ -29,14 +29,14 @@ def search_both(
     """
     libraries = Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     of_upstream = dataclasses.replace(settings, target="megatron-lm", has_baseline=False)
-    upstream = search_plan(words, cluster, of_upstream, libraries, **options)
+    upstream = search_plan(arguments, cluster, of_upstream, libraries, **options)
     of_this_runtime = dataclasses.replace(settings, target="moe-overlap")
-    here = search_plan(words, cluster, of_this_runtime, libraries, **options)
+    here = search_plan(arguments, cluster, of_this_runtime, libraries, **options)
     return BothTargets(upstream=upstream, runtime=here, tie=TIE)
 
 
 def search_numbers(
-    words: Sequence[str], clusters: Sequence[Cluster], settings: SearchSettings, **options: Unpack[Options]
+    arguments: Sequence[str], clusters: Sequence[Cluster], settings: SearchSettings, **options: Unpack[Options]
 ) -> list[ScalingRow]:
     """The best plan for every one of these clusters; one without a plan has the reason.
 
@@ -56,7 +56,7 @@ def search_numbers(
             rows.append(ScalingRow(cluster, None, NOT_SEARCHED))
             continue
         try:
-            search = search_plan(words, cluster, settings, libraries, **options)
+            search = search_plan(arguments, cluster, settings, libraries, **options)
         except KeyboardInterrupt:
             if all(row.search is None for row in rows):
                 raise

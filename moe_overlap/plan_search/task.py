@@ -212,8 +212,8 @@ def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals
 
     @cache
     def settings_by(dispatcher: str, paired: bool) -> Mapping[str, Any]:
-        words = by_dispatcher(as_priced(bare, "megatron-lm"), dispatcher)
-        return values_of(grouped([*words, *(PAIRED if paired else ())]))
+        arguments = by_dispatcher(as_priced(bare, "megatron-lm"), dispatcher)
+        return values_of(grouped([*arguments, *(PAIRED if paired else ())]))
 
     def refusal(layout: UniformLayout, memory: MemoryChoice) -> ConfigError | None:
         if target == "any" and not layout.paired:

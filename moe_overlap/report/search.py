@@ -55,7 +55,7 @@ SHOWN_CHANGES = 1
 
 def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[str, Any]:
     """The answer as JSON: the prediction of the chosen plan as in tools/predict.py, the plan itself, and the other candidates."""
-    counts, solution = search.found.counts, search.solution
+    counts, solution = search.uniform.counts, search.solution
     executed = search.refusal is None
     training = training_json(search.prediction, search.cluster, train_tokens)
     return (
@@ -95,7 +95,7 @@ def search_json(search: PlanSearch, train_tokens: float | None = None) -> dict[s
             "refused": [{"name": name, "rule": rule} for name, rule in search.refused],
             "frontier": [
                 {"name": plan.name, "step_seconds": plan.seconds, "needed_bytes": plan.needed_bytes}
-                for plan in search.found.frontier
+                for plan in search.uniform.frontier
             ],
             "search": {
                 "seconds": search.seconds,
@@ -176,7 +176,9 @@ def search_sentence(search: PlanSearch) -> str:
     if not search.is_upstream:
         return sentence
     overlap = (
-        ", overlap: two micro-batches at a time" if PAIRED[0] in (*search.words, *search.chosen.plan_arguments) else ""
+        ", overlap: two micro-batches at a time"
+        if PAIRED[0] in (*search.arguments, *search.chosen.plan_arguments)
+        else ""
     )
     return f"{sentence}{overlap}, for unmodified Megatron-LM"
 
@@ -259,7 +261,7 @@ def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str])
     Args:
         folder: the folder of the files; None if nothing is written.
     """
-    lines, counts = [], search.found.counts
+    lines, counts = [], search.uniform.counts
     ended = f"; {EARLY}" if search.ended_early else ""
     if search.baseline is not None:
         before = search.baseline.predicted.step_seconds

@@ -42,7 +42,7 @@ def search_report(search: PlanSearch, plans: Sequence[Competitor], train_tokens:
         ),
         *_rows(search, answer.runners_up),
     ]
-    frontier = [(plan.name, plan.seconds, plan.needed_bytes) for plan in search.found.frontier]
+    frontier = [(plan.name, plan.seconds, plan.needed_bytes) for plan in search.uniform.frontier]
     sensitivities = [
         network_sensitivity(plans),
         *([skew_sensitivity(plans)] if plans[0].problem.model.num_experts else []),
@@ -67,7 +67,7 @@ def _rows(search: PlanSearch, runners_up: Sequence[RunnerUp]) -> list[CandidateR
     names = {search.chosen.name, *(other.name for other in search.others)}
     frontier = [
         CandidateRow(name=plan.name, seconds=plan.seconds, needed_bytes=plan.needed_bytes, note=ON_FRONTIER)
-        for plan in search.found.frontier
+        for plan in search.uniform.frontier
         if plan.name not in names
     ]
     refused = [CandidateRow(name=name, seconds=None, needed_bytes=None, note=rule) for name, rule in search.refused]

@@ -17,7 +17,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import named_by, read_job
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import load_plan
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch, Tuned
 from moe_overlap.results import TunedPlan
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
@@ -106,7 +106,7 @@ def test_a_tuned_plan_is_read_shown_and_written(tmp_path: Path) -> None:
     ]
     kinds = tuned.frame.kind.value_counts()
     assert kinds["chosen"] == 1 and kinds["runner-up"] == len(search.others)
-    assert kinds["frontier"] == len(search.found.frontier)
+    assert kinds["frontier"] == len(search.uniform.frontier)
     assert repr(tuned).startswith("plan  ") and "\nrunner-up " in repr(tuned)
     assert "frontier" in tuned._repr_html_()
     assert set(tuned.write(tmp_path / "tuned")) == {path.name for path in (tmp_path / "tuned").iterdir()}

@@ -27,8 +27,8 @@ import numpy as np
 import pandas as pd
 
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import TIE
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
@@ -131,7 +131,7 @@ def plan_record(published: Published, search: PlanSearch, cpu_seconds: float) ->
         "apart": "beyond" if abs(was / found - 1.0) > interval else "within",
         "term": term,
         "term s": round(seconds, 3),
-        "status": search.found.solution.status.value,
+        "status": search.uniform.solution.status.value,
         "CPU s": round(cpu_seconds, 1),
     }
 

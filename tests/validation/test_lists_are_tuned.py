@@ -20,9 +20,9 @@ from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.job import read_job
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.overlapped import Overlapped
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import closing_lines

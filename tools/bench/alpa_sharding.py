@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.sharding import sharding_details, sharding_lines
 from tools.bench.paper_rows import Row

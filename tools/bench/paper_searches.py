@@ -27,7 +27,7 @@ from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster, cluster_of, known_gpu, node_group
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.version import VERSION_LINE
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
@@ -125,7 +125,7 @@ Searcher = Callable[[Search], Outcome]
 def points_of(result: PlanSearch) -> int:
     """Complete stages that a search has priced: of uniform plans, of freed stages, and on sub-meshes."""
     staged = result.staged
-    return result.found.counts.stages + (0 if staged is None else staged.candidates + staged.mesh_stages)
+    return result.uniform.counts.stages + (0 if staged is None else staged.candidates + staged.mesh_stages)
 
 
 def answered(search: Search) -> Outcome:
@@ -142,7 +142,7 @@ def answered(search: Search) -> Outcome:
         result = search_plan(search.words, search.machines.cluster(), settings, **options)
     except ConfigError as error:
         return Outcome(seconds=None, objective=None, plan=str(error), status="no plan", cpu_seconds=0.0)
-    objectives = [result.found.solution.objective]
+    objectives = [result.uniform.solution.objective]
     objectives += [result.staged.solution.objective] if result.staged is not None else []
     return Outcome(
         seconds=result.chosen.simulated_seconds,
@@ -152,7 +152,7 @@ def answered(search: Search) -> Outcome:
         status="ended early" if result.ended_early else "searched",
         cpu_seconds=0.0,
         points=points_of(result),
-        layouts=result.found.counts.layouts,
+        layouts=result.uniform.counts.layouts,
     )
 
 

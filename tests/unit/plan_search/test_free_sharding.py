@@ -17,8 +17,8 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search import free_sharding
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.free_sharding import search_sharding
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch, SearchedSharding
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import detail_lines, search_json, search_lines
@@ -123,7 +123,7 @@ def test_what_is_lost_is_said_in_words(told: tuple[PlanSearch, str]) -> None:
 def test_the_plan_is_one_that_megatron_core_executes(told: tuple[PlanSearch, str]) -> None:
     """The best sharding changes nothing of the plan, which is that of the enumeration."""
     search, _ = told
-    best = search.found.solution.value
+    best = search.uniform.solution.value
     assert best is not None and search.chosen.seconds == pytest.approx(best.seconds, rel=1e-9)
     assert len(search.plan.stages) == 1
 

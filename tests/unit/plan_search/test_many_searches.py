@@ -14,8 +14,8 @@ from megatron.training.cli.arguments import expand_files
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import Target
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import BothTargets, PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.several import NOT_SEARCHED, search_numbers
@@ -142,14 +142,14 @@ def test_numbers_of_gpus_make_a_table(
 
 def test_an_interrupted_table_ends_with_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = searched("megatron-lm")
-    stopped = dataclasses.replace(found.found.solution, status=Status.TIME_LIMIT)
+    stopped = dataclasses.replace(found.uniform.solution, status=Status.TIME_LIMIT)
     calls: list[int] = []
     by_ctrl_c = True
 
     def stops(words: list[str], cluster: Cluster, *_: object, **__: object) -> PlanSearch:
         calls.append(cluster.gpus)
-        early = dataclasses.replace(found.found, solution=stopped)
-        return dataclasses.replace(found, found=early, is_interrupted=by_ctrl_c)
+        early = dataclasses.replace(found.uniform, solution=stopped)
+        return dataclasses.replace(found, uniform=early, is_interrupted=by_ctrl_c)
 
     monkeypatch.setattr(scaling, "search_plan", stops)
     clusters = [H100, shipped_cluster("H100", 16)]

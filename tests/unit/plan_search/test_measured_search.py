@@ -12,7 +12,7 @@ import pytest
 
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.plan_search import search as searching
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.profile.database import Database, OperatorKey, work_of
 from tests.unit.plan_search.test_plan_search import SMALL, by_hand
@@ -41,8 +41,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 def test_a_second_search_of_the_machine_finds_nothing_better(machine: Cluster) -> None:
     """The rates rank micro-batches of two samples first; the first predictions show how long those take."""
     answer, again = (search_plan(JOB, machine, SETTINGS, graphs=by_hand) for _ in range(2))
-    assert [(plan.name, plan.seconds) for plan in again.found.ranked] == [
-        (plan.name, plan.seconds) for plan in answer.found.ranked
+    assert [(plan.name, plan.seconds) for plan in again.uniform.ranked] == [
+        (plan.name, plan.seconds) for plan in answer.uniform.ranked
     ]
     assert again.chosen.name == answer.chosen.name and "DP only, micro-batch 1" in {plan.name for plan in answer.others}
 

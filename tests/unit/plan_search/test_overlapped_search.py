@@ -15,9 +15,9 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan_search import overlapped as overlapped_search
 from moe_overlap.plan_search import search as plan_search
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.flags import PlansAsFlags, without_layout
 from moe_overlap.plan_search.overlapped import DECIDED, Overlapped, OverlapSearch, decide_overlaps
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import Finalist, PlanSearch, Screened
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import EARLY, closing_lines, detail_lines, refused_lines, search_json, write_search

@@ -31,9 +31,9 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan_search import task as search_task
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import in_order
 from moe_overlap.plan_search.flags import Target, as_priced, without_layout
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import Finalist, PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.answer import UNTRIED
@@ -131,7 +131,7 @@ def test_the_written_flags_are_predicted_as_the_search_has_them(target: Target, 
     again = predict(words, H100, **OPTIONS)
     assert again.predicted == found.prediction.predicted
     for finalist in (found.chosen, *found.others):
-        ranked = next(plan for plan in found.found.ranked if plan.name == finalist.name)
+        ranked = next(plan for plan in found.uniform.ranked if plan.name == finalist.name)
         assert finalist.seconds == pytest.approx(ranked.seconds, rel=1e-9)
         assert finalist.prediction.fullest.needed_bytes == pytest.approx(ranked.needed_bytes, rel=1e-6)
     assert (tmp_path / "launch.sbatch").exists() and (tmp_path / "plan.json").exists()
@@ -227,7 +227,7 @@ def test_a_plan_that_nothing_runs_is_marked_with_what_refuses_it(tmp_path: Path)
     """ZeRO-3 is written as a plan alone, and no next step is named."""
     found = search_plan(SMALL, H100, SearchSettings(target="any", space=SPACES["zero3"]), **OPTIONS)
     assert found.plan.stages[0].zero_level == 3 and found.tuned is None
-    assert found.chosen.seconds >= found.found.solution.objective * (1.0 - 1e-9)
+    assert found.chosen.seconds >= found.uniform.solution.objective * (1.0 - 1e-9)
     assert write_search(tmp_path, found) == ["plan.json"]
     assert load_plan(tmp_path / "plan.json").stages == found.plan.stages
     lines = search_lines(found, tmp_path, ["plan.json"], None)
@@ -317,7 +317,7 @@ def test_recorded_loads_count_at_every_number_of_expert_ranks(tmp_path: Path) ->
     options = {**OPTIONS, "expert_load": str(path)}
     found = search_plan(SMALL, H100, SearchSettings(target="megatron-lm"), **options)
     for finalist in (found.chosen, *found.others):
-        ranked = next(plan for plan in found.found.ranked if plan.name == finalist.name)
+        ranked = next(plan for plan in found.uniform.ranked if plan.name == finalist.name)
         assert finalist.seconds == pytest.approx(ranked.seconds, rel=1e-9)
         expected = {1: 1.0, 2: 1.6, 4: 2.8}[finalist.plan.stages[0].expert]
         assert finalist.problem.machine.load == pytest.approx(expected)
@@ -326,7 +326,7 @@ def test_recorded_loads_count_at_every_number_of_expert_ranks(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_what_the_flags_say_of_layout_and_overlap_changes_no_price() -> None:
-    plain = searched("moe-overlap").found
+    plain = searched("moe-overlap").uniform
     said = "--overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-method block --recompute-num-layers 1"
     assert searched("moe-overlap", *said.split()).found.ranked == plain.ranked
     by_hand_overlap = "--defer-weight-gradients --moe-token-dispatcher-type alltoall".split()
@@ -353,7 +353,7 @@ def test_a_rule_across_flags_loses_no_plan_that_it_allows() -> None:
 )
 def test_scales_of_whole_passes_are_kept_on_one_stage(words: str, several: bool) -> None:
     """One stage keeps such scales, as a start of the runtime demands; Megatron-LM has a group for them."""
-    ranked, job = searched("moe-overlap").found.ranked[0], read_job(SMALL, 8)
+    ranked, job = searched("moe-overlap").uniform.ranked[0], read_job(SMALL, 8)
     task: Any = SimpleNamespace(templates=lambda tensor: (job.plan, job.model))
     one = dataclasses.replace(ranked.layout, tensor=1, context=1, expert=1, expert_tensor=1, pipeline=1)
     two = dataclasses.replace(one, pipeline=2)
@@ -436,11 +436,11 @@ def test_a_capacity_of_experts_keeps_the_micro_batch(tmp_path: Path) -> None:
         for flags, given in ((capacity, settings), (capacity, allowing), (words, settings))
     )
     sizes = [
-        {ranked.layout.micro_batch for ranked in (*search.found.ranked, *search.found.frontier)}
+        {ranked.layout.micro_batch for ranked in (*search.uniform.ranked, *search.uniform.frontier)}
         for search in (kept, free, dropless)
     ]
     assert sizes[0] == {2} and len(sizes[1]) > 1 and len(sizes[2]) > 1
-    assert kept.found.counts.layouts < free.found.counts.layouts == dropless.found.counts.layouts
+    assert kept.uniform.counts.layouts < free.uniform.counts.layouts == dropless.uniform.counts.layouts
     assert kept.prediction.predicted.step_seconds >= free.prediction.predicted.step_seconds
     told = ["\n".join(closing_lines(search, tmp_path, [])) for search in (kept, free, dropless)]
     line = "kept        --micro-batch-size 2: with --moe-expert-capacity-factor another size drops different tokens; --allow-"

@@ -13,10 +13,10 @@ from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import overlapped as overlapped_search
 from moe_overlap.plan_search import search as plan_search
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import TIE
 from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.free import FREED, freed_layouts
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import closing_lines, search_json, search_sentence, write_search
@@ -92,14 +92,14 @@ def test_plans_of_a_wider_space_must_be_faster_than_overlapped_ones() -> None:
     wide = searched("any", *UPSTREAMS, space="zero")
     assert step(wide) == step(searched("any", *UPSTREAMS)) and wide.written_for == "megatron-lm"
     # Stages are freed for layouts without Megatron-LM's overlap, each once.
-    layouts = [dataclasses.replace(plan.layout, pipeline=2, paired=False) for plan in wide.found.ranked]
+    layouts = [dataclasses.replace(plan.layout, pipeline=2, paired=False) for plan in wide.uniform.ranked]
     for pairs in ((True,), (True, False)):
         ranked = [
             dataclasses.replace(plan, layout=dataclasses.replace(layout, paired=paired, virtual=2))
-            for layout, plan in zip(layouts, wide.found.ranked, strict=True)
+            for layout, plan in zip(layouts, wide.uniform.ranked, strict=True)
             for paired in pairs
         ]
-        freed = freed_layouts(dataclasses.replace(wide.found, ranked=tuple(ranked)), layouts)
+        freed = freed_layouts(dataclasses.replace(wide.uniform, ranked=tuple(ranked)), layouts)
         assert len(set(freed)) == len(freed) >= len({layout.ranks for layout in layouts[:FREED]})
 
 
@@ -110,5 +110,5 @@ def test_spaces_that_papers_compare_with_overlap_nothing(space: str) -> None:
     assert not SPACES[space].overlaps and SPACES["full"].overlaps
     if space == "equal-layer":
         found = searched("any", space=SPACES[space])
-        assert found.tuned is None and not any(plan.layout.paired for plan in found.found.ranked)
+        assert found.tuned is None and not any(plan.layout.paired for plan in found.uniform.ranked)
         assert step(found) > (1.0 + TIE) * step(searched("any"))

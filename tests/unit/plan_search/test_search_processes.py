@@ -14,8 +14,8 @@ import pytest
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.processes import in_processes, shared_search
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.tuner.search.shares import LayoutShare, SharedBar, share_of
 from moe_overlap.tuner.search.solution import Status

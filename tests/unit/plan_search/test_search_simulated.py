@@ -13,7 +13,6 @@ from moe_overlap.api import problem_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Transfer
 from moe_overlap.plan_search import finalists
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import (
     MOVED,
     SIMULATED,
@@ -22,6 +21,7 @@ from moe_overlap.plan_search.finalists import (
     simulated_finalists,
     simulated_until_ahead,
 )
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import APART, Finalist
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import search_json

@@ -14,7 +14,7 @@ from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import closing_lines, write_search
@@ -53,7 +53,7 @@ def test_fsdp_is_found_where_it_is_the_fastest_that_fits() -> None:
     assert found.plan.stages[0].zero_level in (2, 3) and len(found.plan.stages) == 1
     assert found.prediction.predicted.step_seconds < 0.99 * narrow.prediction.predicted.step_seconds
     for finalist in (found.chosen, *found.others):
-        ranked = next(plan for plan in found.found.ranked if plan.name == finalist.name)
+        ranked = next(plan for plan in found.uniform.ranked if plan.name == finalist.name)
         assert finalist.seconds == pytest.approx(ranked.seconds, rel=0.05 if moves_states(finalist.plan) else 1e-9)
     steps = []
     for tensor, expert, samples, strategy, layers in itertools.product(
@@ -66,7 +66,7 @@ def test_fsdp_is_found_where_it_is_the_fastest_that_fits() -> None:
         problem = problem_of([*WORDS, *words.split()], with_memory(GIBS), {**OPTIONS})
         prediction = estimate_plan(problem.plan, problem)
         steps += [prediction.predicted.step_seconds] if prediction.fits else []
-    assert len(steps) > 5 and found.found.solution.objective <= min(steps) * (1 + 1e-9)
+    assert len(steps) > 5 and found.uniform.solution.objective <= min(steps) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("space", "host_gb_per_s"), [("zero", None), ("offload", 5000.0)])
@@ -89,7 +89,7 @@ def test_processes_that_share_the_search_answer_as_one() -> None:
     assert [each.name for each in (shared.chosen, *shared.others)] == [
         each.name for each in (alone.chosen, *alone.others)
     ]
-    assert shared.found.solution.objective == alone.found.solution.objective
+    assert shared.uniform.solution.objective == alone.uniform.solution.objective
 
 
 def test_activations_wait_on_the_host_where_that_is_faster() -> None:

@@ -123,11 +123,11 @@ def searched() -> tuple[PlanSearch, list[Competitor]]:
         target="megatron-lm",
         space="recompute",
         cluster=CLUSTER,
-        words=(),
+        arguments=(),
         chosen=finalists[0],
         tuned=None,
         others=(finalists[1],),
-        found=found,
+        uniform=found,
         refused=(("TP16", "16 heads"),),
         baseline=None,
         dropped={},
@@ -142,7 +142,7 @@ def test_the_page_of_a_search() -> None:
     assert [row.name for row in content.candidates] == [
         search.chosen.name,
         "spread",
-        search.found.frontier[1].name,
+        search.uniform.frontier[1].name,
         "TP16",
     ]
     assert [row.is_chosen for row in content.candidates] == [True, False, False, False]

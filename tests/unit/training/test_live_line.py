@@ -11,7 +11,7 @@ from megatron.training.cli.config import LoggingConfig
 from megatron.training.report.live_line import ERASE, LiveLine
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.commands import autotune
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.tuner.search.uniform import RankedLayout
 from tests.unit.training.test_metrics import metrics
 

@@ -6,7 +6,7 @@ import pytest
 
 from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.answer import Answer, answer_lines, suggestions
 from moe_overlap.report.prediction import prediction_json

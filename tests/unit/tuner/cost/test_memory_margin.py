@@ -14,7 +14,7 @@ import moe_overlap.api as api
 from moe_overlap.commands import autotune, predict
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
@@ -104,7 +104,7 @@ def test_a_search_keeps_what_fits_with_its_margin() -> None:
         *SMALL,
         "--moe-shared-expert-overlap",
     ]  # of no shared expert: keeps a faster overlap out, which needs more memory
-    found = search_plan(words, H100, settings, **options).found
+    found = search_plan(words, H100, settings, **options).uniform
     smallest = min(plan.needed_bytes for plan in found.frontier) / GIB
     group = H100.groups[0]
     tight = dataclasses.replace(

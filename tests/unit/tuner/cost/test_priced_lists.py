@@ -16,7 +16,7 @@ from moe_overlap.commands.train import on_device
 from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.plan_search.asked import _described
+from moe_overlap.plan_search.request import _described
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.search.test_overlap_tuning import JOB
 

@@ -15,8 +15,8 @@ from moe_overlap.api import predict, problem_of, tune
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.launching import launching_of
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.overlapped import OverlapSearch, decide_overlaps
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import Finalist, PlanSearch, Tuned
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import closing_lines, detail_lines, search_json, write_search

@@ -23,7 +23,7 @@ from moe_overlap.describe.model import ModelDescription, expected_places
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search import search as plan_search
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import search_json, write_search
 from moe_overlap.tuner.capture.cache import Flags

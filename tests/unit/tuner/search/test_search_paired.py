@@ -8,7 +8,7 @@ import math
 import pytest
 
 from moe_overlap.api import predict
-from moe_overlap.plan_search.asked import SearchSettings
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.plan_search.task import paired_task
 from moe_overlap.report.search import search_sentence

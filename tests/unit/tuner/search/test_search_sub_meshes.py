@@ -18,10 +18,10 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan_search import free
-from moe_overlap.plan_search.asked import SearchSettings
 from moe_overlap.plan_search.finalists import Finalist
 from moe_overlap.plan_search.flags import PlanFlags
 from moe_overlap.plan_search.free import free_finalist, refusal_of
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import search_json, search_lines, write_search

@@ -1,6 +1,6 @@
 """A question to a plan search: its settings, and a user's flags understood apart from the layout that they say.
 
-`asked_of` reads the flags once. All that follows, every plan that is priced, accepted, written or compared, is of this job on
+`read_request` reads the flags once. All that follows, every plan that is priced, accepted, written or compared, is of this job on
 this cluster. The user's own layout is no part of it: their flags stay as they are, for the baseline.
 """
 
@@ -66,16 +66,16 @@ class SearchSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class SearchRequest:
     """A job without a layout on a cluster, and how a plan for it is searched.
 
     Attributes:
         deadline: of `time.monotonic`, when the best so far is the answer.
-        words: the user's flags as they are; `bare` are those without their layout.
+        arguments: the user's flags as they are; `bare` are those without their layout.
         dropped: flags that the run goes without, with the reason.
-        further: dispatchers that are searched beside the first.
+        other_dispatchers: those that are searched beside the first.
         job: of the bare flags, with the first dispatcher.
-        given: the options of the user; `options` are those of plans that are read from flags of their own.
+        user_options: as the user says them; `options` are those of plans that are read from flags of their own.
         graphs: captures the model under a layout, as `libraries` do, which several searches share, or as the options say.
         layouts: of the whole space, for the GPUs and the batch of `run`.
         replays: whether the flags ask for lists that are replayed as CUDA graphs.
@@ -84,12 +84,12 @@ class Asked:
     cluster: Cluster
     settings: SearchSettings
     deadline: float
-    words: Sequence[str]
+    arguments: Sequence[str]
     bare: Sequence[str]
     dropped: Mapping[str, str]
-    further: tuple[Dispatcher, ...]
+    other_dispatchers: tuple[Dispatcher, ...]
     job: Job
-    given: Options
+    user_options: Options
     options: Options
     graphs: Graphs
     libraries: Libraries
@@ -100,31 +100,31 @@ class Asked:
 
     def task(self, job: Job, space: SearchSpace) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
         """Prices and bounds of the plans of a space, for this job or for it with another dispatcher."""
-        return task_of(job, self.cluster, space, self.graphs, self.given, self.settings.averages)
+        return task_of(job, self.cluster, space, self.graphs, self.user_options, self.settings.averages)
 
 
-def asked_of(
-    words: Sequence[str],
+def read_request(
+    arguments: Sequence[str],
     cluster: Cluster,
     settings: SearchSettings,
     deadline: float,
     libraries: Libraries | None = None,
     **options: Unpack[Options],
-) -> Asked:
-    """Understand what is asked for.
+) -> SearchRequest:
+    """Read the user's flags once, apart from their layout.
 
     Args:
-        words: Megatron flags, or `@FILE`.
+        arguments: Megatron flags, or `@FILE`.
         libraries: default those of the cache.
     Raises:
         ConfigError: the flags are wrong whatever the layout, nodes differ or lack units for the precision, or nothing divides
             the model, the batch and the GPUs.
     """
     require_equal_groups(cluster)
-    bare, dropped = without_layout(words, settings.target)
+    bare, dropped = without_layout(arguments, settings.target)
     bare = as_priced(with_precision(bare, options.get("precision")), settings.target)
-    bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
-    job = with_dispatcher_of(_described(words, bare, cluster, options), FIRST if further else "")
+    bare, other_dispatchers = with_dispatcher(bare, cluster, settings.frees_dispatcher)
+    job = with_dispatcher_of(_described(arguments, bare, cluster, options), FIRST if other_dispatchers else "")
     flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
     job = dataclasses.replace(job, flags=flags)
     require_executable(job, cluster, options)
@@ -133,47 +133,47 @@ def asked_of(
     captured = partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs
     graphs = options.get("graphs") or captured
     # Plans are read from flags of their own, which stand in no file that names the model.
-    given = Options(**{**options, "graphs": graphs, "name": job.model.name})
-    kept = None if settings.changes_micro_batch else kept_micro_batch(words, job)
-    space, run = _space(settings), run_of(job, cluster, kept)
-    return Asked(
+    user_options = Options(**{**options, "graphs": graphs, "name": job.model.name})
+    micro_batch = None if settings.changes_micro_batch else kept_micro_batch(arguments, job)
+    space, run = _space(settings), run_of(job, cluster, micro_batch)
+    return SearchRequest(
         cluster=cluster,
         settings=settings,
         deadline=deadline,
-        words=words,
+        arguments=arguments,
         bare=bare,
         dropped=dropped,
-        further=further,
+        other_dispatchers=other_dispatchers,
         job=job,
-        given=given,
+        user_options=user_options,
         # Those flags say the precision, and a plan file is of the user's own layout.
-        options=Options(**{**given, "precision": None, "plan": None}),
+        options=Options(**{**user_options, "precision": None, "plan": None}),
         graphs=graphs,
         libraries=libraries,
         space=space,
         run=run,
         layouts=layouts_of(job, run, space),
-        replays=without_graphs(words)[1],
+        replays=without_graphs(arguments)[1],
     )
 
 
-def kept_micro_batch(words: Sequence[str], job: Job) -> int | None:
+def kept_micro_batch(arguments: Sequence[str], job: Job) -> int | None:
     """The user's micro-batch where another would change what is trained: the capacity of experts is a share of its tokens."""
-    said = flags_of(words).get("--micro-batch-size")
-    if job.config.moe.moe_expert_capacity_factor is None or not said:
+    values = flags_of(arguments).get("--micro-batch-size")
+    if job.config.moe.moe_expert_capacity_factor is None or not values:
         return None
-    samples = whole_number(said[-1])
-    require(samples, "--micro-batch-size", printable(said[-1]), "must be a whole number from 1", "correct it")
+    samples = whole_number(values[-1])
+    require(samples, "--micro-batch-size", printable(values[-1]), "must be a whole number from 1", "correct it")
     return samples
 
 
-def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:
+def _described(arguments: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:
     """The job of the flags, whose layout is not looked at.
 
     Raises:
         ConfigError: the flags are wrong whatever the layout.
     """
-    name = named_by(words) or options.get("name")
+    name = named_by(arguments) or options.get("name")
     smallest = [*bare, "--micro-batch-size", "1"]
     try:
         job = read_job(smallest, 1)
@@ -183,7 +183,7 @@ def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, opti
             job = read_job([*smallest, "--expert-model-parallel-size", "2"], 2)
         except ConfigError:
             # Whatever else needs several ranks is read with the user's own layout.
-            job = read_job(words, cluster.gpus, options.get("precision"))
+            job = read_job(arguments, cluster.gpus, options.get("precision"))
     # All plans of the search are made from this one, whose own may be a file's for other devices.
     job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, host_runs_ahead=cluster.queues))
     return job if name is None else dataclasses.replace(job, model=dataclasses.replace(job.model, name=name))
