@@ -30,9 +30,7 @@ ALLOWED = {
     "moe_overlap/plan_search": 48,
     "moe_overlap/runtime": 5,
     "moe_overlap/tuner/capture": 3,
-    "moe_overlap/tuner/cost": 49,
     "moe_overlap/tuner/profile": 2,
-    "moe_overlap/tuner/search": 103,
     "moe_overlap/tuner/write": 1,
     "tools": 6,
 }

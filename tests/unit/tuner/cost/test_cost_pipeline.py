@@ -201,7 +201,7 @@ def by_hand(
     stages: list[StageTimes], optimizer: list[float], one_way: list[float], counts: list[int], rules: PipelineRules
 ) -> float:
     """The docstring of pipeline.py in Python's own floats, in the order in which it adds."""
-    waits, filling = transfer_waits(one_way, rules.virtual, rules.beside)
+    waits, filling = transfer_waits(one_way, rules.virtual, rules.transfer_slowdown)
     v, size = rules.virtual, len(stages)
     chains = []
     for s, count in enumerate(counts):
@@ -253,7 +253,7 @@ def test_many_pipelines_at_once_are_each_of_them_alone_to_the_bit() -> None:
     draw = np.random.default_rng(14)
     for _ in range(40):
         count, n = int(draw.integers(1, 6)), 7
-        rules = PipelineRules(virtual=int(draw.integers(1, 4)), beside=draw.choice([None, 0.15]), fixed=0.01)
+        rules = PipelineRules(virtual=int(draw.integers(1, 4)), transfer_slowdown=draw.choice([None, 0.15]), fixed=0.01)
         counts = [int(draw.integers(1, 9))] * count if draw.random() < 0.7 else draw.integers(1, 9, count).tolist()
         stages = [random_stage(draw, n) for _ in range(count)]
         optimizer = [draw.uniform(0, 1, n) for _ in range(count)]
@@ -274,7 +274,7 @@ def test_no_column_of_a_stage_makes_a_step_shorter_by_growing() -> None:
     draw = np.random.default_rng(15)
     for _ in range(200):
         count = int(draw.integers(1, 6))
-        rules = PipelineRules(virtual=int(draw.integers(1, 4)), beside=draw.choice([None, 0.15]))
+        rules = PipelineRules(virtual=int(draw.integers(1, 4)), transfer_slowdown=draw.choice([None, 0.15]))
         stages = [random_stage(draw) for _ in range(count)]
         optimizer, one_way = draw.uniform(0, 1, count).tolist(), draw.uniform(0, 0.3, count - 1).tolist()
         micro_batches = [int(draw.integers(1, 9))] * count

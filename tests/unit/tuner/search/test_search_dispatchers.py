@@ -356,8 +356,8 @@ def test_a_search_for_anyone_says_that_a_library_is_beyond_calibration(
     monkeypatch.setattr(plan_search, "FreeSearch", lambda **_: None)
     monkeypatch.setattr(plan_search, "free_finalists", lambda *given: handed.append(given[-1]) or [])
     nothing = SimpleNamespace(read=str, finalist=str)
-    asked = SimpleNamespace(settings=SearchSettings(target="any"), cluster=H100, options={})
-    search: Any = SimpleNamespace(asked=asked, said=nothing, upstream=nothing)
+    request = SimpleNamespace(settings=SearchSettings(target="any"), cluster=H100, options={})
+    search: Any = SimpleNamespace(request=request, reader=nothing, upstream=nothing)
     layout, features = SimpleNamespace(dispatcher=searched), SimpleNamespace(dispatcher=of_flags)
     wider: Any = SimpleNamespace(
         job=None, layouts=[layout], uniform=None, staged=None, task=SimpleNamespace(features=features)
