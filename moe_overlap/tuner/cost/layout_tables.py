@@ -83,7 +83,7 @@ class _Group:
     """
 
     def __init__(self, composite: Composite, request: Request) -> None:
-        self._composite, named_part = composite, composite.whole
+        self._composite, named_part = composite, composite.part
         sizes = list(composite.scalings)
         self._rows = {size: row for row, size in enumerate(sizes)}
         self._matrix = ScalingMatrix([composite.scalings[size] for size in sizes])
