@@ -22,10 +22,6 @@ VAGUE = frozenset(
     ).split()
 )
 ALLOWED = {
-    "megatron/training": 8,
-    "megatron/training/checkpoint": 2,
-    "megatron/training/cli": 1,
-    "megatron/training/data": 1,
     "moe_overlap": 13,
     "moe_overlap/plan_search": 48,
     "tools": 6,
