@@ -49,7 +49,7 @@ BUDGET = {
     "moe_overlap/tuner/profile": Size(6, 1406),
     "moe_overlap/tuner/search": Size(43, 11805),
     "moe_overlap/tuner/write": Size(7, 1511),
-    "tools": Size(53, 8474),
+    "tools": Size(53, 8478),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
 SLACK_LINES = 100

@@ -24,7 +24,6 @@ VAGUE = frozenset(
 ALLOWED = {
     "moe_overlap": 13,
     "moe_overlap/plan_search": 48,
-    "tools": 6,
 }
 """Folder -> number of vague names; a folder without an entry has none."""
 

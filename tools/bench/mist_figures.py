@@ -65,7 +65,9 @@ def job(family: str, size: str, machines: Machines, *flags: str, paper: str = ""
     """One of the example models."""
     title = name or f"{family.upper() if family == 'gpt' else family.capitalize()}-{size.upper()}"
     case_flags = (f"@{EXAMPLES / f'mist-{family}-{size}.args'}", *flags)
-    return PaperCase(name=f"{title}, {machines.gpus} {machines.gpu}", words=case_flags, machines=machines, paper=paper)
+    return PaperCase(
+        name=f"{title}, {machines.gpus} {machines.gpu}", arguments=case_flags, machines=machines, paper=paper
+    )
 
 
 def length(tokens: int) -> tuple[str, ...]:
