@@ -186,7 +186,7 @@ def fit(observed: Sequence[Observed], simulate: Simulate) -> tuple[Refined, list
     """Step 2: factors of all kinds together.
 
     Args:
-        play: simulates a plan with refined prices.
+        simulate: (plan, refined prices) -> simulated seconds of each kind.
     Returns:
         The factors, and every measured or predicted kind, the longest first.
     """

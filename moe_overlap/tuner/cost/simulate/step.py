@@ -212,7 +212,7 @@ def step_of_many(simulate: Callable[[int], float], micro_batches: int, stages: i
     """Seconds of a step of any number of micro-batches, extrapolated from simulations of few.
 
     Args:
-        play: simulates a step of the given number of micro-batches; each further group of `stages` adds as much as the last.
+        simulate: number of micro-batches -> simulated seconds of a step; each group of `stages` more adds as much as the last.
     """
     few = simulated_micro_batches(micro_batches, stages)
     beyond, seconds = (micro_batches - few) // stages, simulate(few)

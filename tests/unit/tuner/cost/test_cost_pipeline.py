@@ -1,4 +1,4 @@
-"""The closed form of a step against playing the schedule, pass by pass."""
+"""The closed form of a step against the schedule, executed pass by pass."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ def orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Pipeline
     return [interleaved(stages, stage, virtual, micro_batches) for stage in range(stages)]
 
 
-def played(stages: int, virtual: int, micro_batches: int, forward: list[float], backward: list[float]) -> float:
+def scheduled_seconds(
+    stages: int, virtual: int, micro_batches: int, forward: list[float], backward: list[float]
+) -> float:
     """Seconds until the last pass ends: a pass starts when its stage is free and its input is there."""
     blocks = [[(step,) for step in order] for order in orders(stages, virtual, micro_batches)]
-    return played_blocks(
+    return seconds_of_blocks(
         blocks,
         virtual,
         lambda stage, block: (forward if block[0].direction == "forward" else backward)[stage] / virtual,
     )
 
 
-def played_blocks(
+def seconds_of_blocks(
     blocks: Sequence[Sequence[Sequence[PipelineStep]]],
     virtual: int,
     seconds: Callable[[int, Sequence[PipelineStep]], float],
@@ -87,7 +89,7 @@ def test_of_pairs_fill_and_drain_run_alone(stages: int, virtual: int, count: int
     alone, both = forward + backward, forward + backward - gained
     blocks = [paired(stages, stage, count, virtual) for stage in range(stages)]
     took = {("forward",): forward, ("backward",): backward, ("backward", "forward"): both}
-    whole = played_blocks(blocks, virtual, lambda _, block: took[tuple(step.direction for step in block)] / virtual)
+    whole = seconds_of_blocks(blocks, virtual, lambda _, block: took[tuple(step.direction for step in block)] / virtual)
     share = lone_share(stages, virtual, count)
     mean = share * alone + (1.0 - share) * both
     found = closed([forward * mean / alone] * stages, [backward * mean / alone] * stages, count, virtual)
@@ -101,7 +103,9 @@ def test_of_pairs_fill_and_drain_run_alone(stages: int, virtual: int, count: int
 )
 def test_equal_stages_are_exact(stages: int, virtual: int, count: int) -> None:
     forward, backward = [1.0] * stages, [2.0] * stages
-    assert closed(forward, backward, count, virtual) == pytest.approx(played(stages, virtual, count, forward, backward))
+    assert closed(forward, backward, count, virtual) == pytest.approx(
+        scheduled_seconds(stages, virtual, count, forward, backward)
+    )
 
 
 def errors(stages: int, virtual: int, rounds: float, spread: float) -> np.ndarray:
@@ -112,7 +116,7 @@ def errors(stages: int, virtual: int, rounds: float, spread: float) -> np.ndarra
         backward = 2 * forward * draw.uniform(1 - spread / 2, 1 + spread / 2, stages)
         count = max(1, round(rounds * stages))
         given = (forward.tolist(), backward.tolist())
-        found.append(closed(*given, count, virtual) / played(stages, virtual, count, *given) - 1)
+        found.append(closed(*given, count, virtual) / scheduled_seconds(stages, virtual, count, *given) - 1)
     return np.array(found)
 
 
