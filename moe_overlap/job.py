@@ -136,8 +136,8 @@ def model_of_plan(arguments: Sequence[str], plan: Plan, source: str, name: str |
         ConfigError: the flags describe no model, or another one than the plan's; the plan has no stage.
     """
     require_stages(plan, source)
-    said = grouped(read(list(expand_files(arguments))).arguments)
-    parsed = parse([word for flag, values in said.items() if flag != "--plan" for word in (flag, *values)])
+    flags = grouped(read(list(expand_files(arguments))).arguments)
+    parsed = parse([word for flag, values in flags.items() if flag != "--plan" for word in (flag, *values)])
     model, parallel = parsed.config.model, parsed.config.parallel
     model = dataclasses.replace(
         model,
@@ -409,8 +409,8 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
 
 
 def _router_groups(config: Config) -> RouterGroups:
-    count, kept = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk
-    return RouterGroups(count, kept) if count and kept else RouterGroups()
+    groups, top_groups = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk
+    return RouterGroups(groups, top_groups) if groups and top_groups else RouterGroups()
 
 
 def _is_fused_attention(flags: Flags) -> bool:

@@ -39,7 +39,7 @@ BUDGET = {
     "moe_overlap/commands": Size(19, 3374),
     "moe_overlap/describe": Size(20, 4415),
     "moe_overlap/plan": Size(29, 7273),
-    "moe_overlap/plan_search": Size(13, 2859),
+    "moe_overlap/plan_search": Size(13, 2900),
     "moe_overlap/report": Size(18, 3181),
     "moe_overlap/runtime": Size(37, 7834),
     "moe_overlap/tuner": Size(126, 32380),

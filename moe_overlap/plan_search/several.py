@@ -31,8 +31,8 @@ def search_both(
     of_upstream = dataclasses.replace(settings, target="megatron-lm", has_baseline=False)
     upstream = search_plan(arguments, cluster, of_upstream, libraries, **options)
     of_this_runtime = dataclasses.replace(settings, target="moe-overlap")
-    here = search_plan(arguments, cluster, of_this_runtime, libraries, **options)
-    return BothTargets(upstream=upstream, runtime=here, tie=TIE)
+    runtime = search_plan(arguments, cluster, of_this_runtime, libraries, **options)
+    return BothTargets(upstream=upstream, runtime=runtime, tie=TIE)
 
 
 def search_numbers(
@@ -45,7 +45,7 @@ def search_numbers(
     Args:
         clusters: of the same machines, the smallest first.
     Raises:
-        ConfigError: none has a plan; the reason of the largest one is said.
+        ConfigError: none has a plan; the error has the reason of the largest.
     """
     libraries = Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     rows: list[ScalingRow] = []

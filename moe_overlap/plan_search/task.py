@@ -207,8 +207,8 @@ def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals
     Plans with Megatron-LM's overlap are run by Megatron-LM, whatever the target.
     """
 
-    said = grouped(bare)
-    recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
+    flags = grouped(bare)
+    recipe = flags.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in flags else None
 
     @cache
     def settings_by(dispatcher: str, paired: bool) -> Mapping[str, Any]:

@@ -26,8 +26,6 @@ ALLOWED = {
     "megatron/training/checkpoint": 2,
     "megatron/training/cli": 1,
     "megatron/training/data": 1,
-    "moe_overlap": 13,
-    "moe_overlap/plan_search": 48,
     "moe_overlap/runtime": 5,
     "moe_overlap/tuner/capture": 3,
     "moe_overlap/tuner/cost": 49,

@@ -356,11 +356,11 @@ def test_a_search_for_anyone_says_that_a_library_is_beyond_calibration(
     monkeypatch.setattr(plan_search, "FreeSearch", lambda **_: None)
     monkeypatch.setattr(plan_search, "free_finalists", lambda *given: handed.append(given[-1]) or [])
     nothing = SimpleNamespace(read=str, finalist=str)
-    asked = SimpleNamespace(settings=SearchSettings(target="any"), cluster=H100, options={})
-    search: Any = SimpleNamespace(asked=asked, said=nothing, upstream=nothing)
+    request: Any = SimpleNamespace(settings=SearchSettings(target="any"), cluster=H100, options={})
+    rules = SimpleNamespace(reader=nothing, upstream_reader=nothing)
     layout, features = SimpleNamespace(dispatcher=searched), SimpleNamespace(dispatcher=of_flags)
-    wider: Any = SimpleNamespace(
-        job=None, layouts=[layout], uniform=None, staged=None, task=SimpleNamespace(features=features)
+    plans: Any = SimpleNamespace(
+        rules=rules, job=None, layouts=[layout], uniform=None, staged=None, task=SimpleNamespace(features=features)
     )
-    assert plan_search._Search.finalists(search, wider) == []
+    assert plan_search._finalists(plans, request) == []
     assert handed == [("a first reason", *(["no measured steps of the hybridep dispatcher on H100"] if beyond else []))]
