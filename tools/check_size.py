@@ -31,10 +31,10 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "megatron/training": Size(61, 13246),
+    "megatron/training": Size(61, 13257),
     "megatron/training/checkpoint": Size(11, 2428),
     "megatron/training/cli": Size(22, 4775),
-    "megatron/training/data": Size(6, 1712),
+    "megatron/training/data": Size(6, 1715),
     "megatron/training/model": Size(8, 1543),
     "moe_overlap/commands": Size(20, 3457),
     "moe_overlap/describe": Size(20, 4415),
@@ -42,14 +42,14 @@ BUDGET = {
     "moe_overlap/plan_search": Size(13, 2900),
     "moe_overlap/report": Size(18, 3181),
     "moe_overlap/runtime": Size(37, 7834),
-    "moe_overlap/tuner": Size(126, 32380),
+    "moe_overlap/tuner": Size(126, 32431),
     "moe_overlap/tuner/calibrate": Size(13, 2774),
-    "moe_overlap/tuner/capture": Size(23, 6768),
-    "moe_overlap/tuner/cost": Size(32, 8062),
+    "moe_overlap/tuner/capture": Size(23, 6769),
+    "moe_overlap/tuner/cost": Size(32, 8071),
     "moe_overlap/tuner/profile": Size(6, 1406),
-    "moe_overlap/tuner/search": Size(43, 11764),
+    "moe_overlap/tuner/search": Size(43, 11805),
     "moe_overlap/tuner/write": Size(7, 1511),
-    "tools": Size(53, 8474),
+    "tools": Size(53, 8478),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
 SLACK_LINES = 100

@@ -62,7 +62,7 @@ def job(family: str, size: str, gpus: int) -> PaperCase:
     flags = (f"@{EXAMPLES / f'alpa-{family}-{size}.args'}",)
     name = f"{family.upper() if family == 'gpt' else 'MoE'}-{size.upper()}, {gpus} V100"
     paper = PAPER[family].get(gpus, "") if {**GPT, **MOE}.get(size) == gpus else ""
-    return PaperCase(name=name, words=flags, machines=machines, paper=paper)
+    return PaperCase(name=name, arguments=flags, machines=machines, paper=paper)
 
 
 def sizes_of(family: str) -> tuple[PaperCase, ...]:
@@ -90,13 +90,13 @@ def large() -> Figure:
     cases = (
         PaperCase(
             name="GPT-22B, 32 L4",
-            words=(f"@{EXAMPLES / 'mist-gpt-22b.args'}",),
+            arguments=(f"@{EXAMPLES / 'mist-gpt-22b.args'}",),
             machines=Machines(gpu="L4", gpus=32),
             paper="goal: 120 s and 6 GB; Mist's released tuner about 2,300 CPU s, extrapolated",
         ),
         PaperCase(
             name="DeepSeek-V3, 1024 H100",
-            words=(f"@{EXAMPLES / 'deepseek-v3.args'}",),
+            arguments=(f"@{EXAMPLES / 'deepseek-v3.args'}",),
             machines=Machines(gpu="H100", gpus=1024),
             paper="goal: 600 s and 6 GB",
         ),

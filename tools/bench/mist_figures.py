@@ -37,9 +37,9 @@ RECOMPUTED = Space(name="recomputed layers", space=_space("recomputed layers", f
 ZERO = Space(name="ZeRO", space=_space("ZeRO", all_layers=True, zero_levels=LEVELS))
 OFFLOADING = Space(name="offloading", space=_space("offloading", all_layers=True, offloads=ON_HOST))
 HEURISTIC = Space(name="same in all stages", space=_space("same in all stages", offloads=("activations",)))
-UNIFORM = Space(name="uniform", space=SEARCH_SPACES["offload"].whole)
-FULL = Space(name="full", space=SEARCH_SPACES["full"].whole)
-MEAN = Space(name="mean micro-batches", space=SEARCH_SPACES["full"].whole, averages=True)
+UNIFORM = Space(name="uniform", space=SEARCH_SPACES["offload"].any_target)
+FULL = Space(name="full", space=SEARCH_SPACES["full"].any_target)
+MEAN = Space(name="mean micro-batches", space=SEARCH_SPACES["full"].any_target, averages=True)
 
 DIMENSIONS = (
     Space(name="base", space=_space("base", all_layers=True, frees_stages=True)),
@@ -65,7 +65,9 @@ def job(family: str, size: str, machines: Machines, *flags: str, paper: str = ""
     """One of the example models."""
     title = name or f"{family.upper() if family == 'gpt' else family.capitalize()}-{size.upper()}"
     case_flags = (f"@{EXAMPLES / f'mist-{family}-{size}.args'}", *flags)
-    return PaperCase(name=f"{title}, {machines.gpus} {machines.gpu}", words=case_flags, machines=machines, paper=paper)
+    return PaperCase(
+        name=f"{title}, {machines.gpus} {machines.gpu}", arguments=case_flags, machines=machines, paper=paper
+    )
 
 
 def length(tokens: int) -> tuple[str, ...]:
@@ -141,7 +143,7 @@ def figure_13() -> Figure:
     """The spaces that grow, from Megatron-LM's own on."""
     paper = "recomputation 1.12, offloading 7 % more, unlike micro-batches and stages 9 % more, on average"
     cases = tuple(job("gpt", size, Machines(gpu=L4, gpus=GPUS[size]), paper=paper) for size in ("7b", "13b", "22b"))
-    recompute = Space(name="recompute", space=SEARCH_SPACES["recompute"].whole)
+    recompute = Space(name="recompute", space=SEARCH_SPACES["recompute"].any_target)
     return Figure(
         name="Mist 13", spaces=(PARALLELISM, recompute, UNIFORM, FULL), cases=cases, columns=seconds_and_gains
     )

@@ -193,7 +193,7 @@ class CommonConstants:
     """A function with its own backward pass: compiled by torch, or a kernel called outside of modules."""
     low_precision: float = 0.0
     """Quantizing one operand of one product, or of one group of a grouped product."""
-    further: float = 1.0
+    extra_kernel: float = 1.0
     """Every additional kernel that a call or autograd launches without another call of Python."""
     tail: float = 0.0
     """Idle waves of tiles at the end of a product, or of each group of a grouped product."""

@@ -76,7 +76,7 @@ class Setting:
     """Operators that the executor of lists replays as CUDA graphs, if it executes the part."""
     two_at_work: bool = False
     """The forward pass of a micro-batch is paired with the backward pass of another, layer by layer."""
-    alone: float = 0.0
+    unpaired_share: float = 0.0
     """Share of the passes that are unpaired although `two_at_work`."""
 
     def reached_places(self, places: int) -> float:
@@ -236,7 +236,7 @@ def _sent(table: OpTable, setting: Setting) -> Sent:
     for places in alike.values():
         index, collective, _ = table.collectives[places[0]]
         payloads = np.array([table.collectives[place][2] for place in places])
-        seconds[places] = _alone(table, setting, index, collective, payloads)
+        seconds[places] = _seconds_of_payloads(table, setting, index, collective, payloads)
     return [
         (index, kind_of(collective), isolated)
         for (index, collective, _), isolated in zip(table.collectives, seconds.tolist(), strict=True)
@@ -321,10 +321,12 @@ def kind_of(collective: Collective) -> str:
 
 def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Collective, payload: float) -> float:
     """Seconds of one of a part's collectives without interference."""
-    return float(_alone(table, setting, index, collective, np.asarray(payload)))
+    return float(_seconds_of_payloads(table, setting, index, collective, np.asarray(payload)))
 
 
-def _alone(table: OpTable, setting: Setting, index: int, collective: Collective, payload: Floats) -> Floats:
+def _seconds_of_payloads(
+    table: OpTable, setting: Setting, index: int, collective: Collective, payload: Floats
+) -> Floats:
     """`alone_seconds` for an array of payloads."""
     group, rates = setting.groups[collective.axis], setting.constants.link_rates
     scale = setting.load if table.loaded[index] else 1.0
@@ -431,7 +433,7 @@ def cost_of(table: OpTable, setting: Setting) -> PartCost:
 
 def overlapped(cost: PartCost, setting: Setting) -> PartCost:
     """A result of `part_cost` with its all-to-alls hidden under another micro-batch, in megatron-core's order."""
-    return hide_in_nodes(cost, setting.concurrent, setting.features.delay_weight_gradients, setting.alone)
+    return hide_in_nodes(cost, setting.concurrent, setting.features.delay_weight_gradients, setting.unpaired_share)
 
 
 def _combine(cost: PassCost) -> float:

@@ -114,7 +114,7 @@ def test_a_layer_is_charged_what_its_graphs_launch() -> None:
     ).values()
     problem = problem_of(f"{MOE} {EIGHT}".split(), shipped_cluster("H100", 8), {"graphs": golden_graphs})
     table = tabulate(next(part for part in problem.graphs[0].parts if part.kind == "moe"), 1, 16)
-    price = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, further=0.5)
+    price = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, extra_kernel=0.5)
     work = host_work(table, Features(), price, 1.0, Replays(captured_kinds(True), beside, counts_rows=False))
     charged = sum(float(s) for s, op in zip(work.seconds, table.ops, strict=True) if op.cost_class != "collective")
     of_second = 2 * (EXPERTS_OF_RANK - 1)

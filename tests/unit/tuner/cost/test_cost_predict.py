@@ -17,35 +17,18 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.calibrate.fit.grid import START
 from moe_overlap.tuner.capture.cache import Flags, Tell
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.hardware import Constants, ReleaseConstants
 from moe_overlap.tuner.cost.interference import interference_of
 from moe_overlap.tuner.cost.links import axis_group
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from tests.unit.tuner.hand_made import captured_by_hand
 
 CONSTANTS = Constants(
-    {
-        "H100": GpuConstants(
-            gemm=0.75,
-            grouped_gemm=0.6,
-            attention_forward=0.6,
-            attention_backward=0.5,
-            fp8=0.6,
-            fp4=0.4,
-            memory=0.8,
-            domain=0.75,
-            network=0.8,
-            all_to_all_domain=0.6,
-            all_to_all_network=0.6,
-            kernel_seconds=3e-6,
-            host_seconds=1e-9,
-            overlap_slowdown=0.15,
-            step_seconds=0.0,
-        )
-    },
+    {"H100": dataclasses.replace(START, grouped_gemm=0.6, host_seconds=1e-9, step_seconds=0.0)},
     {
         "26.02": {"Hopper": ReleaseConstants(loss=1.3, measured=("bf16 MoE",))},
         "26.04": {"Hopper": ReleaseConstants(measured=("bf16 MoE",))},

@@ -14,7 +14,7 @@ from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient
 from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, fill_send_slot, hiding
 from moe_overlap.tuner.search.layer.slots import Slots, with_slots
-from tests.unit.tuner.search.test_search_weight_gradients import PLENTY, VARIANTS, Case, played, scheduled
+from tests.unit.tuner.search.test_search_weight_gradients import PLENTY, VARIANTS, Case, scheduled, simulated_step
 
 TWO_LAYERS = "--num-layers 2 --pipeline-model-parallel-size 2 --vocab-size 8000 --expert-model-parallel-size 8"
 INSTANCES = {
@@ -50,7 +50,7 @@ def every_plan(plan: Plan, model_has_head: int) -> list[Plan]:
 
 
 def seconds_of(plan: Plan, case: Case) -> float:
-    return played(plan, case).simulation.step_seconds
+    return simulated_step(plan, case).simulation.step_seconds
 
 
 @pytest.mark.parametrize(("words", "micro_batches"), INSTANCES.values(), ids=INSTANCES)

@@ -117,7 +117,7 @@ def agree(case: Case, predictions: list[Prediction]) -> StageSearch:
 
 def test_the_search_finds_what_an_enumeration_finds() -> None:
     found = agree(scarce(), predictions_of(scarce(), LAYOUT, 3))
-    assert found.kept < found.candidates
+    assert found.on_frontier < found.candidates
     uniform = search_uniform([LAYOUT], costs_of(scarce()), lambda layout: scarce().bounds)
     assert found.solution.objective < uniform.solution.objective
 
@@ -262,7 +262,7 @@ def test_sub_meshes_know_the_uniform_plans_contexts_but_no_step_outside_their_sp
     def meshes(*arguments: object, **options: Any) -> MeshSearch:
         asked.append(options)
         nothing = Solution(value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=0.0)
-        return MeshSearch(solution=nothing, ranked=(), programs=0, priced=0, kept=0)
+        return MeshSearch(solution=nothing, ranked=(), programs=0, priced=0, cheapest=0)
 
     monkeypatch.setattr("moe_overlap.plan_search.free.search_meshes", meshes)
     words = ("--num-layers", "4", "--pipeline-model-parallel-size", "1", "--global-batch-size", "8")
@@ -355,13 +355,13 @@ def test_shares_rank_what_a_search_of_all_layouts_ranks() -> None:
             key=lambda plan: plan.seconds,
         )
         best = Solution(value=plans[0], objective=plans[0].seconds, bound=bound, status=status, seconds=1.0)
-        return StageSearch(solution=best, ranked=tuple(plans), layouts=len(own), candidates=3, kept=2)
+        return StageSearch(solution=best, ranked=tuple(plans), layouts=len(own), candidates=3, on_frontier=2)
 
     shares = [share(layouts[1::2], 7.0, Status.OPTIMAL), share(layouts[0::2], 7.5, Status.FEASIBLE)]
     whole = joined_stages(shares, layouts, 10.0)
     assert [plan.seconds for plan in whole.ranked] == [8.0, 9.0]
     assert whole.solution.value == whole.ranked[0] and whole.solution.objective == 8.0
     assert (whole.solution.bound, whole.solution.status) == (7.0, Status.FEASIBLE)
-    assert (whole.layouts, whole.candidates, whole.kept) == (4, 6, 4)
+    assert (whole.layouts, whole.candidates, whole.on_frontier) == (4, 6, 4)
     none = joined_stages(shares, layouts, 1.0)
     assert none.ranked == () and none.solution.value is None

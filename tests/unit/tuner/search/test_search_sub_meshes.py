@@ -268,7 +268,7 @@ def test_plans_far_slower_than_a_known_one_are_not_looked_for() -> None:
 def test_a_share_that_ran_out_of_time_leaves_the_whole_unproven() -> None:
     def share(status: Status, bound: float) -> MeshSearch:
         nothing = Solution(value=None, objective=math.inf, bound=bound, status=status, seconds=1.0)
-        return MeshSearch(solution=nothing, ranked=(), programs=1, priced=1, kept=1)
+        return MeshSearch(solution=nothing, ranked=(), programs=1, priced=1, cheapest=1)
 
     whole, late = share(Status.INFEASIBLE, math.inf), share(Status.TIME_LIMIT, 0.0)
     assert joined_meshes([whole, late]).solution.status is Status.TIME_LIMIT
