@@ -24,7 +24,7 @@ from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
-from moe_overlap.tuner.cost.expected_error import ExpectedError
+from moe_overlap.tuner.cost.expected_error import ExpectedError, Neighbours
 from moe_overlap.tuner.cost.feasibility import (
     FullestStage,
     MemoryChange,
@@ -168,6 +168,8 @@ class Prediction:
     """The software release whose losses count."""
     expected_error: ExpectedError | None = None
     """How far such predictions are off; None where the machine was measured, or too few runs like it are known."""
+    missed: Neighbours | None = None
+    """The compared runs that are most like this one, where their steps lie outside the interval in the mean."""
     computed_early: tuple[str, ...] = ()
     """By stage, deferred weight gradients whose operands exceed the bound; they are counted where they are computed."""
     assumed: tuple[str, ...] = ()
@@ -258,7 +260,7 @@ def price(
     if expected is not None and reasons:
         expected = expected.widened(machine.beyond)
     whole = _whole(plan, model, machine, priced, features, reasons)
-    return replace(whole, software=machine.software, expected_error=expected)
+    return replace(whole, software=machine.software, expected_error=expected, missed=machine.missed)
 
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:

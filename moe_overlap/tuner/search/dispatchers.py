@@ -94,7 +94,7 @@ def dispatchers_of(links: NodeGroup) -> tuple[Dispatcher, ...]:
 
 def uncalibrated(name: str, gpu: str) -> list[str]:
     """Why prices of a dispatcher reach beyond measured steps, if they do."""
-    return [] if gpu in CALIBRATED.get(name, (gpu,)) else [f"no measured steps of the {name} dispatcher on {gpu}"]
+    return [] if gpu in CALIBRATED.get(name, (gpu,)) else [f"no calibration run of the {name} dispatcher on {gpu}"]
 
 
 def runs(name: str, layout: UniformLayout) -> bool:
