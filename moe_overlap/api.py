@@ -388,6 +388,7 @@ def machine_for(
         lookup,
         precision=job.plan.precision,
         is_moe=job.model.num_experts > 0,
+        model=job.model,
     )
 
 

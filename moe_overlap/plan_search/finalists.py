@@ -15,7 +15,7 @@ from itertools import islice
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.processes import in_processes
-from moe_overlap.plan_search.results import Finalist
+from moe_overlap.plan_search.results import TIE, Finalist
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import listed_seconds
@@ -24,8 +24,6 @@ from moe_overlap.tuner.search.shares import LayoutShare
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 
-TIE = 0.01
-"""Share of a step below which predictions tell no plan from another."""
 SIMULATED = 0.1
 """Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
 of a plan whose states stay on the device was found to differ from its prediction by a tenth

@@ -9,9 +9,8 @@ from typing import Unpack
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.finalists import TIE
 from moe_overlap.plan_search.request import SearchSettings
-from moe_overlap.plan_search.results import BothTargets, ScalingRow
+from moe_overlap.plan_search.results import TIE, BothTargets, ScalingRow
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder
 from moe_overlap.tuner.capture.library import Libraries
