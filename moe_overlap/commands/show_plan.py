@@ -98,7 +98,8 @@ def model_of(chosen: argparse.Namespace, plan: Plan) -> ModelDescription | None:
         return None
     if chosen.megatron_args is None and (described := load_model(chosen.model)) is not None:
         return described
-    options = argparse.Namespace(model=chosen.model, megatron_args=chosen.megatron_args, precision=plan.precision)
+    files = {"model": chosen.model, "megatron_args": chosen.megatron_args}
+    options = argparse.Namespace(**files, precision=plan.precision, set=[], training_flags=[])
     return model_of_plan(job_flags(options, is_predicted=True), plan, chosen.file, name_of(options))
 
 
