@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from megatron.training.cli.arguments import ALIASES, expand_files, script_gpus
 from megatron.training.cli.flags.table import config_flags
-from moe_overlap.commands.gpus import ListGpus
+from moe_overlap.commands.gpus import ListGpus, ListModels
 from moe_overlap.commands.help_topics import topic
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError, require
@@ -74,9 +74,10 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--megatron-args", metavar="FILE", action=_Once, help="flags of the run, or its shell script")
     job.add_argument(
         "--model",
-        metavar="FILE",
-        help="model file (examples/models) or a Hugging Face config.json; its flags come first",
+        metavar="NAME",
+        help="a shipped model (--list-models), a model file or a Hugging Face config.json; its flags come first",
     )
+    job.add_argument("--list-models", action=ListModels, help="print the shipped models and stop")
     job.add_argument(
         "--set",
         metavar="NAME=VALUE",

@@ -3,7 +3,7 @@
 Steps of `parse`:
     1. expand `@FILE` and older spellings into one flat list of arguments;
     2. group the arguments by flag: a later mention of a flag, or of its off switch, replaces an earlier one;
-    3. put the flags of `--model FILE` before the written ones, which thereby win;
+    3. put the flags of `--model NAME` before the written ones, which thereby win;
     4. turn the values into the fields of `Config`, and answer every upstream flag that is no field here.
 `validation.py` checks what the values must fulfil together.
 """
