@@ -440,7 +440,7 @@ def job_operators(arguments: Sequence[str], ranks: int, device: str) -> list[Ope
         arguments: Megatron flags, or `@FILE`.
         device: cpu or cuda.
     Raises:
-        ConfigError: the flags are wrong, or do not describe the vocabulary.
+        ConfigError: the flags are wrong.
     """
     job = read_job(arguments, ranks)
     graphs = (cpu_graphs if device == "cpu" else cached_graphs)(capturable(job.config), job.model, job.plan, job.flags)
