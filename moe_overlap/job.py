@@ -91,8 +91,7 @@ def read_job(
             a file says itself which it is for.
         name: of the model, where no file of flags names it.
     Raises:
-        ConfigError: the flags are wrong, or do not describe the vocabulary; or the plan is none, of another model, or for another
-            number of GPUs.
+        ConfigError: the flags are wrong; or the plan is none, of another model, or for another number of GPUs.
     """
     reading = read(list(expand_files(arguments)))
     parsed = parse(reading.arguments)
@@ -104,8 +103,8 @@ def read_job(
         optimizer = dataclasses.replace(config.optimizer, bf16=precision != "fp16")
         config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
     validate(config, parsed.layout_world or num_gpus)
-    vocabulary, assumed = vocabulary_of(config)
     named = named_by(arguments) or name or parsed.name
+    vocabulary, assumed = vocabulary_of(config, named)
     model = describe_model(config, vocabulary, named)
     decided = _decided(config, model, num_gpus, reading.flags, plan)
     if plan is None and config.overlap.plan is None:
@@ -136,8 +135,8 @@ def model_of_plan(arguments: Sequence[str], plan: Plan, source: str, name: str |
         ConfigError: the flags describe no model, or another one than the plan's; the plan has no stage.
     """
     require_stages(plan, source)
-    said = grouped(read(list(expand_files(arguments))).arguments)
-    parsed = parse([word for flag, values in said.items() if flag != "--plan" for word in (flag, *values)])
+    flags = grouped(read(list(expand_files(arguments))).arguments)
+    parsed = parse([word for flag, values in flags.items() if flag != "--plan" for word in (flag, *values)])
     model, parallel = parsed.config.model, parsed.config.parallel
     model = dataclasses.replace(
         model,
@@ -148,7 +147,8 @@ def model_of_plan(arguments: Sequence[str], plan: Plan, source: str, name: str |
     parallel = dataclasses.replace(parallel, tensor_model_parallel_size=plan.stages[0].tensor)
     config = dataclasses.replace(parsed.config, model=model, parallel=parallel)
     validate_model(config)
-    described = describe_model(config, vocabulary_of(config)[0], named_by(arguments) or name or parsed.name)
+    named = named_by(arguments) or name or parsed.name
+    described = describe_model(config, vocabulary_of(config, named)[0], named)
     require_model(plan, source, described, model.make_vocab_size_divisible_by)
     return described
 
@@ -172,14 +172,16 @@ def without_graphs(arguments: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     return tuple(word for word in expanded if word != GRAPHS_FLAG), GRAPHS_FLAG in expanded
 
 
-def vocabulary_of(config: Config) -> tuple[int, tuple[str, ...]]:
-    """Tokens of the vocabulary, and the sentence that says where they are not the flags'."""
+def vocabulary_of(config: Config, name: str) -> tuple[int, tuple[str, ...]]:
+    """Tokens of the vocabulary, and a sentence on the assumption if the flags do not give the number.
+
+    Args:
+        name: of the model, which may tell the vocabulary.
+    """
     data, known = config.data, known_vocab_size(config)
     if known is None:
-        guess = assumed_vocabulary(data.tokenizer_type, data.tokenizer_model)
-        if guess is None:
-            raise ConfigError("--vocab-size", "", "the flags alone do not tell the vocabulary", "add --vocab-size")
-        return guess[0], (guess[1],)
+        size, sentence = assumed_vocabulary(data.tokenizer_type, data.tokenizer_model, name)
+        return size, (sentence,)
     if data.tokenizer_type is None and data.vocab_size is None and data.vocab_file is None:
         return known, (f"a vocabulary of {known} bytes, as no tokenizer is named; --vocab-size says another",)
     return known, ()
@@ -409,8 +411,8 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
 
 
 def _router_groups(config: Config) -> RouterGroups:
-    count, kept = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk
-    return RouterGroups(count, kept) if count and kept else RouterGroups()
+    groups, top_groups = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk
+    return RouterGroups(groups, top_groups) if groups and top_groups else RouterGroups()
 
 
 def _is_fused_attention(flags: Flags) -> bool:

@@ -34,7 +34,6 @@ from megatron.training.report.live_line import LiveLine
 from moe_overlap.commands.exits import INTERRUPTED, interruptible
 from moe_overlap.commands.help_topics import Removed, parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
-    ELSEWHERE,
     PRECISIONS,
     PRICES,
     add_job_arguments,
@@ -46,6 +45,7 @@ from moe_overlap.commands.job_arguments import (
     expert_load_of,
     folder_of_answer,
     job_flags,
+    known_flags,
     margin_of,
     name_of,
     notes_of,
@@ -318,7 +318,7 @@ NEEDED = ("--megatron-args", "--model", "--gpu", "--num-gpus", "--output", "--ta
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_with_topics(__doc__, NEEDED, ELSEWHERE)
+    parser = parser_with_topics(__doc__, NEEDED, known_flags())
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
     job = topic(parser, "job")

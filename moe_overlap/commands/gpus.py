@@ -1,4 +1,4 @@
-"""`--list-gpus`: the types of GPU that `--gpu` and cluster files accept by name."""
+"""`--list-gpus` and `--list-models`: the types of GPU and the shipped models that commands accept by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from moe_overlap.describe.cluster import known_gpus
+from moe_overlap.describe.shipped import shipped_models
 
 
 class ListGpus(argparse.Action):
@@ -17,6 +18,18 @@ class ListGpus(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         """Print the table; status 0."""
         print("\n".join(gpu_lines()))
+        parser.exit()
+
+
+class ListModels(argparse.Action):
+    """Prints the names of the shipped models and ends the program, without checking other arguments."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print one name per line; status 0."""
+        print("\n".join(shipped_models()))
         parser.exit()
 
 

@@ -6,12 +6,12 @@ A topic is an argument group of the parser: `topic(parser, name, about)` returns
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import names_file, printable
 
 ALL = "all"
@@ -23,12 +23,24 @@ class Parser(argparse.ArgumentParser):
     Control characters of arguments are removed from the line.
 
     Args:
-        elsewhere: the fix for a flag of training that this tool lacks.
+        training_flags: names of the flags that are kept in `training_flags` of the namespace, with their values, in order.
     """
 
-    def __init__(self, elsewhere: str = "see --help", **named: Any) -> None:
+    def __init__(self, training_flags: frozenset[str] = frozenset(), **named: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **named})
-        self._elsewhere = elsewhere
+        self._training_flags = training_flags
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line; flags that the parser does not know must be flags of the training."""
+        parsed, others = self.parse_known_args(args, namespace)
+        names = [word for word in others if word.startswith("-") and not _is_number(word)]
+        unknown = [name for name in names if name.partition("=")[0] not in self._training_flags]
+        begins_with_value = others[:1] != names[:1]
+        if unknown or begins_with_value:
+            self.error(f"unrecognized arguments: {' '.join(unknown or others)}")
+        if self._training_flags:
+            parsed.training_flags = others
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Print the line; status 2."""
@@ -42,24 +54,39 @@ class Parser(argparse.ArgumentParser):
             arguments = unknown[1].split()
             names = [word.partition("=")[0] for word in arguments if word.startswith("-")]
             if not names:
-                is_file = "--megatron-args" in options and names_file(arguments[0])
-                fix = (
-                    f"write --megatron-args {arguments[0]} for the flags in it"
-                    if is_file
-                    else "quote values with spaces"
-                )
+                file = arguments[0].removeprefix("@")
+                is_file = "--megatron-args" in options and (names_file(file) or file != arguments[0])
+                fix = f"write --megatron-args {file} for the flags in it" if is_file else "quote values with spaces"
                 return f"{arguments[0]}: a word that belongs to no flag; {fix}"
-            near = difflib.get_close_matches(names[0], options, 1, 0.8)
-            rule = "is no flag of this tool" if len(names) == 1 else "are no flags of this tool"
-            return f"{', '.join(names)}: {rule}; {f'did you mean {near[0]}?' if near else self._elsewhere}"
+            near = {
+                name: (
+                    *get_close_matches(name, options, 1, 0.8),
+                    *get_close_matches(name, self._training_flags, 1, 0.8),
+                )
+                for name in names
+            }
+            nearest = [
+                f"{choices[0]} for {name}" if len(names) > 1 else choices[0]
+                for name, choices in near.items()
+                if choices
+            ]
+            of = "this tool or of the training" if self._training_flags else "this tool"
+            rule = f"is no flag of {of}" if len(names) == 1 else f"are no flags of {of}"
+            return f"{', '.join(names)}: {rule}; {f'did you mean {one_of(tuple(nearest))}?' if nearest else 'see --help all'}"
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             name = missing[1].split(", ")[0]
-            action = next((action for action in self._actions if name in action.option_strings), None)
-            metavar = "" if action is None else f" {action.metavar or ''}".rstrip()
-            return f"{name}: is missing; add {name}{metavar}"
+            action = next(
+                action for action in self._actions if name in (*action.option_strings, action.metavar, action.dest)
+            )
+            fix = f"add {name} {action.metavar or ''}".rstrip() if action.option_strings else f"give {action.help}"
+            return f"{name}: is missing; {fix}"
         if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
             return f"{wrong[1]}: {wrong[2]}; see --help"
         return message
+
+
+def _is_number(word: str) -> bool:
+    return bool(re.fullmatch(r"-[\d.]+(e-?\d+)?", word))
 
 
 def topic(parser: argparse.ArgumentParser, name: str, about: str = "") -> argparse._ArgumentGroup:
@@ -71,19 +98,19 @@ def topic(parser: argparse.ArgumentParser, name: str, about: str = "") -> argpar
 
 
 def parser_with_topics(
-    description: str | None, needed: Sequence[str], elsewhere: str = "see --help"
+    description: str | None, needed: Sequence[str], training_flags: frozenset[str] = frozenset()
 ) -> argparse.ArgumentParser:
     """A parser with no flags except `--help [TOPIC]`.
 
     Args:
         needed: flags that `--help` without a topic shows.
-        elsewhere: the fix for a flag of training that the tool lacks.
+        training_flags: as for `Parser`.
     """
     parser = Parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
-        elsewhere=elsewhere,
+        training_flags=training_flags,
     )
     parser.add_argument(
         "-h",

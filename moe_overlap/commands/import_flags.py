@@ -16,6 +16,7 @@ from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text
+from moe_overlap.describe.readers.shell_program import script_variables
 from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_flags
 from moe_overlap.describe.version import VERSION_LINE
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         text = bounded_text(options.script, MOST_SCRIPT_BYTES)
-        flags = script_flags(text, dict(map(_variable, options.set)), str(options.script))
+        flags = script_flags(text, script_variables(options.set), str(options.script))
         for word in flags.arguments:
             if not word.isprintable():
                 rule = "holds control characters, which an argument file may not bring to a terminal"
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [f"# the flags of {options.script.name}, taken by tools/import_flags.py"]
     for name in flags.unresolved:
         lines.append(f"# ${{{name}}} has no value in the script: give it by --set {name}=VALUE, or write it below")
+    lines += [f"# {sentence}: write the value below" for sentence in flags.unread]
     lines += argument_lines(flags.arguments)
     # Flushed, so that lines on stderr follow, and are not printed if the reader has closed the pipe.
     if options.output is None:
@@ -56,14 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{options.output}: {sum(line.startswith('-') for line in lines)} flags", flush=True)
     for name in flags.unresolved:
         print(f"unresolved: ${{{name}}}", file=sys.stderr)
+    for sentence in flags.unread:
+        print(f"unresolved: {options.script} {sentence}", file=sys.stderr)
     return 0
-
-
-def _variable(pair: str) -> tuple[str, str]:
-    name, sign, value = pair.partition("=")
-    if not (name and sign):
-        raise ConfigError("--set", pair, "is no NAME=VALUE", f"write --set {name or 'NAME'}=VALUE")
-    return name, value
 
 
 def argument_lines(arguments: tuple[str, ...]) -> list[str]:

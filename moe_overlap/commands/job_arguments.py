@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.training.cli.arguments import expand_files, script_gpus
-from moe_overlap.commands.gpus import ListGpus
+from megatron.training.cli.arguments import ALIASES, expand_files, script_gpus
+from megatron.training.cli.flags.table import config_flags
+from moe_overlap.commands.gpus import ListGpus, ListModels
 from moe_overlap.commands.help_topics import topic
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD
 from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.model_file import read_model
+from moe_overlap.describe.readers.predicted_flags import AFTER_THE_TABLE
+from moe_overlap.describe.readers.shell_program import script_variables
+from moe_overlap.describe.readers.upstream_flags import DROPPED, load_upstream_flags
 from moe_overlap.plan.plan import Precision
 from moe_overlap.tuner.cost.memory_errors import require_margin
 
@@ -38,11 +42,15 @@ PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float3
 """`torch_dtype` of a config.json -> flags of the precision."""
 PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Prefixes of flags that set the precision."""
-ELSEWHERE = "see --help all; flags of the training go into a file that --megatron-args names"
-"""The fix for a flag that these tools lack."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 PRICES = "what seconds and bytes are computed from"
 DISPATCHER, MOE = ("--moe-token-dispatcher-type", "alltoall"), ("--moe-grouped-gemm",)
+
+
+def known_flags() -> frozenset[str]:
+    """Every flag of the training that has an answer: this fork's, upstream's, older spellings and dropped ones."""
+    fields = {name for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
+    return frozenset({*fields, *load_upstream_flags(), *ALIASES, *DROPPED, *AFTER_THE_TABLE})
 
 
 def on_standard_error(text: str) -> None:
@@ -56,7 +64,7 @@ class _Once(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         earlier = getattr(namespace, self.dest)
         if earlier is not None:
-            raise argparse.ArgumentError(self, f"was given before as {earlier}; put the flags of both into one file")
+            raise argparse.ArgumentError(self, f"was given before as {earlier}; write the other flags behind it")
         setattr(namespace, self.dest, values)
 
 
@@ -66,8 +74,16 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--megatron-args", metavar="FILE", action=_Once, help="flags of the run, or its shell script")
     job.add_argument(
         "--model",
-        metavar="FILE",
-        help="model file (examples/models) or a Hugging Face config.json; its flags come first",
+        metavar="NAME",
+        help="a shipped model (--list-models), a model file or a Hugging Face config.json; its flags come first",
+    )
+    job.add_argument("--list-models", action=ListModels, help="print the shipped models and stop")
+    job.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a variable of the shell script; any flag of the training may follow as well: the last one counts",
     )
     job.add_argument("--global-batch-size", metavar="B", type=int, help="instead of the value in the flags")
     job.add_argument("--seq-length", metavar="S", type=int, help="instead of the value in the flags")
@@ -150,7 +166,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
             raise ConfigError("--cluster", arguments.cluster, "stands beside --gpu or --num-gpus", "use one of them")
         return load_cluster(arguments.cluster)
     if arguments.num_gpus is None and arguments.gpu is not None and arguments.megatron_args is not None:
-        counted = script_gpus([f"@{arguments.megatron_args}"])
+        counted = script_gpus([f"@{arguments.megatron_args}"], script_variables(arguments.set))
         arguments.num_gpus = None if counted is None else str(counted)
     if arguments.gpu is None:
         raise ConfigError("--gpu", "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster")
@@ -195,15 +211,16 @@ def job_flags(arguments: argparse.Namespace, is_predicted: bool = False, chooses
         is_predicted: whether the job is only predicted: unsupported features of the model may become notes (`notes_of`).
         chooses_dispatcher: whether to leave the dispatcher open if no file sets it.
     Raises:
-        ConfigError: neither file is given, or the model file is not one.
+        ConfigError: no model is described, or the model file is not one.
     """
-    if arguments.model is None and arguments.megatron_args is None:
+    run_flags = _run_flags(arguments)
+    if arguments.model is None and arguments.megatron_args is None and "--num-layers" not in run_flags:
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
-    run_flags = [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
     flags = []
     if arguments.model is not None:
         of_experts = MOE if chooses_dispatcher else (*DISPATCHER, *MOE)
-        flags = _model_flags(arguments.model, run_flags, of_experts, arguments.precision, is_predicted)
+        usual = (USUAL, of_experts) if arguments.megatron_args is None else ((), ())
+        flags = _model_flags(arguments.model, run_flags, usual, arguments.precision, is_predicted)
     flags += run_flags
     for option in ("global_batch_size", "seq_length"):
         value = getattr(arguments, option, None)
@@ -211,9 +228,19 @@ def job_flags(arguments: argparse.Namespace, is_predicted: bool = False, chooses
     return flags
 
 
+def _run_flags(arguments: argparse.Namespace) -> list[str]:
+    """The flags of the run: those of the argument file, then those on the command line, which override them."""
+    file = [] if arguments.megatron_args is None else [f"@{arguments.megatron_args}"]
+    if arguments.set:
+        file = list(expand_files(file, variables=script_variables(arguments.set)))
+    return [*file, *arguments.training_flags]
+
+
 def name_of(arguments: argparse.Namespace) -> str | None:
-    """The name in the model file; None without one."""
-    return None if arguments.model is None else read_model(arguments.model, is_predicted=True).name
+    """The name in the model file, or that of the argument file; None without either."""
+    if arguments.model is None:
+        return None if arguments.megatron_args is None else Path(arguments.megatron_args).stem
+    return read_model(arguments.model, is_predicted=True).name
 
 
 def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
@@ -245,7 +272,7 @@ def _assumed_training(arguments: argparse.Namespace, is_predicted: bool) -> tupl
     if arguments.seq_length is not None:
         return assumed
     described = read_model(arguments.model, is_predicted=is_predicted)
-    run_flags = expand_files([f"@{arguments.megatron_args}"]) if arguments.megatron_args is not None else ()
+    run_flags = expand_files(_run_flags(arguments))
     if not described.is_config or any(word.partition("=")[0] == "--seq-length" for word in run_flags):
         return assumed
     tokens = described.flags["seq-length"]
@@ -253,24 +280,27 @@ def _assumed_training(arguments: argparse.Namespace, is_predicted: bool) -> tupl
 
 
 def _model_flags(
-    path: str, run_flags: Sequence[str], of_experts: Sequence[str], precision: str | None, is_predicted: bool
+    path: str,
+    run_flags: Sequence[str],
+    usual_flags: tuple[Sequence[str], Sequence[str]],
+    precision: str | None,
+    is_predicted: bool,
 ) -> list[str]:
     """The flags of a model file.
 
     Args:
-        run_flags: flags of the run from another file. Without any, USUAL flags are added, because a config.json has no training
-            flags.
-        of_experts: usual flags of a model with experts.
+        run_flags: other flags of the run.
+        usual_flags: flags to add because a config.json has no training flags: for every model, and for one with experts.
         precision: value of the tool's --precision.
     Raises:
         ConfigError: the file is no model file, or its `torch_dtype` is no precision of a run and no flag sets one.
     """
     described = read_model(path, is_predicted=is_predicted)
-    usual = [] if run_flags else [*USUAL, *(of_experts if "num-experts" in described.flags else ())]
+    usual = [*usual_flags[0], *(usual_flags[1] if "num-experts" in described.flags else ())]
     is_said = precision is not None or any(
         word.startswith(PRECISE) for word in (*described.arguments, *expand_files(run_flags))
     )
-    if is_said or (run_flags and described.dtype is None):
+    if is_said or (not usual_flags[0] and described.dtype is None):
         return [*usual, *described.arguments]
     dtype = described.dtype or "bfloat16"
     if dtype not in PRECISIONS_OF_DTYPES:

@@ -16,11 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.training.plan_argument import plan_of_flag
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
-    ELSEWHERE,
     PRECISIONS,
     PRICES,
     add_job_arguments,
@@ -30,6 +28,7 @@ from moe_overlap.commands.job_arguments import (
     cluster_of,
     expert_load_of,
     job_flags,
+    known_flags,
     margin_of,
     name_of,
     notes_of,
@@ -115,6 +114,8 @@ def _require_plan_alone(arguments: argparse.Namespace) -> None:
     """Refuse an option whose batch, length or precision contradicts the file of `--plan`, which decides all three."""
     if arguments.plan is None:
         return
+    from megatron.training.plan_argument import plan_of_flag
+
     plan = plan_of_flag(arguments.plan)
     for flag, value, planned in (
         ("--global-batch-size", arguments.global_batch_size, plan.global_batch_size),
@@ -139,7 +140,7 @@ NEEDED = ("--megatron-args", "--model", "--cluster", "--gpu", "--num-gpus", "--v
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_with_topics(__doc__, NEEDED, ELSEWHERE)
+    parser = parser_with_topics(__doc__, NEEDED, known_flags())
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
     job = topic(parser, "job")

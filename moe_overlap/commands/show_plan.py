@@ -14,6 +14,7 @@ from moe_overlap.commands.job_arguments import job_flags, name_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription, model_parameters
+from moe_overlap.describe.shipped import model_path
 from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.job import model_of_plan
 from moe_overlap.plan.instructions import format_list
@@ -98,14 +99,15 @@ def model_of(chosen: argparse.Namespace, plan: Plan) -> ModelDescription | None:
         return None
     if chosen.megatron_args is None and (described := load_model(chosen.model)) is not None:
         return described
-    options = argparse.Namespace(model=chosen.model, megatron_args=chosen.megatron_args, precision=plan.precision)
+    files = {"model": chosen.model, "megatron_args": chosen.megatron_args}
+    options = argparse.Namespace(**files, precision=plan.precision, set=[], training_flags=[])
     return model_of_plan(job_flags(options, is_predicted=True), plan, chosen.file, name_of(options))
 
 
 def load_model(path: str) -> ModelDescription | None:
     """The description in a JSON file with the fields of ModelDescription; None for a model file or a config.json."""
     try:
-        values = bounded_json(path)
+        values = bounded_json(model_path(path, "--model"))
     except Unreadable as error:
         raise ConfigError(path, "", str(error), "name a model") from error
     if isinstance(values, dict) and ("num_layers" not in values or "model_type" in values):

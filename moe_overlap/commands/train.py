@@ -2,7 +2,7 @@
 
 Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts, so
 mistakes in flags are reported immediately. With `--nproc-per-node` this process checks the command line and starts the ranks;
-torchrun and Slurm can start them as well.
+torchrun and srun can start them as well.
 
 This command connects the training package and the runtime, which do not import each other: `main` parses and checks flags,
 `train` starts and ends the process, `assemble` builds a training loop from plan, model, data, checkpoint and reports.
@@ -36,6 +36,7 @@ from moe_overlap.commands.exits import (
     speak,
 )
 from moe_overlap.commands.missing import says_what_is_missing
+from moe_overlap.commands.slurm_tasks import take_slurm_ranks
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.describe.model import require_bounded_layers
@@ -63,6 +64,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; 1 for a failed run, 2 for a user's mistake."""
     rank = 0
     try:
+        # With --nproc-per-node a task of srun starts the ranks of its node.
+        if not any(argument.replace("_", "-").startswith("--nproc-per-node") for argument in argv):
+            take_slurm_ranks(os.environ)
         rank, world_size = place_among_ranks(os.environ)
         require_our_portion()
         from megatron.training.checkpoint.arguments import with_checkpoint_arguments

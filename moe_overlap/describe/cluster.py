@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import Unreadable, bounded_json
 
 GIB = 1 << 30
@@ -285,12 +285,12 @@ def known_gpu(name: str, subject: str) -> dict[str, Any]:
     if name.lower() in by_case:
         alias = by_case[name.lower()]
         return {"alias": alias, **gpus[alias]}
-    near = [by_case[alias] for alias in difflib.get_close_matches(name.lower(), by_case, 3)]
-    # Several aliases of one GPU give one suggestion.
-    names = list(dict.fromkeys(gpus[alias]["name"] for alias in near))
-    hint = f"did you mean {names[0]}? " if names else ""
-    hint += f"near it: {', '.join(names[1:])}; " if names[1:] else ""
-    fix = f"{hint}known: {', '.join(gpus)}; others stand in a cluster file, with their rates"
+    variants = [alias for alias in by_case if name and alias.startswith(name.lower())]
+    near = variants or difflib.get_close_matches(name.lower(), by_case, 3)
+    # Several aliases of one GPU give one suggestion, the one that is easier to type.
+    names = {gpus[by_case[alias]]["name"]: by_case[alias] for alias in near}
+    hint = f"did you mean {one_of(tuple(names.values()))}? " if names else ""
+    fix = f"{hint}--list-gpus prints the known ones; others stand in a cluster file, with their rates"
     raise ConfigError(subject, name, "unknown GPU", fix)
 
 

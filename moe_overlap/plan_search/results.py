@@ -34,6 +34,8 @@ from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 MEASURE = "--pipeline-model-parallel-size"
 SHARED = 1e-6
 """Largest difference of two shardings that count as equally fast, as a share of the step."""
+TIE = 0.01
+"""Share of a step below which predictions tell no plan from another."""
 APART = 0.01
 """Largest difference between simulation and prediction that is not reported, as a share of the predicted step."""
 

@@ -119,7 +119,7 @@ def task_of(
     def template(tensor: int) -> tuple[Plan, ModelDescription]:
         if tensor not in described:
             padded = with_values(config, {"parallel.tensor_model_parallel_size": tensor})
-            model = describe_model(padded, vocabulary_of(padded)[0], job.model.name)
+            model = describe_model(padded, vocabulary_of(padded, job.model.name)[0], job.model.name)
             every = Devices(mesh=(1, cluster.gpus), ranks=tuple(range(cluster.gpus)))
             stage = dataclasses.replace(job.plan.stages[0], devices=every, recompute=Recompute(), offload=Offload())
             named = Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model)))
@@ -207,8 +207,8 @@ def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals
     Plans with Megatron-LM's overlap are run by Megatron-LM, whatever the target.
     """
 
-    said = grouped(bare)
-    recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
+    flags = grouped(bare)
+    recipe = flags.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in flags else None
 
     @cache
     def settings_by(dispatcher: str, paired: bool) -> Mapping[str, Any]:

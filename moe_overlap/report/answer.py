@@ -1,7 +1,8 @@
 """The answer about one plan in about ten lines, for predictions and searches alike; all details are in `--verbose`.
 
     plan        the plan in one sentence
-    step        seconds with their interval, tokens per second and GPU, MFU
+    step        seconds, with the error and the interval of compared runs of this kind
+    speed       tokens per second and GPU, MFU, the software release
     training    days and GPU-hours for a number of tokens
     memory      bytes that the fullest stage needs, against its GPU's capacity
     waiting     exposed communication by kind, the pipeline's bubble, and launches from the host
@@ -23,9 +24,9 @@ from moe_overlap.describe.figures import VISIBLE_BYTES, difference
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import Mechanism
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
-from moe_overlap.plan_search.results import Leeway
+from moe_overlap.plan_search.results import TIE, Leeway
 from moe_overlap.report.balance import balance_of
-from moe_overlap.report.prediction import change_advice, change_name, figure, interval_text
+from moe_overlap.report.prediction import change_advice, change_name, figure, interval_text, missed_texts
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import WORTH_A_LOOK, Launching
@@ -132,6 +133,7 @@ def figure_lines(answer: Answer, name: str = "plan") -> list[str]:
     return [
         line(name, answer.chosen or plan_sentence(answer.plan)),
         line("step", _step(answer)),
+        line("speed", _speed(answer)),
         *([line("training", _training(answer))] if answer.train_tokens else []),
         line("memory", _memory(answer.prediction)),
     ]
@@ -226,17 +228,21 @@ def _recomputation(stage: StagePlan) -> str:
 
 
 def _step(answer: Answer) -> str:
-    prediction, predicted = answer.prediction, answer.prediction.predicted
-    seconds, expected = predicted.step_seconds, prediction.expected_error
-    interval = ""
-    if expected is not None:
-        interval = f" ± {expected.relative * 100:.0f} % in the mean ({interval_text(prediction)})"
-    tokens, tflops = figure(predicted.tokens_per_second_per_gpu), figure(predicted.model_tflops_per_gpu)
-    rate = f"{tokens} tokens/s and {tflops} TFLOP/s per GPU"
-    software = prediction.software
-    which = " (the median)" if software.is_median else ""
-    release = f", release {software.release}{which}" if software.release else ""
-    return f"{seconds:.3f} s{interval}, {rate}, MFU {_share(prediction.mfu)} on {devices(answer.cluster)}{release}"
+    prediction = answer.prediction
+    step, expected = f"{prediction.predicted.step_seconds:.3f} s", prediction.expected_error
+    if expected is None:
+        return f"{step} on {devices(answer.cluster)}"
+    compared = f"from {expected.rows} published runs of {expected.group}"
+    return f"{step} ± {100 * expected.relative:.0f} % on average, {interval_text(prediction)} ({compared})"
+
+
+def _speed(answer: Answer) -> str:
+    prediction, software = answer.prediction, answer.prediction.software
+    tokens = figure(prediction.predicted.tokens_per_second_per_gpu)
+    rate = f"{tokens} tokens/s and {figure(prediction.predicted.model_tflops_per_gpu)} TFLOP/s per GPU"
+    assumed = "assumed" if software.is_median else "as requested"
+    release = f"; NVIDIA software release {software.release} {assumed}" if software.release else ""
+    return f"{rate}, MFU {_share(prediction.mfu)} on {devices(answer.cluster)}{release}"
 
 
 def devices(cluster: Cluster) -> str:
@@ -340,9 +346,10 @@ def _beware(prediction: Prediction) -> list[str]:
     if prediction.not_run:
         more = _more(prediction.not_run)
         texts.append(f"Megatron-LM with megatron-core 0.16.1 does not run this: {prediction.not_run[0]}{more}")
+    texts += missed_texts(prediction.missed)
     # The first reason, and the substitution of the user's release, if any.
     reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
-    texts += [f"extrapolating: {reason}" for reason in reasons]
+    texts += [f"{reason}; expect larger errors" for reason in reasons]
     others = [reason for reason in prediction.extrapolating if reason not in reasons]
     if others:
         texts[-1] += _more((texts[-1], *others))
@@ -389,10 +396,9 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
 def _runner_up(other: RunnerUp, answer: Answer) -> str:
     if other.seconds is None:
         return f"{other.name}: {other.why}"
-    expected = answer.prediction.expected_error
     change = other.seconds / answer.prediction.predicted.step_seconds - 1
-    # A smaller difference than the expected error is a tie.
-    tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
+    # Plans of one job share most of the prediction's error, so a tie is much smaller than it.
+    tie = ", a tie" if abs(change) <= TIE else ""
     # Among tied plans the one that needs the least memory is chosen.
     tells_memory = bool(tie) and change < 0 and other.more_bytes >= VISIBLE_BYTES
     more = f", needs {other.more_bytes / GIB:.1f} GiB more" if tells_memory else ""

@@ -84,8 +84,8 @@ def unknown_flags(line: str) -> list[str]:
         return []
     first = programs[0]
     known = set(options(first[0]))
-    if first[0].startswith("tools/benchmark_"):
-        known |= options(TRAINING)  # benchmarks hand the flags they do not know on to the job
+    if first[0].startswith(("tools/benchmark_", "tools/predict", "tools/autotune")):
+        known |= options(TRAINING)  # these hand the flags they do not know on to the job
     words = shlex.split(line[first.end() :], comments=True)
     return [word for word in words if FLAG.fullmatch(word) and word not in known]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_overlap.plan_search.finalists import TIE
+from moe_overlap.plan_search.results import TIE
 from moe_overlap.tuner.search.space import LEVELS, ON_HOST, Restriction, SearchSpace
 from tools.bench.paper_rows import Row
 from tools.bench.paper_searches import KeptSearches, Machines, Outcome, Search

@@ -3,7 +3,7 @@
 Steps of `parse`:
     1. expand `@FILE` and older spellings into one flat list of arguments;
     2. group the arguments by flag: a later mention of a flag, or of its off switch, replaces an earlier one;
-    3. put the flags of `--model FILE` before the written ones, which thereby win;
+    3. put the flags of `--model NAME` before the written ones, which thereby win;
     4. turn the values into the fields of `Config`, and answer every upstream flag that is no field here.
 `validation.py` checks what the values must fulfil together.
 """
@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron.training.cli.config import Config
@@ -25,7 +26,7 @@ from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import Unreadable, bounded_text, names_file, whole_number
 from moe_overlap.describe.readers.model_file import read_model
-from moe_overlap.describe.readers.shell_script import script_flags
+from moe_overlap.describe.readers.shell_script import VARIABLE, script_flags
 from moe_overlap.describe.readers.upstream_flags import (
     DROPPED,
     DROPPED_CHOICES,
@@ -126,6 +127,7 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
     for name, texts in written.items():
         if name in fields:
             flag = fields[name]
+            _require_values(flag, name, texts)
             _refuse_upstream_choice(flag, name, texts, upstream)
             values.setdefault(flag.group, {})[flag.field] = flag.value(name, texts)
         elif name in upstream:
@@ -169,7 +171,11 @@ MOST_ARGUMENT_BYTES = 1 << 18
 
 
 def expand_files(
-    argv: Sequence[str], folder: Path = Path(), inside: tuple[Path, ...] = (), read: list[Path] | None = None
+    argv: Sequence[str],
+    folder: Path = Path(),
+    inside: tuple[Path, ...] = (),
+    read: list[Path] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[str]:
     """Replace each `@FILE` of a command line by the arguments in the file.
 
@@ -180,6 +186,7 @@ def expand_files(
     Args:
         folder: folder that a relative `@FILE` starts from.
         inside: the files being read, outermost first; none may include itself.
+        variables: of shell scripts, name to value, in place of the environment's.
         read: every file read so far; two files that name each other twice would otherwise be read without end.
     Raises:
         ConfigError: a file that cannot be read or split, is no list of flags, or includes itself; too many files.
@@ -201,7 +208,9 @@ def expand_files(
         try:
             text = bounded_text(path, MOST_ARGUMENT_BYTES)
             is_script = path.suffix in SCRIPTS
-            arguments = script_flags(text, {}, argument).arguments if is_script else _arguments_of(text, path.parent)
+            arguments = (
+                script_flags(text, variables, argument).arguments if is_script else _arguments_of(text, path.parent)
+            )
         except (Unreadable, OSError) as error:
             reason = str(error).removeprefix("cannot be read: ")
             raise ConfigError(argument, "", f"cannot read {path}: {reason}", "correct the path") from None
@@ -210,10 +219,10 @@ def expand_files(
         if arguments and not arguments[0].startswith(("-", "@")):
             rule = f"begins with {arguments[0][:40]!r}, which is no flag"
             raise ConfigError(argument, "", rule, "give a file of Megatron flags, or a shell script (.sh)")
-        yield from expand_files(arguments, path.parent, (*inside, path.resolve()), read)
+        yield from expand_files(arguments, path.parent, (*inside, path.resolve()), read, variables)
 
 
-def script_gpus(argv: Sequence[str]) -> int | None:
+def script_gpus(argv: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> int | None:
     """Nodes times processes per node of the last shell script among the arguments; None if no script sets them.
 
     Raises:
@@ -226,7 +235,7 @@ def script_gpus(argv: Sequence[str]) -> int | None:
                 text = bounded_text(Path(argument[1:]), MOST_ARGUMENT_BYTES)
             except (Unreadable, OSError) as error:
                 raise ConfigError(argument, "", f"cannot be read: {error}", "correct the path") from None
-            gpus = script_flags(text, {}, argument).num_gpus or gpus
+            gpus = script_flags(text, variables, argument).num_gpus or gpus
     return gpus
 
 
@@ -307,6 +316,15 @@ def _without_brackets(texts: list[str]) -> list[str]:
     if not (joined.startswith("[") and joined.endswith("]")):
         return texts
     return joined[1:-1].replace(",", " ").split()
+
+
+def _require_values(flag: Flag, name: str, texts: tuple[str, ...]) -> None:
+    """Refuse a variable of a shell script where a number or a choice must stand."""
+    for text in texts if flag.kind != "str" or flag.choices else ():
+        if unset := VARIABLE.search(text):
+            variable = unset[0][2:-1]
+            fix = f"write --set {variable}=VALUE for tools/predict.py, autotune.py or import_flags.py, or {name} VALUE behind it"
+            raise ConfigError(name, text, f"the shell script gives {variable} no value", fix)
 
 
 def _refuse_upstream_choice(

@@ -13,6 +13,7 @@ from typing import Any
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json, printable
 from moe_overlap.describe.readers.hugging_face import flags_of_config
+from moe_overlap.describe.shipped import model_path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +40,18 @@ def read_model(path: str, subject: str = "--model", *, is_predicted: bool = Fals
     """Read the model of a file.
 
     Args:
-        path: a JSON file with `flags`, or a config.json with `model_type`.
+        path: a JSON file with `flags`, a config.json with `model_type`, or the name of a shipped model.
         subject: the flag with the path, for errors about the file itself.
         is_predicted: whether the model is only predicted, not trained: features that megatron-core lacks but that hardly change
             the cost of a layer then become notes instead of errors.
     Raises:
         ConfigError: the file cannot be read, has neither key, or describes a model that this fork cannot train.
     """
-    file = Path(path)
+    file = model_path(path, subject)
     if file.is_dir():
         raise ConfigError(subject, path, "is a folder", f"give a file, such as {file / 'config.json'}")
     try:
-        values = bounded_json(file)
+        values = bounded_json(file, finite=False)
     except Unreadable as error:
         raise ConfigError(subject, path, str(error), error.fix) from None
     if isinstance(values, dict) and "flags" in values:

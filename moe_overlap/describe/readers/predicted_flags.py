@@ -187,6 +187,27 @@ SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 CONTEXT_KINDS = ("p2p", "a2a", "allgather", "all_gather", "a2a+p2p")
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Tokenizer with a fixed vocabulary -> its size."""
+VOCABULARIES_OF_NAMES: Mapping[str, int] = MappingProxyType(
+    {
+        r"qwen": 151936,
+        r"llama-?4|scout|maverick": 202048,
+        r"llama-?3": 128256,
+        r"mixtral-?8x22b": 32768,
+        r"llama-?2|mi[sx]tral": 32000,
+        r"deepseek-?(v2|moe)": 102400,
+        r"deepseek": 129280,
+        r"gpt-?oss|o200k": 201088,
+        r"kimi|moonlight": 163840,
+        r"glm-?4": 151552,
+        r"phi-?3": 32064,
+        r"olmoe": 50304,
+        r"minimax": 200064,
+        r"gpt-?2": 50257,
+    }
+)
+"""Pattern of a model's name -> rows of the embedding in its published config.json. The first match counts."""
+USUAL_VOCABULARY = 131072
+"""Vocabulary of a model about which nothing is known; those published since 2024 have 100,000 to 200,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,19 +332,30 @@ def require_context_heads(flags: Flags, context: int, key_value_heads: int) -> N
             raise ConfigError(_CONTEXT, kind, rule, "use p2p, or fewer --context-parallel-size")
 
 
-def assumed_vocabulary(tokenizer: str | None, file: str | None) -> tuple[int, str] | None:
-    """The assumed size of a vocabulary whose files are missing, and a sentence on the assumption; None if there is no hint.
+def assumed_vocabulary(tokenizer: str | None, file: str | None, model: str = "") -> tuple[int, str]:
+    """The assumed size of a vocabulary whose files are missing, and a sentence on the assumption.
 
     Args:
         tokenizer: value of --tokenizer-type; None means GPT-2's, which needs no type.
-        file: value of --tokenizer-model.
+        file: value of --tokenizer-model: a file, or the id of a published model.
+        model: name of the model.
     """
-    name = tokenizer or "GPT2BPETokenizer"
-    size, why = VOCABULARIES.get(name), f"the size of every {name}"
+    type_name = tokenizer or "GPT2BPETokenizer"
+    size, why = VOCABULARIES.get(type_name), f"the size of every {type_name}"
     if size is None and file is not None:
         # Names of vocabulary files may contain the size in thousands: nemotron_2_256k.model.
         thousands = re.search(
             r"(?<![0-9A-Za-z])([0-9]{1,6})k(?![0-9A-Za-z])", PurePosixPath(file).stem.replace("_", "-")
         )
         size, why = (int(thousands[1]) * 1000, f"as {PurePosixPath(file).name} is called") if thousands else (None, "")
-    return None if size is None else (size, f"a vocabulary of {size} tokens, {why}; --vocab-size says another")
+    for name in (file, model) if size is None else ():
+        pattern = next((pattern for pattern in VOCABULARIES_OF_NAMES if re.search(pattern, (name or "").lower())), None)
+        if pattern is not None:
+            size, why = (
+                VOCABULARIES_OF_NAMES[pattern],
+                f"as published with models like {PurePosixPath(name or '').name}",
+            )
+            break
+    if size is None:
+        size, why = USUAL_VOCABULARY, "as recent models have, since the tokenizer's files are not read"
+    return size, f"a vocabulary of {size} tokens, {why}; --vocab-size says another"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_overlap.describe.errors import ConfigError
@@ -34,6 +35,21 @@ class Command:
                     return None
                 nodes, processes = (int(value), processes) if "nnodes" in name else (nodes, int(value))
         return None if processes is None else nodes * processes
+
+
+def script_variables(pairs: Sequence[str]) -> dict[str, str]:
+    """The variables of `--set NAME=VALUE`, name to value.
+
+    Raises:
+        ConfigError: a text without a name or an equals sign.
+    """
+    values = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not (name and sign):
+            raise ConfigError("--set", pair, "is no NAME=VALUE", f"write --set {name or 'NAME'}=VALUE")
+        values[name] = value
+    return values
 
 
 def inner_script(tokens: list[str], document: str) -> str | None:

@@ -55,6 +55,8 @@ _ENVIRONMENTS = re.compile(r"(?:activate|\.bashrc|profile|conda\.sh|setvars\.sh|
 """Sourced files that set up programs and libraries, not the settings of a job."""
 VARIABLE = re.compile(r"\$\{\w+\}")
 """The form of an unresolved variable from the environment in the flags."""
+_PLACE = re.compile(r"--(save|load|(\w+-)*(path|dir|file|checkpoint|project|entity|exp-name|tokenizer-model)|name)")
+"""Flags with a path or a name, whose value changes neither the model nor a prediction. Training refuses an unknown one."""
 _HEADER = re.compile(r"^#SBATCH\s+(--nodes|-N|--ntasks-per-node)(?:=|\s+)(\d{1,9})\s*(?:#.*)?$", re.MULTILINE)
 
 
@@ -83,11 +85,13 @@ class ScriptFlags:
         arguments: the flags and their values.
         unresolved: variables in the flags without a value.
         num_gpus: nodes times processes per node; None if the command does not have them.
+        unread: sentences on paths and names whose value is unknown, which stand as `${...}` in `arguments`.
     """
 
     arguments: tuple[str, ...]
     unresolved: tuple[str, ...]
     num_gpus: int | None = None
+    unread: tuple[str, ...] = ()
 
 
 def script_flags(text: str, environment: Mapping[str, str], source: str) -> ScriptFlags:
@@ -121,17 +125,20 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
         raise ConfigError(f"{source} line {follower.line}", "", rule, "write the flags out") from None
     command = training_command(follower.commands, source)
     flags = [part for word in command.flags for part in _parts(word)]
-    unresolved = []
-    for word in flags:
+    unresolved, unread = [], []
+    for before, word in zip(["", *flags], flags, strict=False):
         for mark in UNKNOWN.finditer(word):
             unknown = follower.unknowns[int(mark[1])]
-            if unknown.rule:
-                fix = f"write the flags out, or give the value by tools/import_flags.py --set {unknown.name}=VALUE"
+            if not unknown.rule:
+                unresolved.append(unknown.name)
+            elif _PLACE.fullmatch(before):
+                unread.append(f"line {unknown.line} {unknown.rule}")
+            else:
+                fix = f"write the flags out, or give the value by --set {unknown.name}=VALUE"
                 fix = fix if re.fullmatch(r"\w+", unknown.name) else "write the value in its place"
                 raise ConfigError(f"{source} line {unknown.line}", "", unknown.rule, fix)
-            unresolved.append(unknown.name)
-    shown = tuple(UNKNOWN.sub(lambda mark: f"${{{follower.unknowns[int(mark[1])].name}}}", word) for word in flags)
-    return ScriptFlags(shown, tuple(dict.fromkeys(unresolved)), command.num_gpus)
+    shown = tuple(UNKNOWN.sub(lambda mark: follower.unknowns[int(mark[1])].as_variable, word) for word in flags)
+    return ScriptFlags(shown, tuple(dict.fromkeys(unresolved)), command.num_gpus, tuple(dict.fromkeys(unread)))
 
 
 class _Follower(Expansion):

@@ -46,6 +46,15 @@ class Unknown:
     name: str
     rule: str
 
+    @property
+    def as_variable(self) -> str:
+        """The value as a variable of the shell: `${hostname}` for `$(hostname)`."""
+        return (
+            f"${{{re.sub(r'[^A-Za-z0-9_]+', '_', self.name).strip('_') or 'UNKNOWN'}}}"
+            if self.rule
+            else f"${{{self.name}}}"
+        )
+
 
 class Expansion:
     """The variables of a script, and the expansion of its words.

@@ -24,7 +24,7 @@ from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
-from moe_overlap.tuner.cost.expected_error import ExpectedError
+from moe_overlap.tuner.cost.expected_error import ExpectedError, Neighbours
 from moe_overlap.tuner.cost.feasibility import (
     FullestStage,
     MemoryChange,
@@ -168,6 +168,8 @@ class Prediction:
     """The software release of the constants."""
     expected_error: ExpectedError | None = None
     """The error of such predictions; None if the machine was measured, or too few similar runs are known."""
+    missed: Neighbours | None = None
+    """The most similar published runs, if the mean of their measured steps lies outside the interval; else None."""
     computed_early: tuple[str, ...] = ()
     """By stage, deferred weight gradients that run early because their operands exceed the bound."""
     assumed: tuple[str, ...] = ()
@@ -258,7 +260,7 @@ def price(
     if expected is not None and reasons:
         expected = expected.widened(machine.beyond)
     prediction = _predict_step(plan, model, machine, priced, features, reasons)
-    return replace(prediction, software=machine.software, expected_error=expected)
+    return replace(prediction, software=machine.software, expected_error=expected, missed=machine.missed)
 
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:

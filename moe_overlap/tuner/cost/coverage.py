@@ -45,5 +45,5 @@ def uncovered(known: Traits, architecture: str, of_run: tuple[str, ...]) -> tupl
     if architecture not in known:
         return ()
     return tuple(
-        f"no measured steps of {trait} on {architecture}" for trait in of_run if trait not in known[architecture]
+        f"no calibration run of {trait} on {architecture}" for trait in of_run if trait not in known[architecture]
     )

@@ -95,7 +95,7 @@ def dispatchers_of(links: NodeGroup) -> tuple[Dispatcher, ...]:
 
 def uncalibrated(name: str, gpu: str) -> list[str]:
     """The reason why prices of a dispatcher extrapolate beyond measured steps; empty if they do not."""
-    return [] if gpu in CALIBRATED.get(name, (gpu,)) else [f"no measured steps of the {name} dispatcher on {gpu}"]
+    return [] if gpu in CALIBRATED.get(name, (gpu,)) else [f"no calibration run of the {name} dispatcher on {gpu}"]
 
 
 def runs(name: str, layout: UniformLayout) -> bool:

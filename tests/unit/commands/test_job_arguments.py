@@ -27,7 +27,11 @@ def words(folder: Path, flags: str | None = None, precision: str | None = None, 
     if flags is not None:
         file = str(folder / "job.args")
         Path(file).write_text(flags)
-    return job_flags(argparse.Namespace(routing=None, model=str(model), megatron_args=file, precision=precision))
+    return job_flags(
+        argparse.Namespace(
+            routing=None, set=[], training_flags=[], model=str(model), megatron_args=file, precision=precision
+        )
+    )
 
 
 def precisions(said: list[str]) -> list[str]:
@@ -76,7 +80,7 @@ def test_the_length_of_samples_that_nothing_says_is_said_to_be_assumed(tmp_path:
         flags.write_text(given or "")
         file = None if given is None else str(flags)
         said = {"model": str(model), "megatron_args": file, "seq_length": None, "plan": None} | options
-        return assumed_of(argparse.Namespace(routing=None, **said))
+        return assumed_of(argparse.Namespace(routing=None, set=[], training_flags=[], **said))
 
     (sentence,) = assumed()
     assert sentence.startswith("samples of 4096 tokens, as a config.json says none; --seq-length")

@@ -6,20 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.commands import autotune, predict, profile_cluster
+from moe_overlap.commands import autotune, predict, profile_cluster, show_plan
 
-TOOLS = {"predict": predict.main, "autotune": autotune.main, "profile_cluster": profile_cluster.main}
-IN_A_FILE = "no flag of this tool; see --help all; flags of the training go into a file that --megatron-args names"
+TOOLS = {
+    "predict": predict.main,
+    "autotune": autotune.main,
+    "profile_cluster": profile_cluster.main,
+    "show_plan": show_plan.main,
+}
+NEITHER = "this tool or of the training"
 
 
 @pytest.mark.parametrize(
     ("tool", "words", "message"),
     [
         ("profile_cluster", [], "--output: is missing; add --output C.json"),
-        ("predict", ["--expert-model-parallel-size", "8"], f"--expert-model-parallel-size: is {IN_A_FILE}"),
-        ("predict", ["--lr", "1", "--bf16"], f"--lr, --bf16: are {IN_A_FILE.replace('flag of', 'flags of')}"),
-        ("predict", ["--gpus=H100"], "--gpus: is no flag of this tool; did you mean --gpu?"),
-        ("predict", ["--verbos"], "--verbos: is no flag of this tool; did you mean --verbose?"),
+        ("show_plan", [], "FILE: is missing; give a plan.json"),
+        ("predict", ["--frobnicate", "8"], f"--frobnicate: is no flag of {NEITHER}; see --help all"),
+        ("predict", ["--gpus=H100"], f"--gpus: is no flag of {NEITHER}; did you mean --gpu?"),
+        (
+            "autotune",
+            ["--lr", "-1", "--verbos", "--num-layer", "2", "--bf16"],
+            f"--verbos, --num-layer: are no flags of {NEITHER}; did you mean --verbose for --verbos or --num-layers for",
+        ),
         ("predict", ["job.args"], "job.args: a word that belongs to no flag; quote values with spaces"),
         ("autotune", ["--output", "x", "--target", "nemo"], "--target: invalid choice: 'nemo'"),
         (
@@ -31,7 +40,7 @@ IN_A_FILE = "no flag of this tool; see --help all; flags of the training go into
         (
             "predict",
             ["--megatron-args", "a.args", "--megatron-args", "b.args"],
-            "--megatron-args: was given before as a.args; put the flags of both into one file",
+            "--megatron-args: was given before as a.args; write the other flags behind it",
         ),
         ("profile_cluster", ["--output", "c.json", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
     ],
@@ -49,3 +58,6 @@ def test_a_file_of_flags_is_named_by_its_flag(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         predict.main([str(tmp_path / "job.args")])
     assert capsys.readouterr().err.endswith(f"write --megatron-args {tmp_path / 'job.args'} for the flags in it\n")
+    with pytest.raises(SystemExit):
+        predict.main(["@job.args"])
+    assert capsys.readouterr().err.endswith("write --megatron-args job.args for the flags in it\n")

@@ -1,4 +1,4 @@
-"""`--model FILE`: our model files and config.json alike, flags beside them, and the errors of both."""
+"""`--model NAME`: our model files and config.json alike, flags beside them, and the errors of both."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
+from moe_overlap.commands import predict
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.model_file import read_model
 
@@ -135,3 +136,37 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert str(caught.value) == f"--model {path}: {rule}"
     with pytest.raises(ConfigError, match="--model: needs a value"):
         parse(["--model"])
+
+
+def test_a_shipped_model_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    by_path = parse(["--model", str(ROOT / "examples/models/qwen3-30b-a3b.json")])
+    for name in ("qwen3-30b-a3b", "Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"):
+        assert parse(["--model", name]) == by_path
+    with pytest.raises(SystemExit) as ended:
+        predict.main(["--list-models"])
+    assert ended.value.code == 0 and "mixtral-8x7b" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", "did you mean mixtral-8x7b? Else give"),
+        ("deepseekv3", "did you mean deepseek-v3 or deepseek-v3-mtp? Else give"),
+        ("gpt-oss", "did you mean gpt-oss-120b? Else give"),
+        ("unheard-of", "--list-models prints the shipped ones; or give"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_near_ones(name: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_model(name)
+    assert str(caught.value).startswith(
+        f"--model {name}: is neither a file nor a shipped model; {near} the path of its"
+    )
+
+
+def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, json.dumps(LLAMA), "mixtral-8x7b")
+    assert read_model("mixtral-8x7b").flags["num-layers"] == 2
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_model("nowhere/mixtral.json")

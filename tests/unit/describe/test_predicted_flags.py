@@ -13,6 +13,7 @@ from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import (
     STAND_INS,
+    USUAL_VOCABULARY,
     assumed_vocabulary,
     effect_of,
     not_modelled,
@@ -194,8 +195,18 @@ def test_a_vocabulary_that_lies_in_files_is_assumed_and_said() -> None:
         256000,
         "a vocabulary of 256000 tokens, as nemotron_2_256k.model is called; --vocab-size says another",
     )
-    assert assumed_vocabulary("HuggingFaceTokenizer", "org/model-7b") is None
-    assert assumed_vocabulary("HuggingFaceTokenizer", f"model-{'9' * 5000}k") is None
+    qwen = (
+        151936,
+        "a vocabulary of 151936 tokens, as published with models like Qwen3-30B-A3B; --vocab-size says another",
+    )
+    assert assumed_vocabulary("HuggingFaceTokenizer", "Qwen/Qwen3-30B-A3B") == qwen
+    assert assumed_vocabulary("HuggingFaceTokenizer", "${2}", "Qwen3-30B-A3B") == qwen
+    usual = "a vocabulary of 131072 tokens, as recent models have, since the tokenizer's files are not read"
+    for unknown in ("org/model-7b", f"model-{'9' * 5000}k", None):
+        assert assumed_vocabulary("HuggingFaceTokenizer", unknown) == (
+            USUAL_VOCABULARY,
+            f"{usual}; --vocab-size says another",
+        )
     assert read_job(without, 32).assumed[0].startswith("a vocabulary of 257 bytes, as no tokenizer is named")
     assert read_job(JOB, 32).assumed == ()
 

@@ -198,8 +198,8 @@ def spelling(path: str) -> str:
 _WIDTH = 120
 _INDENT = 4
 USAGE = """\
-usage: python pretrain_moe.py [--nproc-per-node N] [@FILE] [--model FILE] [flags]
-       torchrun --nproc-per-node N pretrain_moe.py [@FILE] [--model FILE] [flags]
+usage: python pretrain_moe.py [--nproc-per-node N] [@FILE] [--model NAME] [flags]
+       torchrun --nproc-per-node N pretrain_moe.py [@FILE] [--model NAME] [flags]
 
 Flags have Megatron-LM's names and meanings; @FILE reads flags from a file (comments after #), later flags win.
 
@@ -208,8 +208,9 @@ this command
     Show the topics and what most runs need; the flags of a topic; or, with all, every flag.
   --dry-run
     Stop before the first step: check the flags, print configuration, layout, parameters, and what this machine lacks.
-  --model FILE
-    Take the model from a file: examples/models/*.json, or a Hugging Face config.json. Flags written beside it win.
+  --model NAME
+    Take the model of a name (the files of examples/models), of a model file, or of a Hugging Face config.json. Flags
+    written beside it win.
     A config.json names no sample length: --seq-length is then its number of positions, at most 4096.
   --world-size N
     With --dry-run: number of processes; default the smallest that the parallel sizes allow.

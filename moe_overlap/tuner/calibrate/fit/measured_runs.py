@@ -10,6 +10,7 @@ from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.expert_load import NATURAL_LOAD
 from moe_overlap.job import Job, features_of, read_job
 from moe_overlap.plan.plan import PredictedStage
+from moe_overlap.tuner.calibrate.fit.published_rows import scored_rows
 from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, calibration_rows
 from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
@@ -101,6 +102,12 @@ def prepared_runs(rows: Sequence[MeasuredRow], cache_dir: Path) -> list[Measured
 def calibration_runs(times: bool) -> list[MeasuredRun]:
     """Runs that constants may be fitted to: their step times, with those of small models, or their peaks of memory."""
     return prepared_runs(calibration_rows(times), cache_folder())
+
+
+def runs_of_test_rows() -> list[MeasuredRun]:
+    """Timed runs that no constant may be fitted to."""
+    rows = [row for row in scored_rows() if row["split"] == "test" and row.is_time]
+    return prepared_runs(rows, cache_folder())
 
 
 def _prepared(row: MeasuredRow, job: Job, graph: CapturedModel) -> MeasuredRun:

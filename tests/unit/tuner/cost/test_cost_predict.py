@@ -95,9 +95,9 @@ def test_releases_and_unknown_gpus() -> None:
     assert predicted(software="26.02").predicted.step_seconds > SECONDS
     assert predicted(software="26.08").predicted.step_seconds < SECONDS
     assert predicted(software="26.04").extrapolating == ()
-    asked = "no measured steps of release 26.05 on Hopper in bf16 MoE; taken: 26.04, its median release"
+    asked = "no calibration run of release 26.05 on Hopper in bf16 MoE; that of 26.04, its median release, is assumed"
     assert predicted(software="26.05").extrapolating == (asked,)
-    assert predicted(cluster=shipped_cluster("H200", 32)).extrapolating == ("no measured steps of H200",)
+    assert predicted(cluster=shipped_cluster("H200", 32)).extrapolating == ("no calibration run of H200",)
     with pytest.raises(ConfigError, match="--software new: is no release"):
         predicted(software="new")
 

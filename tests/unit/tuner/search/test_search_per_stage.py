@@ -15,6 +15,7 @@ from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan_search.free import freed_layouts, narrow_space, refusal_of, search_beyond
+from moe_overlap.plan_search.processes import SearchBudget
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.pipeline import StageTimes, averaged
 from moe_overlap.tuner.cost.prediction import estimate_plan
@@ -332,7 +333,8 @@ def test_any_number_of_processes_finds_the_same_plans() -> None:
     narrow = dataclasses.replace(case.task, space=narrow_space(task.space))
     found = search_uniform(layouts, UniformCosts(narrow), lambda layout: case.bounds)
     one, two = (
-        search_beyond(found, layouts, task, lambda layout: case.bounds, 20, run=run, jobs=jobs) for jobs in (1, 2)
+        search_beyond(found, layouts, task, lambda layout: case.bounds, 20, SearchBudget(jobs=jobs), run)
+        for jobs in (1, 2)
     )
     assert one.staged is not None and two.staged is not None
     assert one.uniform.ranked == two.uniform.ranked and one.uniform.solution.bound == two.uniform.solution.bound
