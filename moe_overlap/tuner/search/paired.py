@@ -43,14 +43,14 @@ class CostsOfBoth(UniformCosts):
 
     def bounds(self, of_layout: Callable[[UniformLayout], Bounds]) -> Callable[[UniformLayout], Bounds]:
         """The bounds of all layouts, from those of layouts without the overlap."""
-        known: dict[int, Bounds] = {}
+        bounds_of_tensor: dict[int, Bounds] = {}
 
         def bounds(layout: UniformLayout) -> Bounds:
             if not layout.paired:
                 return of_layout(layout)
-            if layout.tensor not in known:
-                known[layout.tensor] = replace(of_layout(layout), features=self._paired.task.features)
-            return known[layout.tensor]
+            if layout.tensor not in bounds_of_tensor:
+                bounds_of_tensor[layout.tensor] = replace(of_layout(layout), features=self._paired.task.features)
+            return bounds_of_tensor[layout.tensor]
 
         return bounds
 
