@@ -16,8 +16,8 @@ last stage and back to stage k, Y the same for the last micro-batch.
 
 The step never falls if one of the seven numbers rises, whatever stages follow. So among labels with the same layers and devices
 only the Pareto frontier is needed. Steps of `choose_by_labels`:
-1. Lower bounds of the seconds of later stages, for every number of layers and devices (`_Rest`): the smallest sums of the terms
-   of X, Y and X + Y; and the smallest sums if the slowest chain lies in one of LEVELS intervals.
+1. Lower bounds of the seconds of later stages, for every number of layers and devices (`_LaterStages`): the smallest sums of the
+   terms of X, Y and X + Y; and the smallest sums if the slowest chain lies in one of LEVELS intervals.
 2. Beam searches with BEAMS labels per stage give a good incumbent.
 3. The search without a beam: labels whose bound is not below the incumbent are pruned. With more than MOST labels the answer is
    that of the beams, and not complete.
@@ -87,11 +87,11 @@ def choose_by_labels(problem: PipelineProblem, rows: Sequence[Integers], beat: f
     """
     assert applies(problem)
     stages = [_Stage.of(problem, place, of_stage) for place, of_stage in enumerate(rows)]
-    rest = _Rest(problem, stages, beat)
+    later_stages = _LaterStages(problem, stages, beat)
     best: Choice | None = None
     bound = -math.inf
     for most in (*BEAMS, None):
-        labelled = _run(problem, stages, rest, beat, most, deadline)
+        labelled = _run(problem, stages, later_stages, beat, most, deadline)
         if labelled is None:
             return Labelled(best, beat, -math.inf, False)
         bound = labelled.bound
@@ -198,7 +198,7 @@ def _seconds(labels: Floats, fixed: float) -> Floats:
     return step + update + fixed
 
 
-class _Rest:
+class _LaterStages:
     """Step 1: lower bounds of the seconds of stages k.. by the state before them; [states] each, infinite if none complete it."""
 
     def __init__(self, problem: PipelineProblem, stages: Sequence[_Stage], beat: float) -> None:
@@ -210,7 +210,7 @@ class _Rest:
         passes = [stage.forward + stage.backward for stage in stages]
         # The chain at a stage: the first and the last micro-batch through all stages, and its own passes between the two.
         chains = [stage.ahead + stage.middle * stage.has_steady for stage in stages]
-        self.passes_rest = self._sums(passes)
+        self.later_passes = self._sums(passes)
         self.update = self._sums([stage.optimizer for stage in stages], largest=True)
         low = max(0.0, float(self._sums(chains, largest=True)[0][0]))
         has_levels = math.isfinite(beat) and math.isfinite(low)
@@ -255,9 +255,9 @@ class _Rest:
     def bound(self, labels: Floats, states: Integers, place: int) -> Floats:
         """[n] lower bounds of the pipelines that begin with these labels and continue with stage `place`."""
         come, gone, chain, first, last, both, update = labels
-        passes_rest = self.passes_rest[place][states]
-        step = np.maximum(np.maximum(chain, first + come + passes_rest), last + gone + passes_rest)
-        step = np.maximum(step, both + come + gone + 2.0 * passes_rest)
+        later_passes = self.later_passes[place][states]
+        step = np.maximum(np.maximum(chain, first + come + later_passes), last + gone + later_passes)
+        step = np.maximum(step, both + come + gone + 2.0 * later_passes)
         if self._slowest and place < len(self._stages):
             slow = np.full(len(states), math.inf)
             for lower, sums in self._slowest:
@@ -269,7 +269,7 @@ class _Rest:
 def _run(
     problem: PipelineProblem,
     stages: Sequence[_Stage],
-    rest: _Rest,
+    later_stages: _LaterStages,
     beat: float,
     most: int | None,
     deadline: float,
@@ -295,13 +295,13 @@ def _run(
                 return None
             lot_rows = slice(begin, begin + step)
             after = states[lot_rows, None] + stage.state_offset
-            possible = after < rest.states
+            possible = after < later_stages.states
             if stage.begins is not None:
-                possible &= states[lot_rows, None] // rest._radix[0] == stage.begins
-            possible[possible] = np.isfinite(rest.passes_rest[place + 1][after[possible]])
+                possible &= states[lot_rows, None] // later_stages._radix[0] == stage.begins
+            possible[possible] = np.isfinite(later_stages.later_passes[place + 1][after[possible]])
             rows, columns = np.nonzero(possible)
             extended = _extended(labels, stage, rows + begin, columns)
-            bounds = rest.bound(extended, after[rows, columns], place + 1)
+            bounds = later_stages.bound(extended, after[rows, columns], place + 1)
             is_open = bounds < beat
             dropped = min(dropped, float(bounds[~is_open].min(initial=math.inf)))
             lots.append(

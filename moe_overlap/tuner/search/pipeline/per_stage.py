@@ -158,18 +158,21 @@ def search_stages(
             if (least := costs.step_bound(layout)) >= best:
                 bound, done = min(bound, least), done + 1
                 continue
-            freed = _Freed(costs, layout, of_layout.get(layout), best)
+            free_layout = _FreeLayout(costs, layout, of_layout.get(layout), best)
             seconds = min(LAYOUT_SECONDS, deadline - time.monotonic())
             # The factor lets the uniform plan itself pass: the best choice is never slower than it.
             beat = math.inf if math.isinf(best) else best * (1.0 + 1e-12)
-            solution = freed.solve(max(0.0, seconds), gap, beat)
+            solution = free_layout.solve(max(0.0, seconds), gap, beat)
             bound, done = min(bound, solution.bound), done + 1
-            candidates, on_frontier = candidates + freed.candidates, on_frontier + sum(map(len, freed.stages))
+            candidates, on_frontier = (
+                candidates + free_layout.candidates,
+                on_frontier + sum(map(len, free_layout.stages)),
+            )
             if solution.status in (Status.TIME_LIMIT, Status.FEASIBLE) and status is Status.OPTIMAL:
                 # A layout's share of the time is no limit of the search.
                 status = Status.TIME_LIMIT if time.monotonic() > deadline else Status.FEASIBLE
             if solution.value is not None and solution.objective <= best:
-                ranked.insert(0, freed.staged(solution.value, solution.objective))
+                ranked.insert(0, free_layout.staged(solution.value, solution.objective))
             progress(done, len(layouts), ranked[0] if ranked else None)
     except KeyboardInterrupt:
         status, is_interrupted = Status.TIME_LIMIT, True
@@ -237,7 +240,7 @@ class _Candidates:
         return len(self.memories)
 
 
-class _Freed:
+class _FreeLayout:
     """One layout whose stages are free.
 
     Args:

@@ -117,32 +117,32 @@ def cut_stages(
         beat: seconds; if step 1 proves that no plan is faster, the answer is INFEASIBLE with this bound.
     """
     started = time.perf_counter()
-    more = problem.micro_batches - 1
-    ways = _Ways.of(problem)
+    weight = problem.micro_batches - 1
+    graph = _StageGraph.of(problem)
     # Step 1.
-    lowest = float(ways.suffixes(ways.fastest, np.maximum)[0, ways.all_devices])
-    suffix_sums = ways.suffixes(ways.fastest, np.add)
+    lowest = float(graph.suffixes(graph.fastest, np.maximum)[0, graph.all_devices])
+    suffix_sums = graph.suffixes(graph.fastest, np.add)
     if not math.isfinite(lowest):
         return _solution(problem, None, math.inf, Status.INFEASIBLE, started)
-    least = float(suffix_sums[0, ways.all_devices])
-    if least + more * lowest >= beat:
-        return _solution(problem, None, least + more * lowest, Status.INFEASIBLE, started)
+    least = float(suffix_sums[0, graph.all_devices])
+    if least + weight * lowest >= beat:
+        return _solution(problem, None, least + weight * lowest, Status.INFEASIBLE, started)
     # Step 2.
-    incumbent = ways.shortest(lowest)
+    incumbent = graph.shortest(lowest)
     if incumbent is None:
-        lowest = ways.lowest()
-        incumbent = ways.shortest(lowest) if math.isfinite(lowest) else None
+        lowest = graph.lowest()
+        incumbent = graph.shortest(lowest) if math.isfinite(lowest) else None
     if incumbent is None:
         return _solution(problem, None, math.inf, Status.INFEASIBLE, started)
-    best, plan = incumbent.total + more * incumbent.slowest, incumbent.stages
+    best, plan = incumbent.total + weight * incumbent.slowest, incumbent.stages
     # Step 3.
-    ways = ways.restricted(least + more * ways.fastest < best)
-    ways = replace(ways, pipeline_bound=ways.through(ways.in_front(np.add), suffix_sums))
-    ways = ways.restricted(ways.pipeline_bound + more * np.maximum(ways.fastest, lowest) < best)
-    levels = np.unique(ways.seconds[np.isfinite(ways.seconds) & (ways.seconds >= lowest)])
-    levels = levels[least + more * levels < best]
+    graph = graph.restricted(least + weight * graph.fastest < best)
+    graph = replace(graph, pipeline_bound=graph.through(graph.in_front(np.add), suffix_sums))
+    graph = graph.restricted(graph.pipeline_bound + weight * np.maximum(graph.fastest, lowest) < best)
+    levels = np.unique(graph.seconds[np.isfinite(graph.seconds) & (graph.seconds >= lowest)])
+    levels = levels[least + weight * levels < best]
     # Step 4.
-    end = search_thresholds(levels, more, least, ways.shortest, best, started + time_limit)
+    end = search_thresholds(levels, weight, least, graph.shortest, best, started + time_limit)
     plan = plan if end.plan is None else end.plan.stages
     return _solution(problem, plan, end.bound, Status.OPTIMAL if end.is_complete else Status.TIME_LIMIT, started)
 
@@ -182,7 +182,7 @@ class _Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Ways:
+class _StageGraph:
     """Possible stages as edges of a graph: E edges from node `first` to node `stop`, sorted by `first`.
 
     Node k · ranks + r is layer k with the r-th shortest of the possible transfers before it; the model ends in node `end`.
@@ -204,7 +204,7 @@ class _Ways:
     """[E] lower bound of the sum of a complete pipeline that has this stage."""
 
     @classmethod
-    def of(cls, problem: CutProblem) -> _Ways:
+    def of(cls, problem: CutProblem) -> _StageGraph:
         """All stages that may fit, with the transfers at their ends."""
         seconds = problem.seconds
         assert seconds.ndim == 4 and seconds.shape[1] == seconds.shape[2] and not np.isnan(seconds).any()
@@ -245,9 +245,9 @@ class _Ways:
         """The state before the first stage: no device is used."""
         return int(self.after.shape[1]) - 1
 
-    def restricted(self, mask: NDArray[np.bool_]) -> _Ways:
+    def restricted(self, mask: NDArray[np.bool_]) -> _StageGraph:
         """The graph with only the edges of a mask [E]."""
-        return _Ways(
+        return _StageGraph(
             ranks=self.ranks,
             end=self.end,
             first=self.first[mask],
@@ -279,7 +279,7 @@ class _Ways:
         """[nodes, W] smallest sum (or maximum) of the stages before a node after which exactly the devices of a state remain;
         each stage takes its fastest seconds."""
         order = np.argsort(-self.stop, kind="stable")
-        backwards = _Ways(
+        reversed_graph = _StageGraph(
             ranks=self.ranks,
             end=self.end,
             first=self.end - self.stop[order],
@@ -291,7 +291,7 @@ class _Ways:
             pipeline_bound=self.pipeline_bound[order],
         )
         # Reversed: the remaining devices are those that the stages before the node do not use.
-        return backwards.suffixes(self.fastest[order], combine)[::-1, self.all_devices :: -1]
+        return reversed_graph.suffixes(self.fastest[order], combine)[::-1, self.all_devices :: -1]
 
     def through(self, front: Floats, suffix_sums: Floats) -> Floats:
         """[E] smallest sum of a complete pipeline that has this stage; each stage takes its fastest seconds.

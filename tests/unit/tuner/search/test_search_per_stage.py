@@ -273,7 +273,7 @@ def test_sub_meshes_know_the_uniform_plans_contexts_but_no_step_outside_their_sp
     run = Run(gpus=4, domain_gpus=8, sequence_length=4096, global_batch_size=8)
     search_beyond(uniform, layouts, case.task, lambda layout: case.bounds, 20, run=run)
     assert math.isfinite(uniform.solution.objective) and 2 in {plan.layout.context for plan in uniform.ranked}
-    assert [(options["contexts"], options["known"]) for options in asked] == [([1, 2], math.inf)]
+    assert [(options["contexts"], options["incumbent_seconds"]) for options in asked] == [([1, 2], math.inf)]
 
 
 def test_a_space_whose_states_move_adds_no_plan_with_model_chunks() -> None:
