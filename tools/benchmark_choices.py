@@ -244,7 +244,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def real_gains(cell: Cell) -> list[Spread]:
-    """Gains of the chosen plan over each baseline with real computation; none where it was not measured."""
+    """Gains of the chosen plan over each baseline with real computation; none if it was not measured."""
     ours = cell.real.get(CHOSEN, [])
     return [
         Spread.of([slow / fast for slow, fast in zip(cell.real[name], ours, strict=True)]) for name in BASELINES if ours

@@ -167,7 +167,7 @@ def operator_seconds(flags: Sequence[str], free: Cluster) -> list[dict[str, floa
 
 
 def refusal_of(flags: Sequence[str], ranks: int) -> str | None:
-    """The rule by which training refuses a command line; None where it accepts it."""
+    """The rule by which training refuses a command line; None if it accepts it."""
     try:
         read_job(flags, ranks)
     except ConfigError as error:

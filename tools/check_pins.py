@@ -44,7 +44,7 @@ def index_environment() -> dict[str, str]:
 
 
 def why_unreachable(environment: Mapping[str, str]) -> str | None:
-    """Why the index does not answer; None where it does."""
+    """Why the index does not answer; None if it does."""
     try:
         with urllib.request.urlopen(f"{environment.get('PIP_INDEX_URL', INDEX)}/pip/", timeout=REACH_SECONDS):
             return None

@@ -109,7 +109,7 @@ class Comparison:
     spread_at_worst: float
     """The spread at that step."""
     decided_at: int | None
-    """First step whose loss shows another routing decision; None where no step does."""
+    """First step whose loss shows another routing decision; None if no step does."""
     agrees: bool
 
 

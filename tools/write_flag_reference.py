@@ -58,7 +58,7 @@ def row(flag: Flag, doc: str, flags: typing.Sequence[Flag]) -> str:
 
 
 def shown_default(flag: Flag) -> str:
-    """The default as one writes it; nothing where a switch is off or the value is derived."""
+    """The default as one writes it; nothing if a switch is off or the value is derived."""
     if flag.kind == "switch" or flag.default is None:
         return ""
     value = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)

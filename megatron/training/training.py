@@ -233,7 +233,7 @@ class TrainingLoop:
         return figures
 
     def evaluate(self, split: str) -> None:
-        """Mean loss over --eval-iters global batches of a split; nothing where the split has no samples.
+        """Mean loss over --eval-iters global batches of a split; nothing if the split has no samples.
 
         Raises:
             ConfigError: no token of these batches counts in the loss.

@@ -245,7 +245,7 @@ def _bucket_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> 
 
 
 def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> BucketReduction | None:
-    """The reductions that the list places between passes; None where every stage reduces its gradients after its last pass."""
+    """The reductions that the list places between passes; None if every stage reduces its gradients after its last pass."""
     if not any(stage.overlap.gradient_chunk_bytes for stage in plan.stages):
         return None
     from moe_overlap.runtime.state.buckets import GradientBuckets
@@ -254,7 +254,7 @@ def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> 
 
 
 def _weight_gathers(overlap: StageOverlap, chunks: Sequence[DistributedDataParallel]) -> WeightGathering | None:
-    """The weight gathers that the list places before passes; None where the update or DDP's hooks gather."""
+    """The weight gathers that the list places before passes; None if the update or DDP's hooks gather."""
     if not overlap.overlap_param_gather:
         return None
     from moe_overlap.runtime.state import weight_gathers

@@ -53,9 +53,9 @@ class RunContext:
         optimizer: steps the parameters of the chunks layer by layer.
         recorder: records the spans of layers, transfers, runner and optimizer.
         clock: seed and micro-batch of the gates' draws; gates that draw hold the same object.
-        weight_gradients: queue of the weight gradients that the list computes later; stays empty where none are deferred.
-        bucket_reduction: reduces gradients between passes; None where DDP reduces them after the last pass.
-        weight_gathers: gathers weights during the first passes of a step; None where the update or DDP's hooks gather them.
+        weight_gradients: queue of the weight gradients that the list computes later; stays empty if none are deferred.
+        bucket_reduction: reduces gradients between passes; None if DDP reduces them after the last pass.
+        weight_gathers: gathers weights during the first passes of a step; None if the update or DDP's hooks gather them.
         graph_stream: stream on which DDP was built and segments of static shapes are captured as CUDA graphs; None: no captures.
     """
 
@@ -84,7 +84,7 @@ class RunContext:
         return parameter.device
 
     def deferral_figures(self) -> dict[str, int]:
-        """Figures of the deferred weight gradients so far, by the log's names; empty where the plan defers none."""
+        """Figures of the deferred weight gradients so far, by the log's names; empty if the plan defers none."""
         deferred = any(layer.weight_gradient_slots for layer in self.stage.overlap.layers)
         return self.weight_gradients.figures() if deferred else {}
 

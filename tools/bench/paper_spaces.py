@@ -144,12 +144,12 @@ def sizes(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
 
 
 def ratio(slower: float | None, faster: float | None) -> float | None:
-    """None where one is unknown."""
+    """None if one is unknown."""
     return None if slower is None or faster is None else slower / faster
 
 
 def against(outcomes: Sequence[Outcome | None]) -> float | None:
-    """The fastest of all but the last over the last; None where the last is not known, or nothing else has a plan."""
+    """The fastest of all but the last over the last; None if the last is not known, or nothing else has a plan."""
     *others, last = outcomes
     seconds = [outcome.seconds for outcome in others if outcome is not None and outcome.seconds is not None]
     return ratio(min(seconds, default=None), None if last is None else last.seconds)

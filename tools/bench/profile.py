@@ -76,7 +76,7 @@ class ListSeconds:
 
     Attributes:
         uncut: operator -> seconds of an uncut micro-batch.
-        partitions: operator -> number of partitions in the list; 1 where missing.
+        partitions: operator -> number of partitions in the list; 1 if missing.
     """
 
     uncut: Mapping[str, float]

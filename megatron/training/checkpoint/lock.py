@@ -219,7 +219,7 @@ def start_of(process: int) -> int | None:
 
 
 def owner_of(path: Path) -> Owner | None:
-    """The owner that a lock names; None where it is missing or damaged."""
+    """The owner that a lock names; None if it is missing or damaged."""
     try:
         values: Any = bounded_json(path, 1 << 16)
     except Unreadable:

@@ -232,7 +232,7 @@ class Handle:
         row_sources_N: index token · E + expert of every permuted row; 0 for rows past the routed ones and for unused slots of a
             static capacity.
         row_places_N: token of every permuted row; 0 for the same rows.
-        row_places_N: token of every permuted row; as above, 0 where there is none.
+        row_places_N: token of every permuted row; as above, 0 if there is none.
         probs_dtype: type of the probabilities.
         tag: first of this handle's tags.
         arriving: the counts in flight; None until `start_counts`.
