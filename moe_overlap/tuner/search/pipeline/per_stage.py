@@ -166,7 +166,7 @@ def search_stages(
             bound, done = min(bound, solution.bound), done + 1
             candidates, on_frontier = candidates + freed.candidates, on_frontier + sum(map(len, freed.stages))
             if solution.status in (Status.TIME_LIMIT, Status.FEASIBLE) and status is Status.OPTIMAL:
-                # A layout's share of the time is no limit of the search.
+                # Only the deadline makes it TIME_LIMIT, not LAYOUT_SECONDS.
                 status = Status.TIME_LIMIT if time.monotonic() > deadline else Status.FEASIBLE
             if solution.value is not None and solution.objective <= best:
                 ranked.insert(0, freed.staged(solution.value, solution.objective))
