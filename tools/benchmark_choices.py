@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.api import job_operators, problem_of, read_job, tune
@@ -157,7 +157,7 @@ class GateCells:
         return max(answer["step"] for answer in self._ranks.tell(do=ORDER_STEP, variant=name, scale=scale))
 
     def _bed(self, name: str, like: MeasuredBed | None = None) -> MeasuredBed:
-        """A bed with a database of its own, which starts with the measurements of another one."""
+        """A bed with its own database, which starts with the measurements of another bed."""
         path = self._arguments.folder / f"{links_name(self._arguments)}-{self._gate}-{name}.json"
         if like is not None:
             shutil.copy(like.database.path, path.with_suffix(".measured.jsonl"))

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.api import job_operators, predict, problem_of
@@ -79,7 +79,7 @@ from tools.bench.padded_ranks import ORDER_LAYOUT, ORDER_LINKS, ORDER_STEP, comm
 NO_SLOWDOWN = 1e-6
 """Sleeping operators and communication do not slow each other down."""
 FREE = 1e6
-"""Links so many times as fast take no time: what is left of a price is computation."""
+"""Factor by which links become free: only computation remains in a price."""
 LARGE_BYTES = (1 << 21, 1 << 22)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 WARMING_STEPS = 1
@@ -122,7 +122,7 @@ def measure_cluster(bed: Bed, priority: CpuGroup, path: Path) -> None:
 def complete(path: Path, ranks: int, tell: Tell, slower: float) -> Cluster:
     """Add large messages to a profile, and make its device slower.
 
-    Most sizes of a quick profile pass a token bucket at once, and a line through them says nothing of messages that do not.
+    Most sizes of a quick profile pass a token bucket at once, so a line through them does not predict larger messages.
     """
     database = Database.load(path.with_suffix(".measured.jsonl"))
     keys = [LinkKey(kind, "node", ranks, size) for kind in COLLECTIVES for size in LARGE_BYTES]
@@ -140,7 +140,7 @@ def complete(path: Path, ranks: int, tell: Tell, slower: float) -> Cluster:
 
 
 def without_links(path: Path) -> Cluster:
-    """The cluster of a file with links that take no time, in a file of its own beside it."""
+    """A copy of a cluster file with free links, in the same folder."""
     content = json.loads(path.read_text())
     group, measured = content["groups"][0], content["measured"]
     for rate in ("node_gb_per_s", "network_gb_per_s"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.cli.arguments import parse
@@ -85,7 +85,7 @@ def variants_of(flags: Sequence[str], bytes_per_second: float) -> tuple[list[Var
     """The four variants, and the figures that size the buckets."""
     base = deferral(GATE).flags
     gap = shortest_gap(list_of([*flags, *base]))
-    # A ring of D ranks sends (D - 1) / D of what it reduces.
+    # A ring of D ranks sends (D - 1) / D of the reduced bytes.
     parameters = int(SHARE * gap * bytes_per_second * RANKS / (RANKS - 1) / GRADIENT_BYTES)
     in_buckets = (*base, "--overlap-grad-reduce", "--ddp-bucket-size", str(parameters))
     head = [i.bytes for i in list_of([*flags, *in_buckets]) if i.name == HEAD]

@@ -77,7 +77,7 @@ def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes,
     runs = [replace(part, chunk=0) for part in runs_of(family.parts[0])[0]]
     kinds = list(dict.fromkeys(runs))
     assert len(kinds) == len(family.tables)
-    # A stage with so many dense layers in front, with the embedding if there are any; the first layers are recomputed.
+    # A stage with a number of dense layers first, and the embedding if there are any; its first layers are recomputed.
     names = [table.part.kind for table in family.tables]
     embedding = names.index("embedding")
     of_layers = [row for row, part in enumerate(kinds) if row != embedding and not part.held_once]

@@ -57,7 +57,7 @@ def resolve(python: str, torch: str, environment: Mapping[str, str], log: Path) 
     command = [sys.executable, "-P", "-m", "pip", "install", "--dry-run", "--ignore-installed", "--progress-bar", "off"]
     command += ["--use-feature", "fast-deps", "--only-binary", ":all:", "--python-version", python]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    # pip asks for a target wherever it resolves for another machine; nothing is written there.
+    # pip requires a target when it resolves for another machine; nothing is written there.
     command += ["--target", str(log.parent), "--constraint", str(ROOT / "constraints.txt")]
     full_command = [*command, *torch.split(), *requirements()]
     with log.open("wb") as file:
@@ -65,14 +65,14 @@ def resolve(python: str, torch: str, environment: Mapping[str, str], log: Path) 
 
 
 def conflict(log: str) -> list[str]:
-    """The lines of pip's output that say which packages exclude each other, without its advice."""
+    """The lines of pip's output on packages that exclude each other, without its advice."""
     _, _, cause = log.partition("The conflict is caused by:\n")
     named = cause.partition("\n\n")[0].splitlines()
     return [line.strip() for line in named] or [line for line in log.splitlines() if line.startswith("ERROR:")]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Resolve for all Pythons, beside each other, as they wait for the network."""
+    """Resolve for all Pythons at the same time, because they wait for the network."""
     (torch,) = argv
     environment = index_environment()
     if reason := why_unreachable(environment):

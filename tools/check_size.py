@@ -2,7 +2,7 @@
 
 1. A file has at most 600 lines, a function at most 100.
 2. A folder has at most the files and lines of BUDGET. A commit that needs more raises the number and states the reason.
-3. Subjects of commits behind SUBJECTS_FROM name an area and have at most 72 columns: "search: prune layouts by host launches".
+3. Subjects of commits after SUBJECTS_FROM name an area and have at most 72 columns: "search: prune layouts by host launches".
 
 Too small is as bad as too large, as a reader who must jump loses the thread. That has no limit: the number of source files and of
 those under SHORT_LINES lines is printed, and never fails. Tests and the empty `__init__.py` of packages are not counted there.
@@ -42,14 +42,14 @@ BUDGET = {
     "moe_overlap/plan_search": Size(13, 2904),
     "moe_overlap/report": Size(18, 3227),
     "moe_overlap/runtime": Size(37, 7834),
-    "moe_overlap/tuner": Size(127, 32681),
+    "moe_overlap/tuner": Size(127, 32683),
     "moe_overlap/tuner/calibrate": Size(14, 2930),
     "moe_overlap/tuner/capture": Size(23, 6769),
-    "moe_overlap/tuner/cost": Size(32, 8167),
+    "moe_overlap/tuner/cost": Size(32, 8166),
     "moe_overlap/tuner/profile": Size(6, 1406),
-    "moe_overlap/tuner/search": Size(43, 11803),
+    "moe_overlap/tuner/search": Size(43, 11806),
     "moe_overlap/tuner/write": Size(7, 1511),
-    "tools": Size(53, 8478),
+    "tools": Size(55, 8751),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
 SLACK_LINES = 100
@@ -103,14 +103,14 @@ def unclear_subjects(subjects: Sequence[str]) -> list[str]:
 
 
 def new_subjects() -> list[str]:
-    """Subjects of the commits behind SUBJECTS_FROM, without merges; none where a shallow clone lacks it."""
+    """Subjects of the commits after SUBJECTS_FROM, without merges; none if a shallow clone lacks it."""
     command = ["git", "log", "--no-merges", "--format=%s", f"{SUBJECTS_FROM}..HEAD"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     return listed.stdout.splitlines()
 
 
 def count_sources(paths: Sequence[Path]) -> str:
-    """One line that says how many source files there are, and how many of them are short."""
+    """One line with the number of source files, and of short ones."""
     sources = [path for path in paths if path.parts[0] != "tests" and path.name != "__init__.py"]
     short = sum(path.read_text().count("\n") < SHORT_LINES for path in sources)
     return f"sources: {len(sources)} files, {short} of them under {SHORT_LINES} lines"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` and pretrain_moe.py are one folder up.
+    # Only the folder of a script is on its path: the package `tools` and pretrain_moe.py are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.commands.compare import read_losses, relative_differences
@@ -132,7 +132,7 @@ def run_layouts(layouts: Sequence[ComparedLayout], steps: int, folder: Path) -> 
             str(world_size),
         ]
         command += [__file__, "--steps", str(steps), "--worker", str(folder), *names]
-        # A rank that a signal ends says where it was; torchrun tells only which signal.
+        # A rank that a signal ends prints its position; torchrun prints only the signal.
         subprocess.run(command, check=True, env=os.environ | {"PYTHONFAULTHANDLER": "1"})
     return {layout.name: losses_of(folder, layout) for layout in layouts}
 

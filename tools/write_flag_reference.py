@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the packages are one folder up.
+    # Only the folder of a script is on its path: the packages are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.cli.config import Config

@@ -133,7 +133,7 @@ def _search_wider(
             bounds,
             keep=keep,
             deadline=budget.deadline,
-            known=narrow.solution.objective,
+            incumbent_seconds=narrow.solution.objective,
             progress=budget.progress_of(share, narrow.solution.value),
         )
 
@@ -184,7 +184,7 @@ def _search_meshes(
             contexts=contexts,
             deadline=budget.after(uniform).deadline,
             progress=budget.progress_of(share),
-            known=incumbent_seconds,
+            incumbent_seconds=incumbent_seconds,
             share=(share.index, share.count),
         )
 

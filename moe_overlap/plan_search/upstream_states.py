@@ -43,7 +43,7 @@ def search_states(
             *rules,
             keep,
             budget.deadline,
-            known=narrow.solution.objective,
+            incumbent_seconds=narrow.solution.objective,
             progress=budget.progress_of(share, narrow.solution.value),
             shared=None if bar is None else (bar, share.index),
         )

@@ -1,7 +1,8 @@
-"""Mist's figures as searches: 2, 3, 5 with 16, 11 to 15, and what two sentences of its section 3 say.
+"""Mist's figures as searches: 2, 3, 5 with 16, 11 to 15, and two sentences of its section 3.
 
-The spaces are the paper's as far as ours can say them. `PARALLELISM` recomputes all layers or none; the paper's Megatron does so.
-Sizes that the paper's text does not print (layers of figure 14, batches of figure 15) are chosen here and say so.
+The spaces are the paper's, as far as our spaces can express them. `PARALLELISM` recomputes all layers or none, as the paper's
+Megatron does. Sizes that are missing in the paper's text (layers of figure 14, batches of figure 15) are our choice, and marked
+so.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def length(tokens: int) -> tuple[str, ...]:
 
 
 def _with_and_without(size: str, machines: Machines, flags: tuple[str, ...], paper: str) -> tuple[PaperCase, ...]:
-    """A job with fused attention and without: the paper's section 3 does not say which of both it used."""
+    """A job with and without fused attention: the paper's section 3 does not name the one it used."""
     unfused = (*flags, *UNFUSED)
     name = f"GPT-{size.upper()}, unfused attention"
     return (

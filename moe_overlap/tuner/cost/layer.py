@@ -228,12 +228,12 @@ Sent = list[tuple[int, str, float]]
 
 def _sent(table: OpTable, setting: Setting) -> Sent:
     """All collectives of a part; those that differ in their payloads only are priced in one call."""
-    alike: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for place, (index, collective, _) in enumerate(table.collectives):
         key = collective.kind, collective.axis, table.ops[index].operator in (DISPATCH, COMBINE), table.loaded[index]
-        alike.setdefault(key, []).append(place)
+        groups.setdefault(key, []).append(place)
     seconds = np.zeros(len(table.collectives))
-    for places in alike.values():
+    for places in groups.values():
         index, collective, _ = table.collectives[places[0]]
         payloads = np.array([table.collectives[place][2] for place in places])
         seconds[places] = _seconds_of_payloads(table, setting, index, collective, payloads)

@@ -95,7 +95,7 @@ def moves_states(plan: Plan) -> bool:
     return not plan.follows_lists and any(stage.is_decoupled for stage in plan.stages)
 
 
-def with_moved_states(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
+def with_moved_states(analytic: Prediction, plan: Plan, problem: Problem) -> Prediction:
     """A prediction with all seconds scaled to the simulated step, and with the bytes that its lists hold.
 
     Raises:
@@ -108,7 +108,7 @@ def with_moved_states(closed: Prediction, plan: Plan, problem: Problem) -> Predi
         return simulated_steps[micro_batches].simulation.step_seconds
 
     count, stages = plan.stages[0].gradient_accumulation_steps, len(plan.stages)
-    scaled = _scaled(closed, step_of_many(step, count, stages) / closed.predicted.step_seconds)
+    scaled = _scaled(analytic, step_of_many(step, count, stages) / analytic.predicted.step_seconds)
     longest = simulated_steps[simulated_micro_batches(count, stages)]
     stages_with_bytes = (
         _with_kept(stage, longest, rank, problem)
@@ -117,11 +117,11 @@ def with_moved_states(closed: Prediction, plan: Plan, problem: Problem) -> Predi
     return replace(scaled, predicted=replace(scaled.predicted, stages=tuple(stages_with_bytes)))
 
 
-def with_refined(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
+def with_refined(analytic: Prediction, plan: Plan, problem: Problem) -> Prediction:
     """A prediction with all seconds scaled by the effect of refined prices on its simulated step.
 
     Args:
-        closed: the analytic prediction, without refined prices; its bytes are unchanged.
+        analytic: the closed-form prediction, without refined prices; its bytes are unchanged.
     """
 
     def step(at: Problem) -> float:
@@ -131,12 +131,12 @@ def with_refined(closed: Prediction, plan: Plan, problem: Problem) -> Prediction
         )
 
     # In a ratio of two simulations differences between simulated and analytic steps cancel.
-    return _scaled(closed, step(problem) / step(problem.refined_by(NOT_REFINED)))
+    return _scaled(analytic, step(problem) / step(problem.refined_by(NOT_REFINED)))
 
 
-def _scaled(closed: Prediction, scale: float) -> Prediction:
+def _scaled(analytic: Prediction, scale: float) -> Prediction:
     """A prediction with all of its seconds multiplied by one factor."""
-    predicted = closed.predicted
+    predicted = analytic.predicted
     stages = (
         replace(
             stage,
@@ -154,14 +154,14 @@ def _scaled(closed: Prediction, scale: float) -> Prediction:
         model_tflops_per_gpu=predicted.model_tflops_per_gpu / scale,
         stages=tuple(stages),
     )
-    breakdown = {name: seconds * scale for name, seconds in closed.breakdown.items()}
-    return replace(closed, predicted=predicted, breakdown=breakdown, mfu=closed.mfu / scale)
+    breakdown = {name: seconds * scale for name, seconds in analytic.breakdown.items()}
+    return replace(analytic, predicted=predicted, breakdown=breakdown, mfu=analytic.mfu / scale)
 
 
-def _with_kept(closed: PredictedStage, step: SimulatedStep, rank: int, problem: Problem) -> PredictedStage:
+def _with_kept(analytic: PredictedStage, step: SimulatedStep, rank: int, problem: Problem) -> PredictedStage:
     """A stage with the bytes that its list holds. Temporaries of operators, and hidden states at its edges, are not in lists and
     remain those of the closed form."""
-    prices, peaks = step.prices[rank], closed.peak_bytes_by_category
+    prices, peaks = step.prices[rank], analytic.peak_bytes_by_category
     activations, passing = _kept_bytes(step.ran(rank), prices)
     fragmentation = problem.machine.fragmentation * (activations + peaks.temporaries)
     family, is_piped = prices.priced.family, len(prices.plan.stages) > 1
@@ -172,7 +172,7 @@ def _with_kept(closed: PredictedStage, step: SimulatedStep, rank: int, problem: 
         communication=round(passing + float(edges)),
         fragmentation=round(fragmentation),
     )
-    return replace(closed, peak_bytes=sum(astuple(peaks)), peak_bytes_by_category=peaks)
+    return replace(analytic, peak_bytes=sum(astuple(peaks)), peak_bytes_by_category=peaks)
 
 
 def _kept_bytes(ran: Sequence[Ran], prices: StagePrices) -> tuple[float, float]:

@@ -66,8 +66,8 @@ class Bounds:
         # Averages over the stages: the fullest stage holds at least as much.
         micro_batches = plan.global_batch_size * layout.context // (data * layout.micro_batch)
         stages = layout.pipeline
-        alike = (1,) * layout.virtual
-        flying = sum(in_flight(stages, index, micro_batches, alike) for index in range(stages)) / stages
+        equal_chunks = (1,) * layout.virtual
+        flying = sum(in_flight(stages, index, micro_batches, equal_chunks) for index in range(stages)) / stages
         inputs = self.model.num_layers * self._hidden_bytes(layout) / layout.tensor
         return (states + flying * inputs) / stages
 

@@ -237,19 +237,19 @@ class FlooredCosts(CostsOfBoth):
     Args:
         side: the other dispatcher.
         first: the result of `floors_of`.
-        known: incumbent step seconds; a layout whose first bound is above them gets no tighter one.
+        incumbent_seconds: step seconds of the incumbent; a layout whose first bound is above them gets no tighter one.
     """
 
-    def __init__(self, side: Side, first: Mapping[bool, Sequence[Floors]], known: float) -> None:
+    def __init__(self, side: Side, first: Mapping[bool, Sequence[Floors]], incumbent_seconds: float) -> None:
         super().__init__(side.task, side.paired)
-        self._first, self._bounds, self._known = first, self.bounds(side.bounds), known
+        self._first, self._bounds, self._incumbent_seconds = first, self.bounds(side.bounds), incumbent_seconds
 
     def step_bound(self, layout: UniformLayout) -> float:
         """Lower bound of the seconds of any plan of the layout; captures no graph of this dispatcher."""
         exchange = self._bounds(layout).exchange_seconds(layout)
         of_first = self._first[layout.paired]
         floor = max(floors.step_floor(layout, exchange) for floors in of_first)
-        if floor > self._known:
+        if floor > self._incumbent_seconds:
             return floor
         capacity = self.task.machine.usable_bytes
         return max(floor, *(floors.fitting_floor(layout, exchange, capacity) for floors in of_first))
@@ -296,7 +296,7 @@ def search_dispatchers(
             admits,
             keep=KEPT,
             deadline=deadline,
-            known=search.solution.objective,
+            incumbent_seconds=search.solution.objective,
             progress=lambda done, total, best, before=before: progress(done, total, best or before),  # type: ignore[misc]
         )
         outcomes.append(

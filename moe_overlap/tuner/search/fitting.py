@@ -167,10 +167,10 @@ def module_sets(plan: Plan, model: ModelDescription, features: Features) -> Iter
     cheap = {"layernorm"} | ({"moe_act"} if any(model.moe_layers) else set())
     cheap |= {"mla_up_proj"} if model.latent_attention is not None else set()
     cheap |= set() if features.flash else {"core_attn"}
-    dear = {"mlp"} if not all(model.moe_layers) else set()
-    dear |= {"moe"} if any(model.moe_layers) else set()
+    expensive = {"mlp"} if not all(model.moe_layers) else set()
+    expensive |= {"moe"} if any(model.moe_layers) else set()
     # Recomputing the experts includes their activation function.
-    sets = [now | cheap, now | dear, (now | cheap | dear) - {"moe_act"}]
+    sets = [now | cheap, now | expensive, (now | cheap | expensive) - {"moe_act"}]
     yield from dict.fromkeys(tuple(sorted(modules)) for modules in sets if modules != now)
 
 

@@ -138,7 +138,7 @@ def goes_with(way: Way, layout: UniformLayout, global_batch_size: int, gpus: int
 
 
 def search_hidden(
-    plain_search: UniformSearch,
+    baseline_search: UniformSearch,
     layouts: Sequence[UniformLayout],
     task: UniformTask,
     bounds: Callable[[UniformLayout], Bounds],
@@ -152,7 +152,7 @@ def search_hidden(
     """The layouts whose steps may be below a bar if they hide their all-to-alls, shortest step first.
 
     Args:
-        plain_search: the search by steps without overlap; `progress` shows its best plan.
+        baseline_search: the search by steps without overlap; `progress` shows its best plan.
         bounds: as in that search; their exposed all-to-alls are left out here.
         keep: number of layouts per way.
         bar: seconds of a step; slower layouts are pruned.
@@ -163,8 +163,8 @@ def search_hidden(
     result: list[HiddenLayout] = []
 
     def unsent(layout: UniformLayout) -> Bounds:
-        plain_bounds = bounds(layout)
-        return replace(plain_bounds, features=replace(plain_bounds.features, overlap_experts=True))
+        baseline_bounds = bounds(layout)
+        return replace(baseline_bounds, features=replace(baseline_bounds.features, overlap_experts=True))
 
     for way in Way:
         priced = with_cuttable_modules(task) if way is Way.PARTITIONS else task
@@ -176,8 +176,8 @@ def search_hidden(
             admits,
             keep,
             deadline,
-            known=bar,
-            progress=lambda done, total, best: progress(done, total, plain_search.solution.value),
+            incumbent_seconds=bar,
+            progress=lambda done, total, best: progress(done, total, baseline_search.solution.value),
         )
         if hidden.is_interrupted:
             raise KeyboardInterrupt

@@ -96,9 +96,11 @@ class PricedParts:
             members.setdefault((kinds, index if index in ends else None), []).append(index)
         return [
             StageLot(
-                stages=tuple(alike), shape=self.shapes(plan, alike[0], recomputes, 1.0), held=[held[i] for i in alike]
+                stages=tuple(indices),
+                shape=self.shapes(plan, indices[0], recomputes, 1.0),
+                held=[held[i] for i in indices],
             )
-            for alike in members.values()
+            for indices in members.values()
         ]
 
 

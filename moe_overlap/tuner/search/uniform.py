@@ -114,7 +114,7 @@ def search_uniform(
     admits: Callable[[RankedLayout], bool] = lambda plan: True,
     keep: int = 20,
     deadline: float = math.inf,
-    known: float = math.inf,
+    incumbent_seconds: float = math.inf,
     progress: Progress = lambda done, total, best: None,
     shared: tuple[SharedBar, int] | None = None,
 ) -> UniformSearch:
@@ -126,7 +126,7 @@ def search_uniform(
         admits: a slower test of the same, called only for plans that would become incumbents.
         keep: number of plans that are ranked.
         deadline: time by `time.monotonic`; after it the best plan so far is the answer.
-        known: incumbent step seconds; layouts bounded above them are pruned.
+        incumbent_seconds: step seconds of the incumbent; layouts bounded above them are pruned.
         shared: the bar that all processes of a shared search lower, and the index of this process.
     """
     begun = time.monotonic()
@@ -138,7 +138,7 @@ def search_uniform(
     ]
     small = len(waiting)
     heapq.heapify(waiting)
-    incumbents = _Incumbents(keep, capacity, admits, known, shared)
+    incumbents = _Incumbents(keep, capacity, admits, incumbent_seconds, shared)
     done, status, is_interrupted = 0, Status.OPTIMAL, False
     try:
         while waiting and waiting[0][0] <= incumbents.bar:
@@ -281,10 +281,10 @@ class _Incumbents:
         keep: int,
         capacity: float,
         admits: Callable[[RankedLayout], bool],
-        known: float,
+        incumbent_seconds: float,
         shared: tuple[SharedBar, int] | None = None,
     ) -> None:
-        self._keep, self._capacity, self._admits, self._known = keep, capacity, admits, known
+        self._keep, self._capacity, self._admits, self._incumbent_seconds = keep, capacity, admits, incumbent_seconds
         self._shared = shared
         self._best: dict[object, RankedLayout] = {}
         self._points: list[RankedLayout] = []
@@ -296,7 +296,7 @@ class _Incumbents:
         """Seconds above which no plan becomes an incumbent."""
         full = len(self._best) == self._keep
         slowest_incumbent = max(plan.seconds for plan in self._best.values()) if full else math.inf
-        return min(self._known, slowest_incumbent, self._of_all)
+        return min(self._incumbent_seconds, slowest_incumbent, self._of_all)
 
     @property
     def _of_all(self) -> float:
@@ -359,7 +359,7 @@ class _Incumbents:
 
     def _is_worth(self, plan: RankedLayout) -> bool:
         """True if a plan would replace an incumbent."""
-        if plan.seconds >= self._known or plan.seconds > self._of_all:
+        if plan.seconds >= self._incumbent_seconds or plan.seconds > self._of_all:
             return False
         if plan.shape in self._best:
             return plan.order < self._best[plan.shape].order

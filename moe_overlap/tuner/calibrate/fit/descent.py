@@ -101,7 +101,7 @@ def descend(
 
 
 def is_settled(surface: Surface, point: Point) -> bool:
-    """Whether neither a linear program nor a single step lowers the loss of a point: where a descent ends."""
+    """True if neither a linear program nor a single step lowers the loss of a point, which ends a descent."""
     around = neighbours(surface, point, 1)
     ends = (followed(surface, point, slopes_of(around, 1)), stepped(surface, point, around))
     return all(np.array_equal(end, point) for end in ends)
@@ -143,10 +143,10 @@ def slopes_of(around: Floats, span: int) -> Floats:
 
 
 def stepped(surface: Surface, start: Point, around: Floats) -> Point:
-    """The point after single steps of coordinates, the best ones first, and after more of the same.
+    """The point after single steps of coordinates, the best first, and after multiples of their sum.
 
-    Each has to lower the loss behind those before it. Where the errors have a kink, slopes of both sides mislead the linear
-    program; then what all single steps together changed is repeated, twice as far each time, while the loss falls.
+    Each step must lower the loss after the steps before it. At a kink of the errors the slopes of both sides mislead the linear
+    program; then the change of all single steps together is repeated, twice as far each time, until the loss rises.
 
     Args:
         around: errors of the neighbours one step away.
@@ -190,7 +190,7 @@ def followed(surface: Surface, start: Point, slopes: Floats) -> Point:
 
 
 def linear_move(surface: Surface, point: Point, errors: Floats, slopes: Floats, width: int) -> Point:
-    """The point of the grid that the linearised problem asks for, at most `width` steps away or a little more by rounding."""
+    """The solution of the linearised problem as a point of the grid, at most `width` steps away, except for rounding."""
     solution = least_deviations(surface, point, errors, slopes, width)
     rounded = np.rint(solution).astype(np.int64)
     return polished(surface, rounded, errors + slopes @ (rounded - point), slopes)

@@ -25,17 +25,17 @@ from moe_overlap.tuner.cost.memory_errors import MemoryErrors
 
 FOLDS = 4
 LeftOutRun = tuple[MeasuredRun, float, bool]
-"""A run, its relative error under constants fitted without its fold, and whether it reaches beyond the runs of that fit."""
+"""A run, its relative error under constants fitted without its fold, and True if it extrapolates beyond the runs of that fit."""
 
 
 def left_out_errors(
     cases: Sequence[MeasuredRun], steps: Steps, prices: PricedRuns, report: Callable[[str], None]
 ) -> list[LeftOutRun]:
-    """The relative error of every run under constants fitted without its fold, and whether it reaches beyond the others.
+    """The relative error of every run under constants fitted without its fold, and True if it extrapolates beyond the others.
 
-    A fold has all runs of a model on a GPU type in a precision, whatever their layout and release: none of them has a twin among
-    the runs that the constants are fitted to. Each search starts from the fit to all runs; constants that only
-    runs of the fold hold in place return to their start, since every step away from it costs.
+    A fold has all runs of a model on a GPU type in a precision, of all layouts and releases, so no similar run is in the fit.
+    Each search starts from the fit to all runs; constants that only runs of the fold determine return to their start, because of
+    the pull.
     """
     families = sorted({family_of(case) for case in cases})
     errors = []
@@ -118,7 +118,7 @@ def held(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, int]]:
 
 
 def fragmentation(cases: Sequence[MeasuredRun], constants: Constants) -> float:
-    """Reserved beyond allocated memory as a share of activations and temporaries: the median over runs with both peaks."""
+    """(reserved - allocated) memory as a share of activations and temporaries: the median over runs with both peaks."""
     peaks: dict[str, dict[bool, MeasuredRun]] = {}
     for case in cases:
         peaks.setdefault(case.row["source"], {})[case.row.is_reserved] = case

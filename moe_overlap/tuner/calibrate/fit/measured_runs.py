@@ -46,7 +46,7 @@ class MeasuredRun:
 
     @property
     def scope(self) -> str:
-        """Precision, and dense or MoE, as releases and errors are told apart."""
+        """Precision, and dense or MoE: the scope of releases and errors."""
         return scope(self.job.plan.precision, self.row.is_moe)
 
     @property
@@ -61,7 +61,7 @@ class MeasuredRun:
         return price(self.job.plan, self.job.model, self.families, machine, self.features, reasons)
 
     def reasons(self, constants: Constants) -> tuple[str, ...]:
-        """Why the run reaches beyond those that the constants were fitted to."""
+        """Reasons why the run extrapolates beyond those of the fit."""
         had = traits(self.job.plan, self.features, self.row.is_moe)
         _, reasons = self._machine(constants)
         return (*reasons, *uncovered(constants.traits, self.cluster.group_of(0).gpu.architecture, had))
@@ -88,7 +88,7 @@ class MeasuredRun:
 
 
 def prepared_runs(rows: Sequence[MeasuredRow], cache_dir: Path) -> list[MeasuredRun]:
-    """Prepare rows; what is not in the cache is captured by one process."""
+    """Prepare rows; one process captures the graphs that are not in the cache."""
     jobs = [read_job(row.flags, row.gpus) for row in rows]
     requests_of_jobs = [stage_requests(job.config, job.model, job.plan)[0] for job in jobs]
     distinct = {request.sha256(): request for requests in requests_of_jobs for request in requests}

@@ -68,7 +68,7 @@ class PricedRuns:
 
     def __init__(self, runs: Sequence[FittedRun], processes: int | None = None) -> None:
         count = min(len(runs), processes or usable_cores())
-        # Runs of a configuration share what is remembered, and neighbours in the table take about as long.
+        # Runs of a configuration share caches, and neighbours in the table take similar times.
         configurations = {run.configuration: None for run in runs}
         dealt = {configuration: place % count for place, configuration in enumerate(configurations)}
         self._owners = {id(run): dealt[run.configuration] for run in runs}
@@ -115,7 +115,7 @@ class PricedRuns:
         return [[next(answers[self._owners[id(run)]]) for run in runs] for runs, _ in questions]
 
     def _serve(self, link: Connection) -> None:
-        # A link ends where nobody holds its other end; a child holds a copy of those that were there when it began.
+        # A pipe ends when no process holds its other end; a child holds copies of the ends that existed when it began.
         for inherited in self._links:
             inherited.close()
         while True:

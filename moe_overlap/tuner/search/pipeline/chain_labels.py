@@ -213,8 +213,8 @@ class _Rest:
         self.passes_rest = self._sums(passes)
         self.update = self._sums([stage.optimizer for stage in stages], largest=True)
         low = max(0.0, float(self._sums(chains, largest=True)[0][0]))
-        known = math.isfinite(beat) and math.isfinite(low)
-        levels = np.linspace(low, max(low, beat), LEVELS + 1).tolist() if known else []
+        has_levels = math.isfinite(beat) and math.isfinite(low)
+        levels = np.linspace(low, max(low, beat), LEVELS + 1).tolist() if has_levels else []
         self._slowest = [
             (
                 lower,

@@ -158,11 +158,11 @@ def improved(problem: PipelineProblem, choice: Choice) -> Choice:
     while changed:
         changed = False
         for place, stage in enumerate(problem.stages):
-            alike = stage.fits & (stage.layers == stage.layers[rows[place]])
-            alike &= (stage.devices == stage.devices[rows[place]]).all(axis=1)
+            comparable = stage.fits & (stage.layers == stage.layers[rows[place]])
+            comparable &= (stage.devices == stage.devices[rows[place]]).all(axis=1)
             if stage.first_layer is not None:
-                alike &= stage.first_layer == stage.first_layer[rows[place]]
-            others = np.flatnonzero(alike)
+                comparable &= stage.first_layer == stage.first_layer[rows[place]]
+            others = np.flatnonzero(comparable)
             tried = np.repeat(np.asarray(rows, dtype=np.intp)[:, None], len(others), axis=1)
             tried[place] = others
             steps = step_of_choice(problem, tried)

@@ -196,7 +196,7 @@ def search_meshes(
     contexts: Sequence[int] = (1,),
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
-    known: float = math.inf,
+    incumbent_seconds: float = math.inf,
     share: tuple[int, int] = (0, 1),
 ) -> MeshSearch:
     """Search plans on sub-meshes.
@@ -204,7 +204,7 @@ def search_meshes(
     Args:
         contexts: context-parallel degrees that ways may have.
         deadline: time by `time.monotonic`; after it the best plan so far is the answer.
-        known: incumbent step seconds.
+        incumbent_seconds: step seconds of the incumbent.
         share: (i, n): search every n-th number of samples, beginning with the i-th.
     Raises:
         ConfigError: nodes cannot be halved into sub-meshes.
@@ -222,7 +222,7 @@ def search_meshes(
             table = _Table(search, samples, restrictions)
             cheapest += int(np.isfinite(table.stable).sum())
             for restriction in restrictions:
-                lowest, answers, solved = table.solve(restriction, deadline, FAR * known)
+                lowest, answers, solved = table.solve(restriction, deadline, FAR * incumbent_seconds)
                 bound, programs = min(bound, lowest), programs + solved
                 for stages in answers:
                     plans.setdefault(stages, search.priced_plan(stages))

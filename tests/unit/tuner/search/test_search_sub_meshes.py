@@ -257,9 +257,9 @@ def test_the_full_space_is_never_slower(tmp_path: Path) -> None:
 def test_plans_far_slower_than_a_known_one_are_not_looked_for() -> None:
     case, run = small()
     best = searched().solution
-    same = search_meshes(case.task, run, known=best.objective)
+    same = search_meshes(case.task, run, incumbent_seconds=best.objective)
     assert same.solution.value == best.value
-    none = search_meshes(case.task, run, known=0.25 * best.objective / FAR)
+    none = search_meshes(case.task, run, incumbent_seconds=0.25 * best.objective / FAR)
     assert none.solution.value is None and none.solution.status is Status.INFEASIBLE and none.ranked == ()
     assert none.programs < same.programs <= searched().programs
     assert 0.25 * best.objective <= none.solution.bound <= best.objective
