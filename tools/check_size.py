@@ -37,7 +37,7 @@ BUDGET = {
     "megatron/training/data": Size(6, 1712),
     "megatron/training/model": Size(8, 1543),
     "moe_overlap/commands": Size(19, 3444),
-    "moe_overlap/describe": Size(21, 4534),
+    "moe_overlap/describe": Size(24, 4953),
     "moe_overlap/plan": Size(29, 7273),
     "moe_overlap/plan_search": Size(13, 2859),
     "moe_overlap/report": Size(18, 3181),
