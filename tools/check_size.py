@@ -37,7 +37,7 @@ BUDGET = {
     "megatron/training/data": Size(6, 1715),
     "megatron/training/model": Size(8, 1543),
     "moe_overlap/commands": Size(20, 3527),
-    "moe_overlap/describe": Size(21, 4534),
+    "moe_overlap/describe": Size(24, 4953),
     "moe_overlap/plan": Size(29, 7274),
     "moe_overlap/plan_search": Size(13, 2904),
     "moe_overlap/report": Size(18, 3227),
