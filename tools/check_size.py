@@ -31,17 +31,17 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "megatron/training": Size(61, 13276),
+    "megatron/training": Size(61, 13362),
     "megatron/training/checkpoint": Size(11, 2428),
-    "megatron/training/cli": Size(22, 4794),
+    "megatron/training/cli": Size(22, 4816),
     "megatron/training/data": Size(6, 1715),
-    "megatron/training/model": Size(8, 1543),
+    "megatron/training/model": Size(8, 1604),
     "moe_overlap/commands": Size(20, 3527),
     "moe_overlap/describe": Size(24, 4953),
     "moe_overlap/plan": Size(29, 7274),
     "moe_overlap/plan_search": Size(13, 2904),
     "moe_overlap/report": Size(18, 3227),
-    "moe_overlap/runtime": Size(37, 7834),
+    "moe_overlap/runtime": Size(37, 7838),
     "moe_overlap/tuner": Size(127, 32683),
     "moe_overlap/tuner/calibrate": Size(14, 2930),
     "moe_overlap/tuner/capture": Size(23, 6769),
@@ -49,7 +49,7 @@ BUDGET = {
     "moe_overlap/tuner/profile": Size(6, 1406),
     "moe_overlap/tuner/search": Size(43, 11806),
     "moe_overlap/tuner/write": Size(7, 1511),
-    "tools": Size(55, 8751),
+    "tools": Size(53, 8479),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
 SLACK_LINES = 100
