@@ -1,4 +1,4 @@
-"""The tuner against the whole grid: it chooses a plan from measurements alone, then every layout is run on rate-limited links.
+"""The tuner against the complete grid: it chooses a plan from measurements, then every layout runs on rate-limited links.
 
     tools/benchmark_closed_loop.py [--models moe dense] [--mbit 100 300 1000] [--ranks 4] [--micro-batches 2]
                                    [--steps 3] [--slower 6] [--grid-only] [--fastest N]
@@ -6,16 +6,16 @@
 
 For every model and rate of the links:
 
-1. The ranks, each on a host of its own (network namespaces, root), measure operators and links as tools/profile_cluster.py does:
-   it is that program that runs on the hosts. They count as one node, so that tensor ranks may be neighbours. Then they measure
-   larger messages: a link's token bucket lets most sizes of a quick profile pass at once.
-2. The plan is searched as tools/autotune.py does, with no more than that cluster file and the model's flags.
-3. All layouts of the grid that pretrain_moe.py accepts are predicted, and then run with the chosen plan by the runtime itself.
-   Operators compute, and are padded with sleep to the seconds that the cost model gives them on links that take no time
-   (tools/bench/padded_ranks.py): a device --slower times as slow as this one. Everything that is sent is real.
+1. tools/profile_cluster.py runs on the ranks, each on its own host (network namespaces, root), and measures operators and links.
+   All hosts count as one node, so that tensor ranks may be neighbours. Then the ranks measure larger messages, because a link's
+   token bucket passes most sizes of a quick profile at once.
+2. The plan is searched as by tools/autotune.py, only from that cluster file and the model's flags.
+3. All layouts of the grid that pretrain_moe.py accepts are predicted, and then executed by the runtime, together with the chosen
+   plan. Operators compute, and then sleep until the seconds of the cost model on free links are over
+   (tools/bench/padded_ranks.py): this emulates a device --slower times as slow. All communication is real.
 
-The score is the chosen step over the fastest one that was run, and the rank correlation of predicted and measured steps. Every
-cell is kept in the folder as soon as it is done.
+The scores are the chosen step over the fastest measured one, and the rank correlation of predicted and measured steps. Every cell
+is kept in the folder when it is complete.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Measure on one machine what overlapping the all-to-all gains.
+"""Measure the gain of overlapping all-to-alls, on one machine.
 
     tools/benchmark_overlap.py [--namespaces | --emulator] [--timer-compute] [--ranks 2] [--ratio 0.5 1] [--repeats 5]
                                [--gates topk] [--partitions 2] [--ranges around] [--reach 0 1] [--json]
                                [flags of pretrain_moe.py]
 
-Ranks stand on hosts of their own, joined by links whose rate is chosen so that the all-to-alls of the sequential step take
-`ratio` times as long as the rest of it. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point
-with receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients,
-partitions of the batch, both, and both with a wait right behind every start, which must undo the gain. With --micro-batches of 2
-or more also the backward pass of one under the forward all-to-alls of another, alone and with both ("all").
+Each rank has its own host. The rate of the links between hosts makes the all-to-alls of the sequential step take `ratio` times as
+long as the rest of the step. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point with
+receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients, partitions
+of the batch, both, and both with a wait right after every start, which must undo the gain. With --micro-batches of 2 or more also
+the backward pass of one micro-batch under the forward all-to-alls of another, without and with both ("all").
 
---namespaces    network namespaces (root); the default where they can be made
---emulator      the link is emulated inside the processes; the default elsewhere
---timer-compute operators sleep for their profiled time (processor seconds); communication stays real. Steadier, and for more
-                ranks than cores. Otherwise computation is real.
---ranges        what runs in partitions; absent: around, or after where a gate needs the whole micro-batch
---reach         with --timer-compute: also ranges of so many operators on each side of every MoE layer, as in Lancet's figure 6
+--namespaces    network namespaces (root); the default if they can be created
+--emulator      the link is emulated inside the processes; the default otherwise
+--timer-compute operators sleep for their profiled time (processor seconds); communication is real. Steadier, and possible with
+                more ranks than cores. Without it computation is real.
+--ranges        the ranges that run in partitions; default: around, or after if a gate needs the complete micro-batch
+--reach         with --timer-compute: also ranges with this number of operators on each side of every MoE layer (Lancet, figure 6)
 
-tools/record_overlap.py runs the series that examples/records has.
+tools/record_overlap.py runs the series of examples/records.
 """
 
 from __future__ import annotations

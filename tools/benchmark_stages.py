@@ -4,8 +4,8 @@ Kinds are those of DeepSeek-V3 with prediction layers, as captured (a first run 
 and MoE layers, as they are and recomputed, prediction layer, head.
 
 5,952 strategies (ZeRO 1 to 3 and four offload ratios) times 2,816 shapes: dense layers, layers, recomputed layers, micro-batches
-in flight; a call prices so many of them as the stages of one layout have (LOT). Searches make this call for every layout and
-micro-batch, and predictions for their one strategy. The evaluator is made anew in every repeat.
+in flight; a call prices LOT of them, the number of one layout's stages. Searches make this call for every layout and micro-batch,
+predictions for their single strategy. Every repeat builds a new evaluator.
 A complete stage has all seconds of `pipeline.StageTimes`, those of its optimizer, its bytes by category and their sum.
 """
 

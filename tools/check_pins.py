@@ -1,10 +1,10 @@
-"""Fail when no set of packages satisfies setup.py, constraints.txt and the Makefile's torch on a Python that is supported.
+"""Fail if on a supported Python no set of packages satisfies setup.py, constraints.txt and the Makefile's torch.
 
     .venv/bin/python tools/check_pins.py "torch==2.13.0"
 
-pip resolves them as a machine without any wheel of its own would, from the package index alone, for every Python of PYTHONS, and
-downloads only what describes the packages. A CPU build of torch depends on fewer packages, so that it resolves where CUDA's does.
-Without a way to the index the check is skipped, and says so.
+For every Python of PYTHONS, pip resolves the packages from the package index, without local wheels, and downloads only their
+metadata. A CPU build of torch depends on fewer packages, so it resolves if the CUDA build does. Without access to the index the
+check prints that it is skipped.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""`make train`: a cluster in a box, and on it the whole way from a measurement to a tuned training, in a few minutes.
+"""`make train`: a cluster in a box, and all steps from a measurement to a tuned training, in a few minutes.
 
     python tools/first_run.py [--link auto|namespaces|emulator|none] [--processes 2] [--folder runs/first]
                               [--plain-steps 12] [flags of pretrain_moe.py]
 
-1. link      Every process stands for a GPU on a machine of its own. The link between them gets the rate at which all-to-alls
-             take half as long as computation, as they do on many clusters; computation is measured for that.
+1. link      Every process represents a GPU on its own machine. Computation is measured first; the link between the processes
+             gets the rate at which all-to-alls take half as long as computation, as on many clusters.
 2. measure   operators of this model, collectives on this link, and the host's overhead per step.
 3. tune      `tools/autotune.py --overlap-only`: which overlap hides the all-to-alls best on such a cluster?
-4. train     a few steps of the plain run, then the whole run with the plan, from the same start.
+4. train     a few steps of the plain run, then the complete run with the plan, from the same start.
 5. compare   predicted and measured steps, exposed communication and losses of both.
 
-The model is examples/first-run.args; flags that follow change it. --link: `namespaces` are hosts of their own on this machine
-behind rate-limited exits (root, iproute2); `emulator` limits all-to-alls inside the processes; `auto` takes the first that this
-machine allows; `none` is the bare machine. Everything is written to --folder: cluster.json, plan.json, megatron_args.txt,
+The model is examples/first-run.args; flags that follow change it. --link: `namespaces` are separate hosts on this machine with
+rate-limited exits (root, iproute2); `emulator` limits all-to-alls inside the processes; `auto` takes the first of both that this
+machine allows; `none` has no limit. Everything is written to --folder: cluster.json, plan.json, megatron_args.txt,
 trace.json (a tuned step of every rank, for ui.perfetto.dev), report.html, result.json.
 """
 

@@ -143,7 +143,7 @@ def _named(names: Sequence[str], role: BufferRole) -> list[str]:
     return [name for name in names if parse_buffer(name).role is role]
 
 
-def beside_replays(
+def more_launches_by_row(
     instructions: Sequence[Instruction], replayed: Mapping[int, Replayed], row_of: Callable[[str], int]
 ) -> dict[int, dict[tuple[OperatorKind, bool], float]]:
     """Row of a part -> `Replays.more_launches`, averaged over the list.

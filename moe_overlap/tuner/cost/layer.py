@@ -267,7 +267,7 @@ def _device_pass(
                 # product needs it immediately.
                 computation = _until_read(table, seconds, index)
             if features.overlap_tensor:
-                computation = max(computation, _products_beside(table, seconds, index))
+                computation = max(computation, _adjacent_product_seconds(table, seconds, index))
         exposed[kind] += _exposed(isolated, computation, concurrent)
     # 2. Rings and all-to-alls overlap as a kind, not one by one. A ring sends keys and values while attention computes on those
     # that have arrived; other exchanges of the context precede attention.
@@ -360,7 +360,7 @@ def _until_read(table: OpTable, seconds: Floats, index: int) -> float:
     return total
 
 
-def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
+def _adjacent_product_seconds(table: OpTable, seconds: Floats, index: int) -> float:
     """Seconds of the longest product directly before or after a collective."""
     around = (index - 1, index + 1)
     return max(
@@ -416,10 +416,10 @@ def hide_in_nodes(cost: PartCost, concurrent: Concurrent, delays: bool, unpaired
         (_combine(forward), rest[1], _combine(backward), rest[0], late[1]),
     )
     exposed = 0.0
-    for first, beside_first, second, beside_second, between in slots:
+    for first, compute_first, second, compute_second, between in slots:
         # 3. Weight gradients between the two all-to-alls may overlap with either of them, so both bounds are taken.
-        separate = (_exposed(first, beside_first, concurrent), _exposed(second, between + beside_second, concurrent))
-        both = _exposed(first + second, beside_first + beside_second, concurrent)
+        separate = (_exposed(first, compute_first, concurrent), _exposed(second, between + compute_second, concurrent))
+        both = _exposed(first + second, compute_first + compute_second, concurrent)
         exposed += max(*separate, both) if between else sum(separate)
     return _with_exposed(cost, exposed, unpaired)
 

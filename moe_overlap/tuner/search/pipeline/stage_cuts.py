@@ -220,11 +220,11 @@ class _Ways:
         rank_of = np.stack([rank for _, rank in values])
         first, last, option = np.nonzero(np.isfinite(seconds).any(axis=0) & _is_range(layers)[:, :, None])
         lots = []
-        for rank_in_front, rank_behind in product(range(ranks), repeat=2):
-            possible = (rank_in_front >= rank_of[first, option]) & (rank_behind >= rank_of[last + 1, option])
-            waits = seconds_of[first, rank_in_front] + seconds_of[last + 1, rank_behind]
+        for rank_before, rank_after in product(range(ranks), repeat=2):
+            possible = (rank_before >= rank_of[first, option]) & (rank_after >= rank_of[last + 1, option])
+            waits = seconds_of[first, rank_before] + seconds_of[last + 1, rank_after]
             rows = np.flatnonzero(possible & np.isfinite(waits))
-            ends = (first[rows] * ranks + rank_in_front, (last[rows] + 1) * ranks + rank_behind)
+            ends = (first[rows] * ranks + rank_before, (last[rows] + 1) * ranks + rank_after)
             lots.append((*ends, option[rows], seconds[:, first[rows], last[rows], option[rows]] + waits[rows]))
         start, stop, edge_options, edges = (np.concatenate(columns, axis=-1) for columns in zip(*lots, strict=True))
         order = np.argsort(start, kind="stable")
