@@ -59,7 +59,7 @@ def architecture_of(gpu: str) -> str:
 
 
 class PricedRuns:
-    """Runs that a fit prices; a context, which ends its processes.
+    """The runs of a fit, priced in processes that end with this context.
 
     Args:
         runs: every run whose errors will be needed.
@@ -76,7 +76,7 @@ class PricedRuns:
         self._runs, self._known = tuple(runs), Known()
         self._links: list[Connection] = []
         self._workers: list[multiprocessing.process.BaseProcess] = []
-        # Runs are no messages: a child begins with them.
+        # Runs are not sent as messages: a forked child has them from the start.
         context = multiprocessing.get_context("fork")
         for _ in range(count if count > 1 else 0):
             parent_end, child_end = context.Pipe()
@@ -98,9 +98,9 @@ class PricedRuns:
             worker.join()
 
     def errors(self, questions: Sequence[tuple[Sequence[FittedRun], Constants]]) -> list[list[float]]:
-        """Logarithms of predicted over measured seconds, of some runs under some constants each.
+        """Logarithms of predicted over measured seconds, for each pair of runs and constants.
 
-        Many questions at once keep all processes busy: one question has few runs, often of one process.
+        Many pairs at once keep all processes busy: one pair has few runs, often of one process.
         """
         if not self._links:
             return [[self._error(run, constants) for run in runs] for runs, constants in questions]
