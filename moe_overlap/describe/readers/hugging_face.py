@@ -1,9 +1,9 @@
 """A Hugging Face config.json as flags of this fork. Standard library only.
 
 A family with peculiarities is a function here; any other is read by its fields (`hugging_face_decoder.py`). Every field that
-changes the model's mathematics is translated, or refused with its name and value; so are all fields that nothing here reads, unless
-they are switched off or known to change nothing (`hugging_face_fields.py`). An absent field has the default of the family's class in
-transformers 4.57.
+changes the model's mathematics is translated, or refused with its name and value; so are all fields that nothing here reads,
+unless they are switched off or known to change nothing (`hugging_face_fields.py`). An absent field has the default of the
+family's class in transformers 4.57.
 
 Source: configuration_*.py and modeling_*.py of transformers 4.57.6.
 """
