@@ -31,13 +31,13 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "megatron/training": Size(61, 13402),
+    "megatron/training": Size(61, 13492),
     "megatron/training/checkpoint": Size(11, 2428),
-    "megatron/training/cli": Size(22, 4845),
+    "megatron/training/cli": Size(22, 4935),
     "megatron/training/data": Size(6, 1715),
     "megatron/training/model": Size(8, 1615),
-    "moe_overlap/commands": Size(20, 3528),
-    "moe_overlap/describe": Size(24, 4953),
+    "moe_overlap/commands": Size(20, 3552),
+    "moe_overlap/describe": Size(24, 5012),
     "moe_overlap/plan": Size(29, 7274),
     "moe_overlap/plan_search": Size(13, 2904),
     "moe_overlap/report": Size(18, 3227),
@@ -49,7 +49,7 @@ BUDGET = {
     "moe_overlap/tuner/profile": Size(6, 1406),
     "moe_overlap/tuner/search": Size(43, 11806),
     "moe_overlap/tuner/write": Size(7, 1511),
-    "tools": Size(53, 8480),
+    "tools": Size(55, 8752),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
 SLACK_LINES = 100
