@@ -25,6 +25,7 @@ from megatron.training.cli.config import Config
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, read_expert_loads, shares_by_layer
+from moe_overlap.host_launches import launching_of
 from moe_overlap.job import (
     Job,
     capturable,
@@ -37,7 +38,6 @@ from moe_overlap.job import (
     with_stages_of,
     without_graphs,
 )
-from moe_overlap.launching import launching_of
 from moe_overlap.plan.capabilities import GRAPHS_FLAG, require_listable
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision

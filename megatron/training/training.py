@@ -1,7 +1,7 @@
 """The training loop: steps, evaluation, saving, stopping.
 
-The loop knows a step runner and its instruction lists (job.py), and nothing else of the model. Every rank must take the same
-decisions (a step's size, a save, an evaluation, an end), since all of them are collective.
+The loop knows a step runner and its instruction lists (megatron/training/job.py); only figures of memory read the model. Every
+rank must take the same decisions (a step's size, a save, an evaluation, an end), since all of them are collective.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class TrainingLoop:
         """
         self._enter(f"step {iteration}")
         machinery, schedule = self.job.machinery, self.job.schedule
-        # On a CPU the peak is tracked tensor by tensor, which is slow. It stays the same once the optimizer has its state.
+        # On a CPU the peak is tracked tensor by tensor, which is slow. The peak stays the same once the optimizer has its state.
         tracker = None if self._peak_is_known else self._memory_tracker()
         size = schedule.batch_sizes.at(self.progress.train_samples)
         instructions = schedule.lowered(size)

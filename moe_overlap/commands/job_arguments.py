@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.training.cli.arguments import ALIASES, expand_files, script_gpus
+from megatron.training.cli.arguments import ALIASES, COMMAND_FLAGS, expand_files, script_gpus
 from megatron.training.cli.flags.table import config_flags
+from megatron.training.cli.rules.parallel import MOST_PROCESSES
 from moe_overlap.commands.gpus import ListGpus, ListModels
 from moe_overlap.commands.help_topics import topic
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
@@ -18,7 +19,7 @@ from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD
 from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.model_file import read_model
-from moe_overlap.describe.readers.predicted_flags import AFTER_THE_TABLE
+from moe_overlap.describe.readers.predicted_flags import AFTER_THE_TABLE, grouped, mentions
 from moe_overlap.describe.readers.shell_program import script_variables
 from moe_overlap.describe.readers.upstream_flags import DROPPED, load_upstream_flags
 from moe_overlap.plan.plan import Precision
@@ -201,6 +202,7 @@ def _count(part: str, text: str) -> int:
     if not count:
         rule = "must be a whole number from 1" if part == text else f"{part or 'nothing'} is no number of GPUs"
         raise ConfigError("--num-gpus", text, rule, "give for example 64, or 32,64,128 to tools/autotune.py")
+    require(count <= MOST_PROCESSES, "--num-gpus", text, f"{count} are more than {MOST_PROCESSES:,}", "give fewer")
     return count
 
 
@@ -229,11 +231,29 @@ def job_flags(arguments: argparse.Namespace, is_predicted: bool = False, chooses
 
 
 def _run_flags(arguments: argparse.Namespace) -> list[str]:
-    """The flags of the run: those of the argument file, then those on the command line, which override them."""
-    file = [] if arguments.megatron_args is None else [f"@{arguments.megatron_args}"]
-    if arguments.set:
-        file = list(expand_files(file, variables=script_variables(arguments.set)))
-    return [*file, *arguments.training_flags]
+    """The flags of the run: those of the argument file, then those on the command line, which override them.
+
+    A --model of the command line replaces the file's; --ignore-unknown leaves out flags that nothing here knows.
+    """
+    flags = [] if arguments.megatron_args is None else [f"@{arguments.megatron_args}"]
+    expanded = list(expand_files(flags, variables=script_variables(arguments.set)))
+    dropped = {"--model"} & grouped(expanded).keys() if arguments.model is not None else set()
+    if arguments.ignore_unknown:
+        dropped |= grouped(expanded).keys() - known_flags() - COMMAND_FLAGS.keys()
+    if dropped:
+        mentioned = [(name, *values) for name, values in mentions(expanded) if name not in dropped]
+        expanded = [argument for mention in mentioned for argument in mention if argument]
+    # A file that is taken as it is keeps its name, which is that of the model.
+    return [*(expanded if dropped or arguments.set else flags), *arguments.training_flags]
+
+
+def _ignored(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """A sentence on the unknown flags that a prediction goes without."""
+    if not getattr(arguments, "ignore_unknown", False) or arguments.megatron_args is None:
+        return ()
+    flags = expand_files([f"@{arguments.megatron_args}"], variables=script_variables(arguments.set))
+    unknown = grouped(list(flags)).keys() - known_flags() - COMMAND_FLAGS.keys()
+    return (f"without {', '.join(sorted(unknown))}, which nothing here knows",) if unknown else ()
 
 
 def name_of(arguments: argparse.Namespace) -> str | None:
@@ -254,7 +274,7 @@ def assumed_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tup
     Args:
         is_predicted: whether a single run is predicted; a search decides the training flags.
     """
-    return (*_assumed_routing(arguments), *_assumed_training(arguments, is_predicted))
+    return (*_ignored(arguments), *_assumed_routing(arguments), *_assumed_training(arguments, is_predicted))
 
 
 def _assumed_routing(arguments: argparse.Namespace) -> tuple[str, ...]:

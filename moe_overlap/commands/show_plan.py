@@ -100,7 +100,7 @@ def model_of(chosen: argparse.Namespace, plan: Plan) -> ModelDescription | None:
     if chosen.megatron_args is None and (described := load_model(chosen.model)) is not None:
         return described
     files = {"model": chosen.model, "megatron_args": chosen.megatron_args}
-    options = argparse.Namespace(**files, precision=plan.precision, set=[], training_flags=[])
+    options = argparse.Namespace(**files, precision=plan.precision, set=[], training_flags=[], ignore_unknown=False)
     return model_of_plan(job_flags(options, is_predicted=True), plan, chosen.file, name_of(options))
 
 

@@ -171,7 +171,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     from megatron.training import cpu_backend
-    from megatron.training.cli.packages import require_packages
+    from megatron.training.cli.packages import require_importable_libraries, require_packages
     from megatron.training.cli.start import quiet_libraries
 
     end_with_launcher()
@@ -179,6 +179,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     settle_environment(parsed.config, os.environ, has_unlike_stages=parsed.layout_world is not None)
     quiet_libraries()
     require_usable_gpu()
+    require_importable_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
     import torch

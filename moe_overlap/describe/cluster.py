@@ -288,7 +288,9 @@ def known_gpu(name: str, subject: str) -> dict[str, Any]:
     variants = [alias for alias in by_case if name and alias.startswith(name.lower())]
     near = variants or difflib.get_close_matches(name.lower(), by_case, 3)
     # Several aliases of one GPU give one suggestion, the one that is easier to type.
-    names = {gpus[by_case[alias]]["name"]: by_case[alias] for alias in near}
+    names: dict[str, str] = {}
+    for alias in (by_case[lower] for lower in near):
+        names[gpus[alias]["name"]] = min(names.get(gpus[alias]["name"], alias), alias, key=len)
     hint = f"did you mean {one_of(tuple(names.values()))}? " if names else ""
     fix = f"{hint}--list-gpus prints the known ones; others stand in a cluster file, with their rates"
     raise ConfigError(subject, name, "unknown GPU", fix)

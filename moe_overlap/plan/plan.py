@@ -209,7 +209,7 @@ class Plan:
     @property
     def follows_lists(self) -> bool:
         """Whether the executor runs the step: the plan overlaps, or has stages of unlike shape, which megatron-core's schedules
-        do not support. The step of such a plan is simulated; it has no closed form."""
+        do not support. Predictions of such a plan simulate its lists; its closed form only orders candidates."""
         return self.is_listed or bool(self.transfers)
 
     @property

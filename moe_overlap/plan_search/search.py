@@ -3,18 +3,21 @@
 `search_plan` is the whole search:
 
 1. `read_request` separates what a plan decides from the user's flags. The rest describes model, batch, precision and features.
-2. `SearchRules.of` prices layouts and says which of them the target runs: this runtime, or unmodified Megatron-LM.
+2. `SearchRules.of` prepares the prices of layouts, captures what most of them share, and has the rules of the target: this
+   runtime, or unmodified Megatron-LM.
 3. `_search_uniform` searches uniform plans under every dispatcher (tuner/search/uniform.py).
-4. `_search_wider` adds plans with unlike stages, and with `--target any` plans that nothing executes (free.py).
+4. `_search_wider` adds plans with unlike stages (free.py); for Megatron-LM states that it shards or offloads
+   (upstream_states.py); for `--target any` plans that nothing executes.
 5. `_finalists` writes the fastest as flags and reads those like any command line, so that rules across flags refuse them here and
    not at the start of the run. Each is predicted as tools/predict.py predicts it.
 6. `_simulated` simulates the finalists near the fastest. Simulated steps order them; of those within `TIE` of the fastest the one
    that needs the least memory leads.
 7. `_overlapped` decides the overlap of the first few for this runtime, and of layouts that are fast only with overlap
    (overlapped.py). The shortest step is the answer.
-8. The answer has the baseline, the differences from it, and the cost of launches.
+8. `_answer` assembles the result; `_with_changes` lists what it changes in the user's own layout.
 
-A measured machine repeats steps 2 to 5 until its operators are measured (`_search_until_measured`).
+A measured machine repeats steps 2 to 5 until predictions have nothing new to measure, five times at most
+(`_search_until_measured`).
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from typing import Unpack
 from moe_overlap.api import Options, machine_for, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.host_launches import launching_of
 from moe_overlap.job import Job, without_graphs
-from moe_overlap.launching import launching_of
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search.changes import changes_of
 from moe_overlap.plan_search.finalists import (
@@ -96,8 +99,7 @@ REFUSALS = 1000
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
 MESH_GPUS = 32
-"""Most GPUs on whose sub-meshes stages are searched by default, for dense models. Mixtral on 64 takes 40 % longer with them, and
-gains nothing: no overlap is searched between stages of unlike shape."""
+"""Most GPUs on whose sub-meshes stages are searched by default, for dense models."""
 MOST_SEARCHES = 5
 """Most searches on a machine that measures operators meanwhile: two to four were needed."""
 STAGED = 3
@@ -124,17 +126,17 @@ def search_plan(
     request = read_request(arguments, cluster, settings, begun + settings.seconds, libraries, **options)
     # 2 to 5. Search, and predict the best plans.
     plans = _search_until_measured(request)
+    # A search that ended early leaves no time for the later steps.
     ended = plans.uniform.solution.status is Status.TIME_LIMIT or plans.is_interrupted
     deadline = -math.inf if ended else request.deadline
     # 6. Order them by simulated steps.
-    finalists, is_simulated = _simulated(plans.finalists, request, deadline)
+    finalists, is_interrupted = _simulated(plans.finalists, request, deadline)
     # 7. Decide the overlap of the first few.
-    overlapped = undecided(finalists)
-    if is_simulated:
-        overlapped = _overlapped(finalists, plans, request, deadline, options)
+    if is_interrupted:
+        overlapped = dataclasses.replace(undecided(finalists), is_interrupted=True)
     else:
-        overlapped = dataclasses.replace(overlapped, is_interrupted=True)
-    # 8. Compare the answer with the user's own layout.
+        overlapped = _overlapped(finalists, plans, request, deadline, options)
+    # 8. Assemble the answer, and list what it changes in the user's own layout.
     answer = _answer(plans, finalists, overlapped, request, deadline, begun)
     return _with_changes(answer, request)
 
@@ -194,7 +196,8 @@ class SearchedPlans:
 
     Attributes:
         uniform, staged: the searches over uniform plans and over unlike stages; `staged` is None where the space has none.
-        job, layouts, task: under the dispatcher of the narrow space's best plan, which wider spaces keep; of the whole space.
+        task: of the whole space, under the dispatcher of the narrow space's best plan.
+        job, layouts: under that dispatcher too where the space is wider; else those of the request.
         finalists: the best plans, predicted, in the order of the search.
     """
 
@@ -313,16 +316,18 @@ def _search_wider(narrow: UniformSearch, rules: SearchRules, request: SearchRequ
         )
     job, layouts, uniform = _of_one_dispatcher(request.job, request.layouts, narrow)
     task, bounds = request.task(job, request.space)
+    # The first dispatcher's operator tables exist; another dispatcher has its own.
     operators = task.operators if layouts[0].dispatcher else rules.task.operators
     staged = None
     if request.settings.target == "any":
-        # Beyond what runs, whole layers are recomputed.
+        # Plans that nothing executes recompute whole layers only, no modules.
         task = dataclasses.replace(task, modules=(), operators=operators)
         free = search_beyond(uniform, layouts, task, bounds, KEPT, request.budget, request.run)
         uniform, staged = free.uniform, free.staged
     elif is_narrow:
         task = dataclasses.replace(task, modules=rules.task.modules, operators=operators)
         staged = search_freed(uniform, layouts, UniformCosts(task), request.budget)
+        # No overlap is searched between stages of unlike shape: Mixtral on 64 H100 takes 40 % longer and gains nothing.
         if request.space.meshes and request.run.gpus <= MESH_GPUS and not request.job.model.num_experts:
             whole_layers = dataclasses.replace(task, modules=())
             staged = with_sub_meshes(uniform, staged, whole_layers, request.run, request.budget)
@@ -392,7 +397,7 @@ def _finalists(plans: SearchedPlans, request: SearchRequest) -> list[Finalist]:
 
 
 def _simulated(finalists: Sequence[Finalist], request: SearchRequest, deadline: float) -> tuple[list[Finalist], bool]:
-    """Step 6: the finalists in the order of their simulated steps; and whether Ctrl-C left the time for that."""
+    """Step 6: the finalists in the order of their simulated steps; and whether Ctrl-C ended that."""
     settings = request.settings
     try:
         if settings.target == "any":
@@ -400,9 +405,9 @@ def _simulated(finalists: Sequence[Finalist], request: SearchRequest, deadline: 
         else:
             simulated = simulated_finalists(finalists, deadline, settings.jobs)
     except KeyboardInterrupt:
-        return listed_alone(finalists), False
-    # An objective of mean micro-batches is not reordered: the paper that it reproduces answers with its best.
-    return simulated if settings.averages else in_order(simulated), True
+        return listed_alone(finalists), True
+    # With --no-imbalance the order of the search stays: it reproduces papers, which answer with the best of their objective.
+    return simulated if settings.averages else in_order(simulated), False
 
 
 def _overlapped(
@@ -444,7 +449,7 @@ def _answer(
     deadline: float,
     begun: float,
 ) -> PlanSearch:
-    """Step 8: the answer with its baseline and the cost of launches.
+    """Step 8: the answer, with the prediction of the user's own layout and the cost of launches.
 
     Args:
         begun: `time.monotonic` at the start of the search.
@@ -506,8 +511,8 @@ def _wider_space(plan: Plan, settings: SearchSettings) -> str:
     offloads = any(stage.offload.activations for stage in plan.stages)
     name = "offload" if offloads else "zero" if shards else ""
     row = None if isinstance(settings.space, SearchSpace) else SEARCH_SPACES[settings.space]
-    is_narrow = row is not None and row.moe_overlap is not None
-    return name if settings.target == "megatron-lm" and is_narrow else ""
+    is_run_here = row is not None and row.moe_overlap is not None
+    return name if settings.target == "megatron-lm" and is_run_here else ""
 
 
 def _with_changes(answer: PlanSearch, request: SearchRequest) -> PlanSearch:
@@ -516,7 +521,7 @@ def _with_changes(answer: PlanSearch, request: SearchRequest) -> PlanSearch:
         return answer
     precise = Options(**{**request.options, "precision": request.user_options.get("precision")})
     user_flags = flags_of(request.arguments)
-    # For this fork flags of Megatron-LM's overlap make way, as `dropped` says.
+    # This fork drops the flags of Megatron-LM's overlap (`dropped`), so they are no decision of its plan.
     decided = PAIRED if answer.is_upstream else ()
     planned = answer.written.flags
     if "--plan" in planned:

@@ -47,7 +47,8 @@ WRONG = {
     "--lr fast": "--lr fast: must be a number; correct the value",
     "--seq-length 32.5": "--seq-length 32.5: must be a whole number; correct the value",
     "--global-batch-size 7": (
-        "--micro-batch-size 2: global batch 7 is not a multiple of micro-batch × data-parallel = 2 × 1; use 1 or 7"
+        "--micro-batch-size 2: global batch 7 is not a multiple of micro-batch × data-parallel = 2 × 1; "
+        "use 1 or 7, or --global-batch-size 6 or 8"
     ),
     "--exit-duration-in-mins 0": "--exit-duration-in-mins 0: must be at least 1; use 1 or more",
     "--fp8-format hybrid": "--fp8-format hybrid: needs Transformer Engine on a GPU: this machine lacks ",

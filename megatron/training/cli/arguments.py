@@ -26,6 +26,7 @@ from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import Unreadable, bounded_text, names_file, whole_number
 from moe_overlap.describe.readers.model_file import read_model
+from moe_overlap.describe.readers.shell_program import yaml_refusal
 from moe_overlap.describe.readers.shell_script import VARIABLE, script_flags
 from moe_overlap.describe.readers.upstream_flags import (
     DROPPED,
@@ -61,6 +62,8 @@ COMMAND_FLAGS = {
     "--model": (1, 1),
 }
 """Flags of the command itself, with their number of values."""
+NOT_HERE = {"--megatron-args": "write @FILE for the flags in it", "--gpu": "tools/predict.py has it"}
+"""Flags of the tools that predict and tune -> what training has in their place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +168,7 @@ def config_to_flags(config: Config) -> list[str]:
 
 SCRIPTS = (".sh", ".sbatch", ".slurm")
 """Suffixes of files that are read as shell scripts."""
+YAML = (".yaml", ".yml")
 MOST_FILES, MOST_DEPTH = 1000, 50
 MOST_ARGUMENT_BYTES = 1 << 18
 """Argument files of one command line: how many, how deep they include each other, and the bytes of each."""
@@ -208,6 +212,8 @@ def expand_files(
         try:
             text = bounded_text(path, MOST_ARGUMENT_BYTES)
             is_script = path.suffix in SCRIPTS
+            if path.suffix in YAML:
+                raise yaml_refusal(argument, text)
             arguments = (
                 script_flags(text, variables, argument).arguments if is_script else _arguments_of(text, path.parent)
             )
@@ -252,20 +258,26 @@ def _arguments_of(text: str, folder: Path) -> list[str]:
 def _values_by_flag(
     arguments: list[str], fields: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]
 ) -> dict[str, tuple[str, ...]]:
-    """The values of each flag's last occurrence, in the order of those occurrences."""
+    """The values of each flag's last occurrence, in the order of those occurrences.
+
+    Raises:
+        ConfigError: unknown flags, or words that belong to no flag, all at once; a wrong number of values.
+    """
     written: dict[str, tuple[str, ...]] = {}
+    unknown, stray = dict[str, None](), list[str]()
     position = 0
     while position < len(arguments):
         name, equals, attached = arguments[position].partition("=")
         position += 1
         if not name.startswith("-"):
-            after = f" (after {next(reversed(written))})" if written else ""
-            rule, word = f"a word that belongs to no flag{after}", arguments[position - 1]
-            # A user who means a file of flags often forgets its @.
-            fix = f"write @{word} for the flags in it" if names_file(word) else "quote values with spaces"
-            raise ConfigError(word, "", rule, fix)
+            stray += [] if unknown else [arguments[position - 1]]
+            continue
         texts: list[str] = [attached] if equals else []
-        fewest, most = _arity(name, fields, upstream)
+        arity = _arity(name, fields, upstream)
+        if arity is None:
+            unknown[name] = None
+            continue
+        fewest, most = arity
         while not equals and len(texts) < most and position < len(arguments):
             if arguments[position].startswith("--"):
                 break
@@ -280,7 +292,39 @@ def _values_by_flag(
         for other in _same_field(name, fields):
             written.pop(other, None)
         written[name] = tuple(texts)
+    if stray:
+        raise _stray_words(stray, arguments)
+    if unknown:
+        raise _unknown_flags(tuple(unknown), fields, upstream)
     return written
+
+
+def _stray_words(stray: list[str], arguments: list[str]) -> ConfigError:
+    """The error for words that belong to no flag, the first of which stands behind the named one."""
+    word = stray[0]
+    before = [argument for argument in arguments[: arguments.index(word)] if argument.startswith("-")]
+    rule = f"a word that belongs to no flag{f' (after {before[-1]})' if before else ''}"
+    # A user who means a file of flags often forgets its @.
+    fix = f"write @{word} for the flags in it" if names_file(word) else "quote values with spaces"
+    return ConfigError(", ".join(stray), "", rule, fix)
+
+
+def _unknown_flags(
+    names: tuple[str, ...], fields: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]
+) -> ConfigError:
+    """The error for all unknown flags of a command line, with the nearest known one of each."""
+    known = sorted({*fields, *COMMAND_FLAGS, *LAUNCH_FLAGS})
+    near: dict[str, str] = {}
+    for name in names:
+        matches = difflib.get_close_matches(name, known, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
+        near |= {name: matches[0]} if matches else {}
+    if len(names) == 1:
+        fix = f"did you mean {near[names[0]]}?" if near else NOT_HERE.get(names[0], "see --help")
+        return ConfigError(names[0], "", "unknown flag", fix)
+    fix = f"did you mean {one_of(tuple(f'{near[name]} for {name}' for name in near))}?" if near else "see --help"
+    return ConfigError(
+        ", ".join(names), "", "unknown flags", f"{fix} tools/predict.py --ignore-unknown goes without them"
+    )
 
 
 def _same_field(name: str, fields: Mapping[str, Flag]) -> tuple[str, ...]:
@@ -289,8 +333,8 @@ def _same_field(name: str, fields: Mapping[str, Flag]) -> tuple[str, ...]:
     return (name,) if flag is None else (*flag.names, *([flag.off] if flag.off else []))
 
 
-def _arity(name: str, fields: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]) -> tuple[int, int]:
-    """Smallest and largest number of values of a flag."""
+def _arity(name: str, fields: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]) -> tuple[int, int] | None:
+    """Smallest and largest number of values of a flag; None for an unknown flag."""
     many = 1_000_000
     if name in COMMAND_FLAGS:
         return COMMAND_FLAGS[name]
@@ -305,9 +349,7 @@ def _arity(name: str, fields: Mapping[str, Flag], upstream: Mapping[str, Upstrea
         raise ConfigError(name, "", "upstream has dropped this flag", DROPPED[name])
     if name in LAUNCH_FLAGS:
         raise ConfigError(name, "", "starts the ranks, which an argument file does not", "give it on the command line")
-    names = sorted({*fields, *COMMAND_FLAGS, *LAUNCH_FLAGS})
-    near = difflib.get_close_matches(name, names, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
-    raise ConfigError(name, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
+    return None
 
 
 def _without_brackets(texts: list[str]) -> list[str]:

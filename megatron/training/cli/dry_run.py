@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import textwrap
 from pathlib import Path
 from typing import TextIO
@@ -21,7 +22,7 @@ from megatron.training.cli.sizes import (
     parallel_layout,
     smallest_world,
 )
-from megatron.training.cli.start import StartMachine, obstacles, this_machine
+from megatron.training.cli.start import StartMachine, few_queues, obstacles, this_machine
 from megatron.training.cli.validation import validate
 from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.data.tokenizers import MODEL_TYPES
@@ -73,6 +74,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
         _line("kernels", kernels_line(config, plan, machine)),
         *(_line(subject, text) for subject, text in parsed.remarks),
+        *([_line("beware", text)] if (text := few_queues(plan, os.environ)) else []),
         "",
         "flags that differ from the defaults",
         *_changed_flags(config),

@@ -27,6 +27,7 @@ from megatron.training.cli.arguments import ParsedArguments
 from megatron.training.cli.config import Config, LoggingConfig
 from megatron.training.cli.dry_run import model_line, planned_layout_line
 from megatron.training.cli.flags.without_effect import idle_flags
+from megatron.training.cli.start import few_queues
 from megatron.training.messages import of_all
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.describe.cluster import start_flags
@@ -252,6 +253,8 @@ def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, 
     log.say("layout", planned_layout_line(plan, parsed.config))
     for subject, text in parsed.remarks:
         log.say(subject, text)
+    if torch.cuda.is_available() and (beware := few_queues(plan, os.environ)):
+        log.say("beware", beware)
     idle = idle_flags(parsed)
     if idle:
         log.say("no effect", " ".join(name for name, _ in idle))

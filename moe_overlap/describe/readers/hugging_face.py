@@ -1,7 +1,8 @@
-"""A Hugging Face config.json as flags of this fork: each family is one function. Standard library only.
+"""A Hugging Face config.json as flags of this fork. Standard library only.
 
-Every field that changes the model's mathematics is translated, or refused with its name and value; so is a field that none of
-these functions reads, unless it is known to change nothing (`hugging_face_fields.py`). An absent field has the default of the
+A family with peculiarities is a function here; any other is read by its fields (`hugging_face_decoder.py`). Every field that
+changes the model's mathematics is translated, or refused with its name and value; so are all fields that nothing here reads,
+unless they are switched off or known to change nothing (`hugging_face_fields.py`). An absent field has the default of the
 family's class in transformers 4.57.
 
 Source: configuration_*.py and modeling_*.py of transformers 4.57.6.
@@ -13,17 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.hugging_face_decoder import decoder_of_fields, renamed
 from moe_overlap.describe.readers.hugging_face_fields import (
     PREDICT,
-    REQUIRED,
     Fields,
     is_whole,
     longest_training_sequence,
     rotary_flags,
 )
-
-Flags = dict[str, Any]
-"""Flag names without dashes -> a value, or true for a switch, as in examples/models/*.json."""
+from moe_overlap.describe.readers.hugging_face_layers import require_attention
+from moe_overlap.describe.readers.hugging_face_parts import (
+    Flags,
+    balancing_flags,
+    balancing_flags_by,
+    bias_flags,
+    decoder_flags,
+    expert_flags,
+    latent_attention_flags,
+    require_bits,
+    untied_flags,
+    window_flags,
+)
 
 
 def flags_of_config(values: Mapping[str, Any], where: str, is_predicted: bool = False) -> tuple[Flags, tuple[str, ...]]:
@@ -38,19 +49,41 @@ def flags_of_config(values: Mapping[str, Any], where: str, is_predicted: bool = 
     Raises:
         ConfigError: an unknown family or field, a missing field, or a value that this fork cannot train.
     """
-    fields = Fields(values, where)
-    family = fields.get("model_type")
-    if isinstance(family, str) and family in NOT_MODELLED:
-        raise ConfigError(f"{where} model_type", family, NOT_MODELLED[family], "bring a model whose layers all attend")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ConfigError(f"{where} model_type", family, "unknown family", f"known are {', '.join(FAMILIES)}")
     notes: list[str] = []
-    flags = FAMILIES[family](fields, notes)
+    fields = Fields(values, where)
+    flags = _flags_of(fields, notes)
     if fields.unbuilt and not is_predicted:
-        raise fields.unbuilt[0]
+        raise _first_of(fields.unbuilt)
     notes += [f"not modelled: {f'{error.subject} {error.value}'.strip()}: {error.rule}" for error in fields.unbuilt]
-    _finish(fields)
     return flags, tuple(notes)
+
+
+def _flags_of(fields: Fields, notes: list[str]) -> Flags:
+    """The flags of a model or of the language model inside it; every field is read."""
+    family = fields.get("model_type", None)
+    require_attention(fields)
+    if isinstance(family, str) and family in FAMILIES:
+        flags = FAMILIES[family](fields, notes)
+        _finish(fields)
+        return flags
+    for name in TEXT_MODELS:
+        if isinstance(fields.values.get(name), dict):
+            rule = "only the language model inside is described, no encoder of images or sounds"
+            fields.unbuilt.append(fields.error("model_type", family, rule, f"give {name} alone"))
+            text = fields.inner(name)
+            assert text is not None
+            return _flags_of(text, notes)
+    usual = renamed(fields)
+    flags = decoder_of_fields(usual, notes)
+    _finish(usual)
+    return flags
+
+
+def _first_of(errors: Sequence[ConfigError]) -> ConfigError:
+    """The first of several errors; its fix names the subjects of the others."""
+    first, others = errors[0], [error.subject.rpartition(" ")[2] for error in errors[1:]]
+    fix = f"{first.fix} (likewise: {', '.join(dict.fromkeys(others))})" if others else first.fix
+    return ConfigError(first.subject, first.value, first.rule, fix)
 
 
 def _finish(fields: Fields) -> None:
@@ -61,26 +94,26 @@ def _finish(fields: Fields) -> None:
 
 
 def _llama(fields: Fields, notes: list[str]) -> Flags:
-    flags = _decoder(fields, key_value_heads=None)
+    flags = decoder_flags(fields, key_value_heads=None)
     attention, mlp = fields.switch("attention_bias", False), fields.switch("mlp_bias", False)
     if attention != mlp:
         rule = f"mlp_bias is {str(mlp).lower()}: megatron-core has biases in all linear layers or in none"
         raise fields.error("attention_bias", str(attention).lower(), rule, "give both the same value")
-    return flags | rotary_flags(fields, 10000.0) | _biases(everywhere=attention)
+    return flags | rotary_flags(fields, 10000.0) | bias_flags(everywhere=attention)
 
 
 def _mixtral(fields: Fields, notes: list[str]) -> Flags:
-    flags = _decoder(fields, norm_epsilon=1e-5) | rotary_flags(fields, 1e6) | _biases(everywhere=False)
+    flags = decoder_flags(fields, norm_epsilon=1e-5) | rotary_flags(fields, 1e6) | bias_flags(everywhere=False)
     window = fields.integer("sliding_window", None)
     flags |= {} if window is None else {"window-size": f"{window - 1},0"}
     rule = "Hugging Face also applies the jitter to the input of the experts"
     fields.only("router_jitter_noise", 0.0, (0.0,), rule)
-    flags |= _experts(fields.integer("num_local_experts", 8), fields.integer("num_experts_per_tok", 2), None)
-    return flags | _balancing(fields, 0.001, notes)
+    flags |= expert_flags(fields.integer("num_local_experts", 8), fields.integer("num_experts_per_tok", 2), None)
+    return flags | balancing_flags(fields, 0.001, notes)
 
 
 def _qwen2_moe(fields: Fields, notes: list[str]) -> Flags:
-    flags = _decoder(fields) | rotary_flags(fields, 10000.0) | _biases(everywhere=False)
+    flags = decoder_flags(fields) | rotary_flags(fields, 10000.0) | bias_flags(everywhere=False)
     flags |= {"add-qkv-bias": True} if fields.switch("qkv_bias", True) else {}
     flags |= _qwen_experts(fields, notes)
     return flags | {
@@ -90,7 +123,7 @@ def _qwen2_moe(fields: Fields, notes: list[str]) -> Flags:
 
 
 def _qwen3_moe(fields: Fields, notes: list[str]) -> Flags:
-    flags = _decoder(fields) | rotary_flags(fields, 10000.0) | _biases(everywhere=False)
+    flags = decoder_flags(fields) | rotary_flags(fields, 10000.0) | bias_flags(everywhere=False)
     rule = "megatron-core has biases in all linear layers or in none"
     fields.only("attention_bias", False, (False,), rule)
     return flags | {"qk-layernorm": True} | _qwen_experts(fields, notes)
@@ -106,15 +139,15 @@ def _qwen_experts(fields: Fields, notes: list[str]) -> Flags:
     for unused in ("sliding_window", "max_window_layers"):
         fields.get(unused, None)
     are_moe = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
-    flags = _experts(fields.integer("num_experts"), fields.integer("num_experts_per_tok"), are_moe)
+    flags = expert_flags(fields.integer("num_experts"), fields.integer("num_experts_per_tok"), are_moe)
     flags["moe-ffn-hidden-size"] = fields.integer("moe_intermediate_size")
     flags |= {} if fields.switch("norm_topk_prob", False) else {"moe-router-pre-softmax": True}
-    return flags | _balancing(fields, 0.001, notes)
+    return flags | balancing_flags(fields, 0.001, notes)
 
 
 def _gpt_oss(fields: Fields, notes: list[str]) -> Flags:
     default = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-    flags = _decoder(fields, norm_epsilon=1e-5, head_width=64) | rotary_flags(fields, 150000.0, default)
+    flags = decoder_flags(fields, norm_epsilon=1e-5, head_width=64) | rotary_flags(fields, 150000.0, default)
     rule = "megatron-core has biases in all linear layers or in none"
     fields.only("attention_bias", True, (True,), rule)
     del flags["swiglu"]
@@ -130,13 +163,13 @@ def _gpt_oss(fields: Fields, notes: list[str]) -> Flags:
     ):
         rule = f"must name {layers} layers as sliding_attention or full_attention"
         raise fields.error("layer_types", kinds, rule, "correct the file")
-    flags |= _windows([kind == "sliding_attention" for kind in kinds], fields.integer("sliding_window", 128))
-    flags |= _experts(fields.integer("num_local_experts", 128), fields.integer("num_experts_per_tok", 4), None)
-    return flags | _balancing(fields, 0.9, notes)
+    flags |= window_flags([kind == "sliding_attention" for kind in kinds], fields.integer("sliding_window", 128))
+    flags |= expert_flags(fields.integer("num_local_experts", 128), fields.integer("num_experts_per_tok", 4), None)
+    return flags | balancing_flags(fields, 0.9, notes)
 
 
 def _deepseek_v2(fields: Fields, notes: list[str]) -> Flags:
-    flags = _latent_attention(fields, notes) | _deepseek_experts(fields, 0, notes)
+    flags = latent_attention_flags(fields, notes) | _deepseek_experts(fields, 0, notes)
     fields.only("scoring_func", "softmax", ("softmax",), "DeepSeek-V2 scores by softmax")
     fields.only("norm_topk_prob", False, (False,), "Hugging Face's code for DeepSeek-V2 does not read it")
     flags |= {"moe-router-pre-softmax": True}
@@ -152,7 +185,7 @@ def _deepseek_v2(fields: Fields, notes: list[str]) -> Flags:
 
 
 def _deepseek_v3(fields: Fields, notes: list[str]) -> Flags:
-    flags = _latent_attention(fields, notes) | _deepseek_experts(fields, 3, notes)
+    flags = latent_attention_flags(fields, notes) | _deepseek_experts(fields, 3, notes)
     fields.only("scoring_func", "sigmoid", ("sigmoid",), "DeepSeek-V3 scores by sigmoid")
     fields.only("topk_method", "noaux_tc", ("noaux_tc",), "DeepSeek-V3 balances by bias")
     fields.only("rope_interleave", True, (True,), "megatron-core rotates neighbours of latent attention")
@@ -182,7 +215,7 @@ def _balanced_by_bias(fields: Fields, chosen: int, *, scale: float, groups: int,
 
 def _glm4_moe(fields: Fields, notes: list[str]) -> Flags:
     """GLM-4.5: attention over key/value groups with DeepSeek-V3's experts."""
-    flags = _decoder(fields, norm_epsilon=1e-5) | rotary_flags(fields, 10000.0) | _biases(everywhere=False)
+    flags = decoder_flags(fields, norm_epsilon=1e-5) | rotary_flags(fields, 10000.0) | bias_flags(everywhere=False)
     flags |= {"add-qkv-bias": True} if fields.switch("attention_bias", False) else {}
     flags |= {"qk-layernorm": True} if fields.switch("use_qk_norm", False) else {}
     rotated = fields.number("partial_rotary_factor", 0.5)
@@ -192,7 +225,7 @@ def _glm4_moe(fields: Fields, notes: list[str]) -> Flags:
 
 
 def _olmoe(fields: Fields, notes: list[str]) -> Flags:
-    flags = _decoder(fields, key_value_heads=None, norm_epsilon=1e-5) | rotary_flags(fields, 10000.0)
+    flags = decoder_flags(fields, key_value_heads=None, norm_epsilon=1e-5) | rotary_flags(fields, 10000.0)
     rule = "megatron-core has biases in all linear layers or in none"
     fields.only("attention_bias", False, (False,), rule)
     fields.built("clip_qkv", None, (None,), "megatron-core does not clip queries, keys and values")
@@ -200,10 +233,10 @@ def _olmoe(fields: Fields, notes: list[str]) -> Flags:
     fields.unbuilt.append(
         fields.error("model_type", "olmoe", rule, "tools/predict.py answers with a norm of each head")
     )
-    flags |= _biases(everywhere=False) | {"qk-layernorm": True}
-    flags |= _experts(fields.integer("num_experts", 64), fields.integer("num_experts_per_tok", 8), None)
+    flags |= bias_flags(everywhere=False) | {"qk-layernorm": True}
+    flags |= expert_flags(fields.integer("num_experts", 64), fields.integer("num_experts_per_tok", 8), None)
     flags |= {} if fields.switch("norm_topk_prob", False) else {"moe-router-pre-softmax": True}
-    return flags | _balancing(fields, 0.01, notes)
+    return flags | balancing_flags(fields, 0.01, notes)
 
 
 def _dbrx(fields: Fields, notes: list[str]) -> Flags:
@@ -245,10 +278,10 @@ def _dbrx(fields: Fields, notes: list[str]) -> Flags:
         "vocab-size": fields.integer("vocab_size"),
     }
     flags |= {} if groups == heads else {"group-query-attention": True, "num-query-groups": groups}
-    flags |= _biases(everywhere=False) | _untied(fields, False)
-    flags |= _experts(mlp.integer("moe_num_experts", 4), mlp.integer("moe_top_k", 1), None)
+    flags |= bias_flags(everywhere=False) | untied_flags(fields, False)
+    flags |= expert_flags(mlp.integer("moe_num_experts", 4), mlp.integer("moe_top_k", 1), None)
     flags |= {} if normalized else {"moe-router-pre-softmax": True}
-    balancing = _balancing(mlp, 0.01, notes, "moe_loss_weight")
+    balancing = balancing_flags(mlp, 0.01, notes, "moe_loss_weight")
     for inner in (attention, mlp):
         inner.get("tie_word_embeddings", None)  # Every class of transformers writes it, also without embeddings.
         _finish(inner)
@@ -277,15 +310,15 @@ def _llama4_text(fields: Fields, notes: list[str]) -> Flags:
 
     In the published models a sequence of up to 8191 tokens is one chunk of attention, whose temperature is 1.
     """
-    flags = _decoder(fields, norm_epsilon=1e-5, head_width=128) | rotary_flags(fields, 500000.0)
+    flags = decoder_flags(fields, norm_epsilon=1e-5, head_width=128) | rotary_flags(fields, 500000.0)
     fields.only("attention_bias", False, (False,), "megatron-core has biases in all linear layers or in none")
-    flags |= _biases(everywhere=False) | {"rotary-interleaved": True}
+    flags |= bias_flags(everywhere=False) | {"rotary-interleaved": True}
     layers = fields.layers()
     rule = "megatron-core's norm of queries and keys by their length is not executed here"
     fields.built("use_qk_norm", True, (False,), rule)
     interval = fields.integer("no_rope_layer_interval", 4)
     rotated = fields.get("no_rope_layers", None) or [int((layer + 1) % interval != 0) for layer in range(layers)]
-    _require_bits(fields, "no_rope_layers", rotated, layers)
+    require_bits(fields, "no_rope_layers", rotated, layers)
     if not all(rotated):
         rule = "layers without rotation of queries and keys are not executed here"
         fields.unbuilt.append(fields.error("no_rope_layers", f"{layers - sum(rotated)} layers", rule, PREDICT))
@@ -295,7 +328,7 @@ def _llama4_text(fields: Fields, notes: list[str]) -> Flags:
     held = list(range(step - 1, layers, step)) if held is None else held
     if not isinstance(held, list) or not all(is_whole(layer) for layer in held):
         raise fields.error("moe_layers", held, "must be a list of layers", "correct the file")
-    flags |= _experts(
+    flags |= expert_flags(
         fields.integer("num_local_experts", 16),
         fields.integer("num_experts_per_tok", 1),
         [layer in held for layer in range(layers)],
@@ -307,12 +340,7 @@ def _llama4_text(fields: Fields, notes: list[str]) -> Flags:
     if flags["moe-router-topk"] > 1:
         rule = "megatron-core scales what an expert reads for one expert of a token only"
         raise fields.error("num_experts_per_tok", flags["moe-router-topk"], rule, "use 1")
-    return flags | {"moe-apply-probs-on-input": True} | _balancing(fields, 0.001, notes)
-
-
-def _require_bits(fields: Fields, name: str, bits: Any, layers: int) -> None:
-    if not isinstance(bits, list) or len(bits) != layers or not all(bit in (0, 1) for bit in bits):
-        raise fields.error(name, bits, f"must be a list of {layers} times 0 or 1", "correct the file")
+    return flags | {"moe-apply-probs-on-input": True} | balancing_flags(fields, 0.001, notes)
 
 
 def _note_longest(fields: Fields, rotated: Sequence[int], tokens: int, notes: list[str]) -> None:
@@ -331,35 +359,18 @@ def _note_longest(fields: Fields, rotated: Sequence[int], tokens: int, notes: li
     notes.append(f"attention in chunks and its temperature are not modelled: the same up to --seq-length {longest}")
 
 
-def _latent_attention(fields: Fields, notes: list[str]) -> Flags:
-    """DeepSeek's decoder with latent attention, without its experts."""
-    flags = _decoder(fields, latent=True) | _biases(everywhere=False)
-    for name in ("attention_bias", "mlp_bias"):
-        fields.only(name, False, (False,), "megatron-core has biases in all linear layers or in none")
-    content, position = fields.integer("qk_nope_head_dim", 128), fields.integer("qk_rope_head_dim", 64)
-    for name, width in (("qk_head_dim", content + position), ("head_dim", position)):
-        fields.only(name, width, (width,), "the widths of a head contradict each other")
-    heads = fields.integer("num_attention_heads")
-    fields.only("num_key_value_heads", heads, (heads,), "latent attention has no key/value groups")
-    rank = fields.integer("q_lora_rank", None)
-    flags |= {"multi-latent-attention": True, "qk-layernorm": True} | ({} if rank is None else {"q-lora-rank": rank})
-    flags |= {"kv-lora-rank": fields.integer("kv_lora_rank", 512), "v-head-dim": fields.integer("v_head_dim", 128)}
-    flags |= {"qk-head-dim": content, "qk-pos-emb-head-dim": position}
-    return flags | rotary_flags(fields, 10000.0, latent=notes)
-
-
 def _deepseek_experts(fields: Fields, dense: int, notes: list[str]) -> Flags:
     """Routed and shared experts; `dense` is the default of first_k_dense_replace."""
     first, step = fields.integer("first_k_dense_replace", dense, least=0), fields.integer("moe_layer_freq", 1)
     are_moe = [layer >= first and layer % step == 0 for layer in range(fields.layers())]
-    flags = _experts(fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok"), are_moe)
+    flags = expert_flags(fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok"), are_moe)
     width = fields.integer("moe_intermediate_size")
     flags |= {"moe-ffn-hidden-size": width, "moe-router-dtype": "fp32"}
     shared = fields.get("n_shared_experts") and fields.integer("n_shared_experts")
     flags |= {"moe-shared-expert-intermediate-size": shared * width} if shared else {}
     coefficient = fields.number("aux_loss_alpha", 0.0)
     kind = "seq_aux_loss" if fields.switch("seq_aux", True) else "aux_loss"
-    return flags | _balancing_by(kind, coefficient)
+    return flags | balancing_flags_by(kind, coefficient)
 
 
 def _gpt2(fields: Fields, notes: list[str]) -> Flags:
@@ -387,103 +398,7 @@ def _gpt2(fields: Fields, notes: list[str]) -> Flags:
         "vocab-size": fields.integer("vocab_size"),
     }
     flags |= {"openai-gelu": True} if forms[form] else {}
-    return flags | _untied(fields, True)
-
-
-def _decoder(
-    fields: Fields,
-    *,
-    key_value_heads: Any = REQUIRED,
-    norm_epsilon: float = 1e-6,
-    head_width: int | None = None,
-    latent: bool = False,
-) -> Flags:
-    """Flags that the families with rotary positions share: sizes, heads, RMSNorm, SwiGLU.
-
-    Args:
-        key_value_heads: default of that field; None stands for as many as heads.
-        norm_epsilon: default of rms_norm_eps.
-        head_width: default of head_dim; None stands for hidden size / heads.
-        latent: heads are described elsewhere.
-    """
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    positions = fields.integer("max_position_embeddings")
-    flags: Flags = {
-        "num-layers": fields.layers(),
-        "hidden-size": hidden,
-        "ffn-hidden-size": fields.integer("intermediate_size"),
-        "num-attention-heads": heads,
-    }
-    if not latent:
-        width = fields.integer("head_dim", head_width)
-        flags |= {"kv-channels": width} if width not in (None, hidden / heads) else {}
-        groups = fields.integer("num_key_value_heads", key_value_heads)
-        flags |= {"group-query-attention": True, "num-query-groups": groups} if groups not in (None, heads) else {}
-    fields.only("hidden_act", "silu", ("silu",), "another activation")
-    flags |= {
-        "seq-length": longest_training_sequence(positions),
-        "max-position-embeddings": positions,
-        "normalization": "RMSNorm",
-        "norm-epsilon": fields.number("rms_norm_eps", norm_epsilon),
-        "swiglu": True,
-        "attention-dropout": fields.number("attention_dropout", 0.0),
-        "hidden-dropout": 0.0,
-        "init-method-std": fields.number("initializer_range", 0.02),
-        "vocab-size": fields.integer("vocab_size"),
-    }
-    return flags | _untied(fields, False)
-
-
-def _biases(everywhere: bool) -> Flags:
-    return {} if everywhere else {"disable-bias-linear": True}
-
-
-def _untied(fields: Fields, tied: bool) -> Flags:
-    return {} if fields.switch("tie_word_embeddings", tied) else {"untie-embeddings-and-output-weights": True}
-
-
-def _experts(number: int, chosen: int, are_moe: Sequence[bool] | None) -> Flags:
-    """The flags for the number of experts, experts per token, and the MoE layers; None: all layers."""
-    flags: Flags = {"num-experts": number, "moe-router-topk": chosen}
-    return flags if are_moe is None or all(are_moe) else flags | {"moe-layer-freq": layer_list(are_moe)}
-
-
-def _balancing(fields: Fields, default: float, notes: list[str], name: str = "router_aux_loss_coef") -> Flags:
-    flags = _balancing_by("aux_loss", fields.number(name, default))
-    if flags["moe-router-load-balancing-type"] != "none":
-        notes.append(
-            "megatron-core has a balancing loss per layer, Hugging Face's code one over the tokens of all layers"
-        )
-    return flags
-
-
-def _balancing_by(kind: str, coefficient: float) -> Flags:
-    if coefficient == 0:
-        return {"moe-router-load-balancing-type": "none"}
-    return {"moe-router-load-balancing-type": kind, "moe-aux-loss-coeff": coefficient}
-
-
-def _windows(are_windowed: Sequence[bool], window: int) -> Flags:
-    """The flags for a causal window of `window` tokens, the query's own included, in these layers."""
-    if not any(are_windowed):
-        return {}
-    flags: Flags = {"window-size": f"{window - 1},0"}
-    if all(are_windowed):
-        return flags
-    layers = range(1, len(are_windowed) + 1)
-    periods = [n for n in layers if list(are_windowed) == [layer % n != 0 for layer in layers]]
-    return flags | {"window-attn-skip-freq": periods[0] if periods else layer_list(are_windowed)}
-
-
-def layer_list(bits: Sequence[bool]) -> str:
-    """`([0]*3+[1]*58)`: the form of a list of 0 and 1 in flags."""
-    runs: list[tuple[bool, int]] = []
-    for bit in bits:
-        if runs and runs[-1][0] == bit:
-            runs[-1] = (bit, runs[-1][1] + 1)
-        else:
-            runs.append((bit, 1))
-    return "(" + "+".join(f"[{int(bit)}]*{length}" for bit, length in runs) + ")"
+    return flags | untied_flags(fields, True)
 
 
 FAMILIES: Mapping[str, Callable[[Fields, list[str]], Flags]] = {
@@ -503,7 +418,5 @@ FAMILIES: Mapping[str, Callable[[Fields, list[str]], Flags]] = {
     "gpt2": _gpt2,
 }
 """model_type -> the function that translates it."""
-NOT_MODELLED: Mapping[str, str] = {
-    "qwen3_next": "its linear-attention layers (Gated DeltaNet) and the gate behind attention are not modelled",
-}
-"""model_type -> its unsupported kind of layer."""
+TEXT_MODELS = ("text_config", "llm_config", "language_config")
+"""Fields that hold the language model of a multi-modal one."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
@@ -44,6 +45,9 @@ _NO_MATHEMATICS = frozenset(
 `reorder_and_upcast_attn` change the order of sums. `initial_context_length` and `experts_per_token` repeat other fields.
 """
 
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+"""Values of an unread field that switch off whatever it is called."""
+
 
 class Fields:
     """The fields of one JSON object.
@@ -52,10 +56,17 @@ class Fields:
         values: name -> value, as read.
         where: the file, and the path inside it, for errors.
         unbuilt: the list that `built` extends; nested objects share it.
+        spelled: name -> the file's own spelling of it, for errors.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str, unbuilt: list[ConfigError] | None = None) -> None:
-        self.values, self.where = values, where
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        unbuilt: list[ConfigError] | None = None,
+        spelled: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.values, self.where, self._spelled = values, where, spelled
         self.unbuilt: list[ConfigError] = [] if unbuilt is None else unbuilt
         self._read: set[str] = set()
 
@@ -69,6 +80,12 @@ class Fields:
         if name not in self.values and default is REQUIRED:
             raise self.error(name, "", "the field is missing", "take the config.json of the published model")
         return self.values.get(name, default)
+
+    def with_values(self, values: Mapping[str, Any], spelled: Mapping[str, str]) -> Fields:
+        """The same object with other names or further fields; what has been read stays read."""
+        fields = Fields(values, self.where, self.unbuilt, spelled)
+        fields._read = set(self._read)
+        return fields
 
     def integer(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
         """A whole number of at least `least`; None only if that is the default."""
@@ -142,18 +159,21 @@ class Fields:
 
     def error(self, name: str, value: Any, rule: str, fix: str) -> ConfigError:
         """The error about a field."""
-        return ConfigError(f"{self.where} {name}", value, rule, fix)
+        return ConfigError(f"{self.where} {self._spelled.get(name, name)}", value, rule, fix)
 
     def finish(self) -> None:
-        """Check that every field has been read or is known to change nothing.
-
-        Raises:
-            ConfigError: a field of unknown meaning.
-        """
-        unknown = [name for name in self.values if name not in self._read and name not in _NO_MATHEMATICS]
-        if unknown:
+        """Check that every field has been read, is known to change nothing, or is off; all others go to `unbuilt` at once."""
+        unknown = [
+            self._spelled.get(name, name)
+            for name, value in self.values.items()
+            if name not in self._read and name not in _NO_MATHEMATICS and value not in _OFF
+        ]
+        if len(unknown) == 1:
             rule, fix = "unknown field, which may change the model", "remove it if it does not"
-            raise self.error(unknown[0], _shown(self.values[unknown[0]]), rule, fix)
+            self.unbuilt.append(self.error(unknown[0], _shown(self.values[unknown[0]]), rule, fix))
+        elif unknown:
+            rule, fix = "unknown fields, which may change the model", "remove those that do not"
+            self.unbuilt.append(self.error(", ".join(unknown), "", rule, fix))
 
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -211,11 +231,18 @@ def rotary_flags(
     if not is_whole(theta):
         raise fields.error("rope_theta", theta, "megatron-core has whole bases", "round it")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    rope.get("type", None)
     forms = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
     supported = tuple(forms) if latent is None else ("default", "yarn")
+    for multimodal in ("mrope_section", "mrope_interleaved"):
+        rope.get(multimodal, None)  # Text has one dimension of positions, whatever the sections.
     if kind not in supported:
         rule = "this scaling of rotary positions is not in megatron-core"
-        raise rope.error("rope_type", kind, rule, f"known here are {', '.join(supported)}")
+        fix = f"known here are {', '.join(supported)}; {PREDICT}"
+        rope.unbuilt.append(rope.error("rope_type", kind, rule, fix))
+        for constant in rope.values:
+            rope.get(constant)
+        kind = "default"
     flags = forms[kind](rope, fields.integer("max_position_embeddings"), latent)
     rope.finish()
     return {"position-embedding-type": "rope", "rotary-base": int(theta)} | flags

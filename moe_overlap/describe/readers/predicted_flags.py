@@ -230,7 +230,7 @@ def read(arguments: Sequence[str]) -> Reading:
     flags = grouped(arguments)
     parsed: list[str] = []
     assumed: list[str] = []
-    for name, values in _in_order(arguments):
+    for name, values in mentions(arguments):
         stand_in = STAND_INS.get((name, values[0])) if len(values) == 1 else None
         if stand_in is not None:
             chosen, missed = stand_in
@@ -243,22 +243,22 @@ def read(arguments: Sequence[str]) -> Reading:
 
 def grouped(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Flag -> its values; the last mention counts."""
-    return {name: values for name, values in _in_order(arguments) if name}
+    return {name: values for name, values in mentions(arguments) if name}
 
 
-def _in_order(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+def mentions(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Every mention of a flag with its values; values before the first flag have the empty name."""
-    mentions: list[tuple[str, tuple[str, ...]]] = []
+    listed: list[tuple[str, tuple[str, ...]]] = []
     for argument in arguments:
         if argument.startswith("--"):
             name, equals, value = argument.partition("=")
-            mentions.append((name, (value,) if equals else ()))
-        elif mentions:
-            name, values = mentions[-1]
-            mentions[-1] = (name, (*values, argument))
+            listed.append((name, (value,) if equals else ()))
+        elif listed:
+            name, values = listed[-1]
+            listed[-1] = (name, (*values, argument))
         else:
-            mentions.append(("", (argument,)))
-    return mentions
+            listed.append(("", (argument,)))
+    return listed
 
 
 def not_modelled(flags: Flags) -> tuple[str, ...]:

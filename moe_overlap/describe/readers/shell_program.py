@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.describe.errors import ConfigError
@@ -11,6 +11,23 @@ from moe_overlap.describe.errors import ConfigError
 UNKNOWN = re.compile("\0(\\d+)\0")
 """The mark of an unknown value inside a text, with its number."""
 _TRAINS = re.compile(r"train|finetune|run_\w+\.py")
+_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|uv")
+"""Programs that start a Python program named among their arguments."""
+OTHER_LAUNCHERS: Mapping[str, str] = {
+    "primus-cli": "the experiment in a YAML file",
+    "primus": "the experiment in a YAML file",
+    "flagscale": "the configuration in YAML files",
+    "nemo": "a recipe in Python",
+    "nemorun": "a recipe in Python",
+    "llamafactory-cli": "a YAML file",
+    "swift": "its own arguments",
+    "axolotl": "a YAML file",
+}
+"""Launchers that hide the training command -> where their settings stand."""
+_DIALECTS = (("megatron", "sft"), ("megatron", "pt"), ("megatron", "rlhf"))
+"""Launchers with the flags of Megatron-LM in another spelling: `--x_y true` is --x-y."""
+_HYDRA = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@]*=.*", re.DOTALL)
+"""An override of Hydra: `model.num_layers=4`."""
 _OTHERS = frozenset("echo printf mkdir cd cp mv rm ls ln cat grep sed awk chmod touch tee test source . [".split())
 """Commands that never start a training program, whatever their arguments."""
 
@@ -71,8 +88,14 @@ def started(line: int, tokens: list[str]) -> Command | None:
     launches = ""
     for place, word in enumerate(tokens):
         name = word.rpartition("/")[2]
-        if re.fullmatch(r"python[\d.]*|torchrun", name):
+        if _LAUNCHERS.fullmatch(name):
             launches = name
+        elif (name, *tokens[place + 1 : place + 2]) in _DIALECTS:
+            return Command(
+                line, tuple(tokens[:place]), f"{name} {tokens[place + 1]}", _from_dialect(tokens[place + 2 :])
+            )
+        elif place == 0 and name in OTHER_LAUNCHERS:
+            return Command(line, (), name, tuple(tokens[1:]))
         elif word == "-m" and launches and tokens[place + 1 : place + 2]:
             module = tokens[place + 1]
             if not module.startswith("torch.distributed."):
@@ -92,8 +115,42 @@ def training_command(commands: list[Command], source: str) -> Command:
     if not trains:
         fix = "give the script that calls torchrun"
         raise ConfigError(source, "", "holds no command that starts a Python program", fix)
+    hidden = trains[-1]
+    if hidden.program in OTHER_LAUNCHERS:
+        rule = f"starts {hidden.program}, which takes {OTHER_LAUNCHERS[hidden.program]} and no flags of Megatron-LM"
+        raise ConfigError(f"{source} line {hidden.line}", "", rule, AS_FLAGS)
+    is_hydra = sum(bool(_HYDRA.fullmatch(word)) for word in hidden.flags) * 2 > len(hidden.flags)
+    if hidden.flags and (is_hydra or any(word.startswith("--config-") for word in hidden.flags)):
+        rule = f"starts {hidden.program} with Hydra's settings (a.b=c), not with flags of Megatron-LM"
+        raise ConfigError(f"{source} line {hidden.line}", "", rule, AS_FLAGS)
     if len({(command.program, command.flags) for command in trains}) > 1:
         lines = " and ".join(dict.fromkeys(str(command.line) for command in trains))
         fix = "leave one of them in a copy of the script"
         raise ConfigError(source, "", f"starts training in lines {lines}: which is meant is not known", fix)
     return trains[-1]
+
+
+AS_FLAGS = "write its settings into a file of flags (num_layers: 4 is --num-layers 4); the model may come by --model config.json"
+
+
+def yaml_refusal(source: str, text: str) -> ConfigError:
+    """The error for a YAML file in the place of flags."""
+    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE))
+    kind = "Hydra's" if keys & {"defaults", "hydra"} else "a launcher's"
+    return ConfigError(source, "", f"is a YAML file, {kind} settings, which are not read", AS_FLAGS)
+
+
+def _from_dialect(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Flags as Megatron-LM spells them: dashes for underscores, a switch for `true`, nothing for `false`."""
+    flags: list[str] = []
+    for word in arguments:
+        if word.startswith("--"):
+            name, sign, value = word.partition("=")
+            flags += [name.replace("_", "-"), *([value] if sign else [])]
+        else:
+            flags.append(word)
+        if flags[-1] == "true":
+            del flags[-1]
+        elif flags[-1] == "false" and len(flags) > 1:
+            del flags[-2:]
+    return tuple(flags)

@@ -3,7 +3,8 @@
 A list consists of the passes in the stage's pipeline order, each with its receives before and its sends after it, and of the
 update. The plan decides whether
 - ranges of operators inside a pass run in partitions (layers.py, interleave.py);
-- weight gradients run under all-to-alls or after the send that ends a pass, or early, within the bound on bytes (deferral.py);
+- weight gradients run under all-to-alls or after the send that ends a pass, or early where deferring more would exceed the
+  bound on bytes (deferral.py);
 - a backward pass is interleaved with the forward pass of another micro-batch (interleave.py);
 - gradients are reduced in buckets, between all-to-alls or concurrently with them (gradient_buckets.py);
 - weights are gathered under the first passes (weight_gathers.py);
@@ -56,7 +57,7 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
 
 
 def lower_together(plan: Plan, model: ModelDescription, rank: int) -> dict[int, tuple[Instruction, ...]]:
-    """The lists of a rank and of the ranks that it communicates with over stage boundaries: of all ranks with unlike stages.
+    """The lists of a rank and of those it exchanges transfers with; where stages are unlike, of all ranks.
 
     Every rank computes these lists from the plan, so agreeing on them needs no communication.
 
@@ -77,7 +78,7 @@ def lower_together(plan: Plan, model: ModelDescription, rank: int) -> dict[int, 
         together = (stage.devices.ranks[place] for stage in plan.stages)
         lists = {other: lower_rank(plan, model, other) for other in together}
     check_rendezvous(lists)
-    # For plans of CPUs as well: a GPU executes every plan on streams.
+    # Also for a plan made on CPUs: it may be run on GPUs, on streams.
     check_residency(lists)
     return lists
 
@@ -157,7 +158,7 @@ def _written(
     drafts = list(with_gathers(drafts, plan, index, model))
     buckets = buckets_by_group(plan, index, model)
     if buckets:
-        # Gaps depend on the waits for all-to-alls, so a list of the passes is built first, just for its `after`.
+        # Gaps lie between all-to-alls and the waits for them; the passes are built once to know those waits.
         write_buckets = reduce_at_once if plan.stages[index].overlap.reduce_at_once else fill_gaps
         write_buckets(build_list(index, drafts), buckets, to)
     else:

@@ -139,7 +139,7 @@ class PlanExecutor:
         # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert group, not to a chunk.
         self.dispatcher = IrregularDispatcher(
             Wires(context.groups.collection, on_current_stream=True),
-            # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
+            # With a bound the host need not ask the device how many rows there are; on a CPU asking is free.
             takes_bounds=computes_later(context.device),
             in_order=config.deterministic_mode,
             static_capacity=context.plan.static_capacity_factor is not None,
@@ -200,7 +200,7 @@ class PlanExecutor:
         facts = self._facts_of(instructions)
         # All at once: chunks of an interleaved pipeline read the same micro-batch at different times.
         arrived = [next(batches) for _ in range(facts.micro_batches)]
-        # A loss per token is a sum: the update divides all gradients by the tokens of the step.
+        # With --calculate-per-token-loss losses are sums, and the update divides by the tokens of the step: no share here.
         share = 1.0 if self._per_token else micro_batch_share(self.context, facts.micro_batches)
         return StepState(
             Buffers(lambda i: facts.partitions.get(i.name, 1)),
@@ -227,8 +227,9 @@ class PlanExecutor:
             for number in i.after:
                 self._wait(number, started)
             if is_update(i) or self._streams.queues and i.kind == "point-to-point":
-                # An update reads on the host what its channel carries. A transfer on a device holds its tensor until it is
-                # waited for; waiting here delays nothing, since the transfers of a channel run one after another.
+                # The host reads the results of the channel in an update, so the channel must be empty first. A transfer on a
+                # device holds its tensor until it is waited for; waiting here delays nothing, since the transfers of a channel
+                # run one after another.
                 self._wait_for_channel(i.channel, started)
             with self._streams.running(i):
                 self._streams.uses(i, state.buffers.named)

@@ -47,7 +47,7 @@ from moe_overlap.tuner.cost.operators import (
     Provenance,
     device_seconds,
 )
-from moe_overlap.tuner.cost.router import reached_places
+from moe_overlap.tuner.cost.router import DISPATCH_LIBRARIES, library_sends
 
 Floats = NDArray[np.float64]
 EXCHANGE_AXES = ("ep", "tp_ep", "etp")
@@ -79,9 +79,9 @@ class Setting:
     unpaired_share: float = 0.0
     """Share of the passes that are unpaired although `two_at_work`."""
 
-    def reached_places(self, places: int) -> float:
-        """Expected number of the `places` (ranks or nodes) that hold experts of a token."""
-        return reached_places(self.experts, self.topk, self.features.router_groups, places)
+    def library_sends(self, group: Group) -> tuple[float, float]:
+        """Sends of a token by a dispatch library, and the share of them that cross the network (router.py)."""
+        return library_sends(self.experts, self.topk, self.features.router_groups, group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,11 +333,10 @@ def _seconds_of_payloads(
     if collective.kind != "all_to_all":
         return scale * collective_seconds(collective.kind, payload, group, rates)
     share = 1.0
-    if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in ("deepep", "hybridep"):
-        # A token is sent once to each of its ranks, but crosses the network once per block of ranks.
-        ranks, blocks = (setting.reached_places(places) for places in (group.size, group.blocks))
+    if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in DISPATCH_LIBRARIES:
+        ranks, share = setting.library_sends(group)
         # The captured payload has the copies of a router that chooses among all experts.
-        payload, share = payload * ranks / expected_places(setting.topk, group.size), blocks / ranks
+        payload = payload * ranks / expected_places(setting.topk, group.size)
     return scale * all_to_all_seconds(payload, group, rates, share)
 
 
@@ -345,8 +344,8 @@ def token_use(setting: Setting) -> LinkUse:
     """The links that all-to-alls of tokens use."""
     group = setting.groups["ep" if setting.groups["etp"].size == 1 else "tp_ep"]
     share = 1.0
-    if setting.features.dispatcher in ("deepep", "hybridep"):
-        share = setting.reached_places(group.blocks) / setting.reached_places(group.size)
+    if setting.features.dispatcher in DISPATCH_LIBRARIES:
+        _, share = setting.library_sends(group)
     kind = "all_gather" if setting.features.dispatcher == "allgather" else "all_to_all"
     return link_use(kind, group, setting.constants.link_rates, share)
 

@@ -28,7 +28,7 @@ from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collect
 from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, low_precision_rate
 from moe_overlap.tuner.cost.pipeline import in_flight
-from moe_overlap.tuner.cost.router import reached_places
+from moe_overlap.tuner.cost.router import DISPATCH_LIBRARIES, library_sends
 from moe_overlap.tuner.search.space import SearchSpace, UniformLayout
 
 
@@ -120,12 +120,10 @@ class Bounds:
             return passes * sum(float(collective_seconds(kind, gathered, every, rates)) for kind in kinds)
         group = axis_group(layout.expert, layout.expert_tensor, world, links)
         rows, share = hidden / layout.tensor * width * model.router_topk, 1.0
-        if features.dispatcher in ("deepep", "hybridep"):
-            choices, groups = max(1, model.router_topk), features.router_groups
-            ranks, blocks = (
-                reached_places(model.num_experts, choices, groups, places) for places in (group.size, group.blocks)
-            )
-            rows, share = rows * ranks / choices, blocks / ranks
+        if features.dispatcher in DISPATCH_LIBRARIES:
+            choices = max(1, model.router_topk)
+            ranks, share = library_sends(model.num_experts, choices, features.router_groups, group)
+            rows = rows * ranks / choices
         return 2.0 * passes * float(all_to_all_seconds(rows, group, rates, share))
 
 

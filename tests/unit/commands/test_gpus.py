@@ -32,7 +32,7 @@ def test_the_nearest_names_are_suggested_once() -> None:
     [
         ("V100", "V100-16GB or V100-32GB"),
         ("mi300x", "MI355X, MI325X or B300"),
-        ("a100-", "A100-SXM4-80GB or A100-PCIe?"),
+        ("a100-", "A100-80GB or A100-PCIe?"),
     ],
 )
 def test_a_beginning_names_its_variants(name: str, variants: str) -> None:

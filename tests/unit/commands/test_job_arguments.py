@@ -29,7 +29,13 @@ def words(folder: Path, flags: str | None = None, precision: str | None = None, 
         Path(file).write_text(flags)
     return job_flags(
         argparse.Namespace(
-            routing=None, set=[], training_flags=[], model=str(model), megatron_args=file, precision=precision
+            routing=None,
+            set=[],
+            training_flags=[],
+            ignore_unknown=False,
+            model=str(model),
+            megatron_args=file,
+            precision=precision,
         )
     )
 
@@ -80,7 +86,7 @@ def test_the_length_of_samples_that_nothing_says_is_said_to_be_assumed(tmp_path:
         flags.write_text(given or "")
         file = None if given is None else str(flags)
         said = {"model": str(model), "megatron_args": file, "seq_length": None, "plan": None} | options
-        return assumed_of(argparse.Namespace(routing=None, set=[], training_flags=[], **said))
+        return assumed_of(argparse.Namespace(routing=None, set=[], training_flags=[], ignore_unknown=False, **said))
 
     (sentence,) = assumed()
     assert sentence.startswith("samples of 4096 tokens, as a config.json says none; --seq-length")

@@ -178,7 +178,7 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*JOB, "--gpu", "H1000", "--num-gpus", "8"], "--gpu H1000: unknown GPU; did you mean H100?"),
+        ([*JOB, "--gpu", "H1000", "--num-gpus", "8"], "--gpu H1000: unknown GPU; did you mean H100 or H800?"),
         ([*JOB, "--gpu", "H100"], "--num-gpus: is missing, and the flags are no script that says it; add --num-gpus N"),
         ([*JOB, "--gpu", "H1000"], "--gpu H1000: "),
         ([*JOB, *H100, "--cluster", "x.json"], "--cluster x.json: stands beside --gpu"),

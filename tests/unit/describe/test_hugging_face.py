@@ -15,8 +15,9 @@ from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ParameterCount, model_parameters
-from moe_overlap.describe.readers.hugging_face import FAMILIES, flags_of_config, layer_list
+from moe_overlap.describe.readers.hugging_face import FAMILIES, flags_of_config
 from moe_overlap.describe.readers.hugging_face_fields import _NO_MATHEMATICS
+from moe_overlap.describe.readers.hugging_face_parts import layer_list
 from moe_overlap.describe.readers.model_file import ModelFile, read_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -270,7 +271,7 @@ def test_lists_of_layers() -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("llama-3.1-8b", {"model_type": "falcon"}, "model_type falcon: unknown family; known are mixtral, qwen2_moe, qwen3_moe"),
+    ("llama-3.1-8b", {"model_type": "falcon"}, "model_type falcon: unknown family, read by its fields: norms, biases and"),
     ("llama-3.1-8b", {"model_type": 3}, "model_type 3: unknown family"),
     ("llama-3.1-8b", {"hidden_size": None}, "hidden_size null: must be a whole number; correct the file"),
     ("llama-3.1-8b", {"hidden_size": 0}, "hidden_size 0: must be at least 1; correct the file"),
@@ -290,13 +291,14 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen1.5-moe-a2.7b", {"use_sliding_window": True}, "use_sliding_window true: windows of some layers are not translated"),
     ("qwen3-30b-a3b", {"mlp_only_layers": "none"}, "mlp_only_layers none: must be a list of layers"),
     ("qwen3-30b-a3b", {"attention_bias": True}, "attention_bias true: megatron-core has biases in all linear layers"),
-    ("gpt-oss-120b", {"layer_types": ["linear"] * 36}, "must name 36 layers as sliding_attention or full_attention"),
+    ("gpt-oss-120b", {"layer_types": ["linear"] * 36}, "layer_types: layers 0-35 are linear, no attention: not"),
+    ("gpt-oss-120b", {"layer_types": ["other"] * 36}, "must name 36 layers as sliding_attention or full"),
     ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob true: Hugging Face's code for DeepSeek-V2 does not read it"),
     ("deepseek-v3", {"topk_group": 2}, "topk_group 2: megatron-core scores a group by its 4 best experts, DeepSeek-V3 by two"),
     ("deepseek-v3", {"num_key_value_heads": 8}, "num_key_value_heads 8: latent attention has no key/value groups"),
     ("deepseek-v3", {"head_dim": 56}, "head_dim 56: the widths of a head contradict each other; only 64"),
     ("glm-4.5", {"norm_topk_prob": False}, "norm_topk_prob false: megatron-core normalises sigmoid scores"),
-    ("kimi-k2", {"index_topk": 2048}, "index_topk 2048: unknown field, which may change the model"),
+    ("kimi-k2", {"index_topk": 2048}, "index_topk: its sparse attention is not modelled; tools/predict.py answers"),
     ("olmoe-1b-7b", {}, "olmoe: its q_norm and k_norm are over all heads together, megatron-core's over each head; tools"),
     ("olmoe-1b-7b", {"clip_qkv": 8.0}, "clip_qkv 8.0: megatron-core does not clip queries, keys and values; tools/predict.py"),
     ("dbrx", {}, "attn_config clip_qkv 8: megatron-core does not clip queries, keys and values; tools/predict.py answers"),
@@ -305,7 +307,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dbrx", {"attn_config": {"rope_theta": 0.5}}, "attn_config rope_theta 0.5: megatron-core has whole bases"),
     ("llama-4-scout", {}, "vision_config: the encoder of images is not modelled"),
     ("llama-4-scout", {"text_config": None}, "text_config: the field is missing"),
-    ("qwen3-next-80b-a3b", {}, "qwen3_next: its linear-attention layers (Gated DeltaNet) and the gate behind attention are not"),
+    ("qwen3-next-80b-a3b", {}, "layers 0-2, 4-6, 8-10, 12-14, 16-18, … 44-46 are linear attention, no"),
     ("gpt2", {"embd_pdrop": 0.0}, "embd_pdrop 0.0: megatron-core has one dropout for embedding and residual stream"),
     ("gpt2", {"activation_function": "relu"}, "activation_function relu: another activation; only gelu_new or"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "attention scores are scaled alike in all layers"),

@@ -73,7 +73,7 @@ WORDS = [
     ("--optimizer muon", "--optimizer muon: not supported: this fork has AdamW and SGD; use adam or sgd"),
     (
         "--lr-decay-style cos",
-        "--lr-decay-style cos: unknown choice; use constant, linear, cosine, inverse-square-root or WSD",
+        "--lr-decay-style cos: unknown choice; did you mean cosine? use constant, linear, cosine, inverse-square-root or WSD",
     ),
     ("--num-layers four", "--num-layers four: must be a whole number; correct the value"),
     ("--num-layers", "--num-layers: needs a value; write --num-layers VALUE"),
@@ -148,7 +148,7 @@ RULES = [
         "--micro-batch-size 3 --global-batch-size 16",
         2,
         "--micro-batch-size 3: global batch 16 is not a multiple of micro-batch × data-parallel = 3 × 2; "
-        "use 1, 2, 4 or 8",
+        "use 1, 2, 4 or 8, or --global-batch-size 12 or 18",
     ),
     (
         "--global-batch-size 3",
@@ -159,7 +159,9 @@ RULES = [
     (
         "--pipeline-model-parallel-size 3",
         3,
-        "--pipeline-model-parallel-size 3: 4 layers are not divisible by 3; use 1, 2 or 4",
+        "--pipeline-model-parallel-size 3: 4 layers are not divisible by 3; use 1, 2 or 4, or keep 3 by "
+        "--decoder-last-pipeline-num-layers 2, --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+        "or --pipeline-model-parallel-layout",
     ),
     (
         TP2,

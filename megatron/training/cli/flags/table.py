@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import math
 import textwrap
@@ -70,7 +71,10 @@ class Flag:
         if self.kind in _KIND_TEXT:
             return _number(name, text, self.kind)
         if self.choices is not None and text not in self.choices:
-            raise ConfigError(name, text, "unknown choice", f"use {one_of(self.choices)}")
+            near = difflib.get_close_matches(text, self.choices, 9, 0.6) if len(self.choices) > 4 else []
+            near.sort(key=lambda choice: not choice.startswith(text[:1]))
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(name, text, "unknown choice", f"{hint}use {one_of(self.choices)}")
         return text
 
 

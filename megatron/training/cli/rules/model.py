@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.training.cli.config import Config, Rule
 from megatron.training.cli.sizes import dense_width
-from moe_overlap.describe.errors import at_least, divisors, fraction, require
+from moe_overlap.describe.errors import ConfigError, at_least, divisors, fraction, require
 from moe_overlap.describe.model import require_bounded_layers
 
 # Windows and scaled rotary positions
@@ -67,14 +67,19 @@ several such sizes are no exact numbers any more."""
 
 def sizes_are_given(config: Config) -> None:
     model = config.model
-    for flag, value in (
-        ("--num-layers", model.num_layers),
-        ("--hidden-size", model.hidden_size),
-        ("--num-attention-heads", model.num_attention_heads),
-        ("--seq-length", model.seq_length),
-        ("--max-position-embeddings", model.max_position_embeddings),
-    ):
-        require(value is not None, flag, "", "the model needs it", f"add {flag} N or an @FILE from examples/")
+    sizes = {
+        "--num-layers": model.num_layers,
+        "--hidden-size": model.hidden_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--seq-length": model.seq_length,
+        "--max-position-embeddings": model.max_position_embeddings,
+    }
+    if missing := [flag for flag, value in sizes.items() if value is None]:
+        rule = "the model needs it" if len(missing) == 1 else "the model needs them"
+        added = f"{missing[0]} N" if len(missing) == 1 else "them"
+        raise ConfigError(
+            ", ".join(missing), "", rule, f"add {added}, or --model NAME for a shipped model or a config.json"
+        )
     at_least(
         1,
         (

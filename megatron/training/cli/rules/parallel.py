@@ -15,7 +15,7 @@ from megatron.training.cli.sizes import (
     stage_counts,
     virtual_stages,
 )
-from moe_overlap.describe.errors import ConfigError, at_least, divisors, require
+from moe_overlap.describe.errors import ConfigError, at_least, divisors, one_of, require
 
 MOST_PROCESSES = 1_000_000
 """Limit of processes, since a plan names every rank."""
@@ -75,7 +75,9 @@ def layers_divide_by_stages(config: Config) -> None:
     rest, middle = layers - sum(uneven), stages - len(uneven)
     if not uneven:
         rule = f"{layers} layers are not divisible by {stages}"
-        require(layers % stages == 0, "--pipeline-model-parallel-size", stages, rule, f"use {divisors(layers)}")
+        if layers % stages:
+            fix = f"use {divisors(layers)}{_unequal_stages(config, layers)}"
+            raise ConfigError("--pipeline-model-parallel-size", stages, rule, fix)
         return
     flag, value = (
         ("--decoder-first-pipeline-num-layers", first)
@@ -84,7 +86,40 @@ def layers_divide_by_stages(config: Config) -> None:
     )
     rule = f"{rest} of {layers} layers remain for {middle} other stages"
     fits = rest >= middle and (rest == 0 if middle == 0 else rest % middle == 0)
-    require(fits, flag, value, rule, "let the rest be a multiple of the other stages")
+    assert value is not None
+    others = layers - (sum(uneven) - value)
+    near = [
+        depth for depth in range(1, others) if middle and (others - depth) % middle == 0 and others - depth >= middle
+    ]
+    near = sorted(sorted(near, key=lambda depth: abs(depth - value))[:2])
+    fix = f"use {one_of(tuple(map(str, near)))}" if near else "let the rest be a multiple of the other stages"
+    require(fits, flag, value, rule, fix)
+
+
+def _unequal_stages(config: Config, layers: int) -> str:
+    """The flags under which the pipeline has as many stages as it should, although they do not divide the layers."""
+    parallel, stages, virtual = config.parallel, config.parallel.pipeline_model_parallel_size, virtual_stages(config)
+    accounts = {
+        "--account-for-embedding-in-pipeline-split": parallel.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": parallel.account_for_loss_in_pipeline_split,
+    }
+    ways = []
+    if layers >= stages and not any(accounts.values()):
+        # All stages but the last are equally deep; the last one has the head, so that fewer layers balance it.
+        depths = [
+            (depth, layers - (stages - 1) * depth)
+            for depth in range(layers // (stages - 1), 0, -1)
+            if depth % virtual == 0 and layers > (stages - 1) * depth and (layers - (stages - 1) * depth) % virtual == 0
+        ]
+        if depths:
+            _, last = min(depths, key=lambda pair: (abs(pair[0] - pair[1]), pair[1]))
+            ways.append(f"--decoder-last-pipeline-num-layers {last}")
+    unset = [flag for flag, on in accounts.items() if not on]
+    if unset and (layers + len(unset)) % (stages * virtual) == 0:
+        ways.append(" ".join(unset))
+    elif unset and (layers + 1) % (stages * virtual) == 0:
+        ways.append(unset[-1])
+    return f", or keep {stages} by {one_of((*ways, '--pipeline-model-parallel-layout'))}" if layers >= stages else ""
 
 
 def layout_holds_the_model(config: Config) -> None:
@@ -152,7 +187,8 @@ def virtual_stages_fit(config: Config) -> None:
     require(even or per_stage is None, flag, value, rule, "use --num-virtual-stages-per-pipeline-rank")
     for depth in layers:
         rule = f"the {depth} layers of a stage are not divisible by {value}"
-        require(depth % value == 0, flag, value, rule, f"use {divisors(math.gcd(*layers))}")
+        fix = f"use {divisors(math.gcd(*layers))}, or say the chunks by --pipeline-model-parallel-layout"
+        require(depth % value == 0, flag, value, rule, fix)
     if virtual_stages(config) > 1 and stages == 2:
         rule = "interleaved stages train wrongly with transfers in batches (2 stages)"
         require(parallel.overlap_p2p_comm, "--no-overlap-p2p-communication", "", rule, "drop the flag")
@@ -206,7 +242,7 @@ def check_world(config: Config, world_size: int) -> None:
     context = parallel.context_parallel_size
     smallest = smallest_world(config)
     rule = f"is more than {MOST_PROCESSES} processes"
-    require(world_size <= MOST_PROCESSES, "world size", world_size, rule, "use smaller parallel sizes")
+    require(world_size <= MOST_PROCESSES, "world size", world_size, rule, "use fewer processes")
     fix = f"start a multiple of {smallest} processes"
     rule = f"not a multiple of TP × PP × CP = {tensor} × {stages} × {context}"
     require(world_size % (tensor * stages * context) == 0, "world size", world_size, rule, fix)
@@ -241,7 +277,10 @@ def _batches_divide(config: Config, micro: int, total: int, data: int) -> None:
     rule = f"global batch {total} is not a multiple of micro-batch × data-parallel = {micro} × {data}"
     if total % data:
         raise ConfigError(flag, value, rule, f"use a multiple of {data * micro}")
-    fix = f"use {divisors(total // data)}"
+    step = micro * data
+    fix = f"use {divisors(total // data)}, or {flag} {total // step * step or step} or {(total // step + 1) * step}"
+    if flag != "--global-batch-size":
+        fix = f"use {divisors(total // data)}"
     require(total % (micro * data) == 0, "--micro-batch-size", micro, rule, fix)
 
 

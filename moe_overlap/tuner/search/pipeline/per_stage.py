@@ -169,7 +169,7 @@ def search_stages(
                 on_frontier + sum(map(len, free_layout.stages)),
             )
             if solution.status in (Status.TIME_LIMIT, Status.FEASIBLE) and status is Status.OPTIMAL:
-                # A layout's share of the time is no limit of the search.
+                # Only the deadline makes it TIME_LIMIT, not LAYOUT_SECONDS.
                 status = Status.TIME_LIMIT if time.monotonic() > deadline else Status.FEASIBLE
             if solution.value is not None and solution.objective <= best:
                 ranked.insert(0, free_layout.staged(solution.value, solution.objective))
