@@ -26,7 +26,14 @@ from moe_overlap.plan.overlap import Mechanism
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.plan_search.results import TIE, Leeway
 from moe_overlap.report.balance import balance_of
-from moe_overlap.report.prediction import change_advice, change_name, figure, interval_text, missed_texts
+from moe_overlap.report.prediction import (
+    available_text,
+    change_advice,
+    change_name,
+    figure,
+    interval_text,
+    missed_texts,
+)
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import WORTH_A_LOOK, Launching
@@ -290,17 +297,19 @@ def _gib(size: float) -> str:
 
 
 def _memory(prediction: Prediction) -> str:
-    fullest, capacity = prediction.fullest, _gib(prediction.capacity_bytes)
-    where = f"stage {fullest.stage} needs" if len(prediction.predicted.stages) > 1 else "needs"
-    most = f"most of it {fullest.category} ({_gib(fullest.category_bytes)})"
-    quantile = f"with {prediction.memory.certainty} certainty no more than {_gib(fullest.high_bytes)}"
-    text = f"{prediction.memory_verdict}: {where} {_gib(fullest.needed_bytes)} of {capacity} GiB, {quantile}; {most}"
+    fullest = prediction.fullest
+    where = f"stage {fullest.stage}, the fullest, needs" if len(prediction.predicted.stages) > 1 else "a GPU needs"
+    most = f"largest part: {fullest.category}, {_gib(fullest.category_bytes)}"
+    needed = (
+        f"{where} {_gib(fullest.needed_bytes)} GiB, at most {_gib(fullest.high_bytes)} ({prediction.memory.certainty})"
+    )
+    text = f"{prediction.memory_verdict}: {needed}, of {available_text(prediction)}; {most}"
     return text if len(prediction.overflow) < 2 else f"{text}; {_overflowing(prediction)}"
 
 
 def _overflowing(prediction: Prediction) -> str:
     """`5 stages do not fit, 4 more may not`, by the quantiles of the memory margin."""
-    surely, perhaps = overflow_counts(prediction.predicted.stages, prediction.capacity_bytes, prediction.memory)
+    surely, perhaps = overflow_counts(prediction.predicted.stages, prediction.available_bytes, prediction.memory)
     if not surely:
         return f"{perhaps} stages may not fit"
     fits = "1 stage does not fit" if surely == 1 else f"{surely} stages do not fit"
@@ -490,12 +499,12 @@ def _less_recomputation(plan: Plan, prediction: Prediction) -> list[str]:
 
     The breakdown does not show recomputation: its seconds are part of the computation.
     """
-    spare = prediction.capacity_bytes - prediction.fullest.high_bytes
-    if spare <= prediction.capacity_bytes / 2 or all(
+    spare = prediction.available_bytes - prediction.fullest.high_bytes
+    if spare <= prediction.available_bytes / 2 or all(
         stage.recompute.granularity not in ("full", "uniform") for stage in plan.stages
     ):
         return []
-    free = f"{spare / GIB:.1f} of {prediction.capacity_bytes / GIB:.1f} GiB stay free"
+    free = f"{spare / GIB:.1f} of {prediction.available_bytes / GIB:.1f} GiB stay free"
     return [f"less recomputation: whole layers are computed again, and {free}; tools/autotune.py finds how little fits"]
 
 

@@ -160,6 +160,7 @@ class Prediction:
     """Seconds by what they are spent on; they add up to the step."""
     mfu: float
     capacity_bytes: int
+    """Of a GPU, as described."""
     extrapolating: tuple[str, ...]
     """Why the figures reach beyond what was measured; empty where they do not."""
     not_modelled: tuple[str, ...]
@@ -176,6 +177,8 @@ class Prediction:
     """Sentences on what was taken for what the flags do not say, or say of another release."""
     not_run: tuple[str, ...] = ()
     """Rules by which nobody runs the flags that were predicted."""
+    reserved_bytes: int = 0
+    """Of the capacity, what the driver, CUDA and NCCL take."""
     memory: MemoryQuantiles = MemoryQuantiles()
     """How far measured peaks lie from predicted ones."""
     remedy: Remedy | None = None
@@ -186,14 +189,19 @@ class Prediction:
     """Seconds of the step that are due to launches, where that was looked at."""
 
     @property
+    def available_bytes(self) -> int:
+        """Of a GPU, what a plan may have."""
+        return self.capacity_bytes - self.reserved_bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether what every stage needs stays within the capacity of its GPU, at the quantile of the margin."""
+        """Whether what every stage needs stays within the available bytes of its GPU, at the quantile of the margin."""
         return self.memory_verdict == "fits"
 
     @property
     def memory_verdict(self) -> Verdict:
         """Whether the plan fits, may not, or does not (feasibility.py)."""
-        return verdict_of(self.predicted.stages, self.capacity_bytes, self.memory)
+        return verdict_of(self.predicted.stages, self.available_bytes, self.memory)
 
     @property
     def fullest(self) -> FullestStage:
@@ -203,7 +211,7 @@ class Prediction:
     @property
     def overflow(self) -> list[str]:
         """The stages that do not fit with certainty, the fullest first, whose verdict is that of the plan."""
-        return overflow_lines(self.predicted.stages, self.capacity_bytes, self.memory)
+        return overflow_lines(self.predicted.stages, self.available_bytes, self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +459,7 @@ def _whole(
         },
         mfu=tflops / peak_tflops(gpu, plan.precision),
         capacity_bytes=int(gpu.memory_gib * GIB),
+        reserved_bytes=machine.reserved_bytes,
         extrapolating=extrapolating,
         not_modelled=features.not_modelled,
         memory=machine.memory,

@@ -60,8 +60,8 @@ def test_both_targets_and_the_gain(
     assert autotune.main([*job, "--num-gpus", "8", "--target", "both", "--train-tokens", "1T"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" ")[0] for line in lines[:9]] == [
-        *("megatron-lm", "step", "training", "memory"),
-        *("moe-overlap", "step", "training", "memory"),
+        *("megatron-lm", "step", "speed", "training", "memory"),
+        *("moe-overlap", "step", "speed", "training", "memory"),
         "gain",
     ]
     assert len(lines) <= 15 and lines[-1].startswith("next ")

@@ -99,7 +99,7 @@ def test_small_figures_are_not_nothing() -> None:
     assert training == "30,000 tokens in 1.8 minutes, 2 GPU-hours"
     needed, high = small.fullest.needed_bytes / GIB, small.fullest.high_bytes / GIB
     assert 0 < needed < 0.1
-    assert f"needs {needed:.2f} of 80.0 GiB, with 95 % certainty no more than {high:.2f}; most of it" in memory
+    assert f"needs {needed:.2f} GiB, at most {high:.2f} (95 %), of " in memory
 
 
 def test_a_machine_whose_error_nobody_knows_says_so() -> None:
@@ -124,9 +124,9 @@ def test_the_figures_are_those_of_the_prediction() -> None:
     assert figures(shown["training"]) == pytest.approx([300, days, days * 24 * 64], rel=1e-2)
     fullest = prediction.fullest
     assert shown["memory"] == (
-        f"{prediction.memory_verdict}: stage {fullest.stage} needs {fullest.needed_bytes / GIB:.1f} of "
-        f"{prediction.capacity_bytes / GIB:.1f} GiB, with 95 % certainty no more than {fullest.high_bytes / GIB:.1f}; "
-        f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
+        f"{prediction.memory_verdict}: stage {fullest.stage}, the fullest, needs {fullest.needed_bytes / GIB:.1f} GiB, "
+        f"at most {fullest.high_bytes / GIB:.1f} (95 %), of {prediction.available_bytes / GIB:.1f} GiB that CUDA and NCCL leave "
+        f"of 80; largest part: {fullest.category}, {fullest.category_bytes / GIB:.1f}"
     )
     exposed = exposed_seconds(prediction.breakdown)
     assert prediction.launching is not None
@@ -355,7 +355,7 @@ def test_a_job_without_overlapped_reductions_is_told_their_flags() -> None:
 def test_layers_that_are_computed_again_for_memory_that_stays_free_are_said_first() -> None:
     every = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     plan, prediction = planned(*every), predicted(*every)
-    capacity = prediction.capacity_bytes
+    capacity = prediction.available_bytes
     assert prediction.fullest.high_bytes < capacity / 2
     waits = suggestions(planned(), dataclasses.replace(predicted(*every), tried=()))
     first, *others = suggestions(plan, prediction)
@@ -366,7 +366,7 @@ def test_layers_that_are_computed_again_for_memory_that_stays_free_are_said_firs
     quiet = dataclasses.replace(prediction, breakdown=dict.fromkeys(prediction.breakdown, 0.0), launching=None)
     assert suggestions(plan, quiet) == [first]
     # A plan that needs the memory, one that recomputes modules alone, and one of a search have no such advice.
-    tight = dataclasses.replace(prediction, capacity_bytes=2 * prediction.fullest.high_bytes)
+    tight = dataclasses.replace(prediction, capacity_bytes=2 * prediction.fullest.high_bytes, reserved_bytes=0)
     modules = planned(*"--recompute-granularity selective --recompute-modules layernorm".split())
     assert suggestions(plan, tight) == suggestions(modules, prediction) == waits
     assert not any("recomputation" in text for text in suggestions(plan, prediction, is_searched=True))
