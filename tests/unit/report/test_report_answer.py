@@ -397,7 +397,10 @@ def test_a_search_advises_nothing_that_it_decides() -> None:
 
 def test_a_plan_in_a_sentence() -> None:
     plan = planned()
-    assert plan_sentence(plan) == "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-1, no recomputation"
+    assert plan_sentence(plan) == (
+        "64 GPUs = 4 pipeline stages × TP 2 × DP 8; experts over EP 8 × 2 replicas; 32 micro-batches of 1 sample; ZeRO-1; "
+        "no recomputation"
+    )
     layers = (
         LayerOverlap(layer=0, mechanism="partitioned"),
         LayerOverlap(layer=1, weight_gradient_slots={"a": ("b",)}),
@@ -413,8 +416,9 @@ def test_a_plan_in_a_sentence() -> None:
         for stage in plan.stages
     )
     assert plan_sentence(dataclasses.replace(plan, stages=stages)) == (
-        "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-2, recompute 3 of 8 layers a chunk, "
-        "50 % of optimizer on the host, overlap: partitions of a micro-batch and deferred weight gradients"
+        "64 GPUs = 4 pipeline stages × TP 2 × DP 8; experts over EP 8 × 2 replicas; 32 micro-batches of 1 sample; ZeRO-2; "
+        "recompute 3 of 8 layers a chunk; 50 % of optimizer on the host; "
+        "overlap: partitions of a micro-batch and deferred weight gradients"
     )
     paired = StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel"),), micro_batches_in_flight=2)
     stages = tuple(dataclasses.replace(stage, overlap=paired) for stage in plan.stages)
@@ -423,6 +427,26 @@ def test_a_plan_in_a_sentence() -> None:
     )
     unlike = (dataclasses.replace(plan.stages[0], zero_level=3), *plan.stages[1:])
     assert plan_sentence(dataclasses.replace(plan, stages=unlike)).endswith("(stage 0; other stages differ)")
+
+
+def test_sizes_of_a_plan_multiply_to_its_gpus() -> None:
+    """`TP 2 EP 8 DP 8, 4 stages` on 64 GPUs multiplied to 512: experts share the ranks of tensor and data parallelism."""
+    for words in (
+        (),
+        ("--pipeline-model-parallel-size", "1"),
+        ("--context-parallel-size", "2"),
+        ("--num-virtual-stages-per-pipeline-rank", "2"),
+        ("--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "2"),
+    ):
+        layout, experts, *_ = plan_sentence(planned(*words)).split("; ")
+        gpus, sizes = layout.split(" GPUs = ")
+        factors = [int(re.findall(r"\d+", part)[0]) for part in sizes.split(" × ")]
+        assert math.prod(factors) == int(gpus) == 64, layout
+        stage = planned(*words).stages[0]
+        spread = [int(re.findall(r"\d+", part)[0]) for part in experts.removeprefix("experts over ").split(" × ")]
+        assert math.prod(spread) == stage.tensor * stage.context * stage.data, experts
+    dense = plan_sentence(planned("--expert-model-parallel-size", "1", "--expert-tensor-parallel-size", "1"))
+    assert "experts" not in dense
 
 
 def test_tokens_and_devices_for_a_reader() -> None:
