@@ -192,7 +192,7 @@ def does_not_fit(
     if uniform.solution.status is Status.TIME_LIMIT:
         rule = f"ended before a plan that fits was found, after {uniform.counts.evaluated} layouts"
         return ConfigError("--time-limit", "", rule, "give more time")
-    subject = f"{cluster.gpus} × {gpu.name}"
+    subject, room = f"{cluster.gpus} × {gpu.name}", f"what CUDA and NCCL leave of {gpu.memory_gib:g} GiB"
     if refused:
         return ConfigError(
             "the search", "", f"every plan that fits is refused, {refused[0][0]} for: {refused[0][1]}", "change it"
@@ -202,11 +202,9 @@ def does_not_fit(
         rule += "" if commonest is None else f", most of them for: {commonest}"
         return ConfigError("--target", "", rule, "change that, or use another target")
     if uniform.smallest is None:
-        rule = (
-            f"none of {uniform.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"
-        )
+        rule = f"none of {uniform.counts.layouts:,} layouts fits {room}, by a lower bound of their bytes"
         return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
     least = uniform.smallest.needed_bytes / GIB
-    rule = f"no plan fits {gpu.memory_gib:g} GiB with {certainty} certainty; "
+    rule = f"no plan fits {room} with {certainty} certainty; "
     rule += f"the smallest needs {least:.1f} ({uniform.smallest.name})"
     return ConfigError("--num-gpus", subject, rule, "use more GPUs, or a shorter sequence")

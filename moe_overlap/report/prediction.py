@@ -35,6 +35,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "cheapest_change_that_fits": None if prediction.remedy is None else _remedy_json(prediction.remedy),
         "changes_tried": [change_name(change) for change in prediction.tried],
         "capacity_bytes": prediction.capacity_bytes,
+        "available_bytes": prediction.available_bytes,
         "extrapolating": bool(prediction.extrapolating),
         "extrapolating_because": list(prediction.extrapolating),
         "not_modelled": list(prediction.not_modelled),
@@ -105,6 +106,14 @@ def missed_texts(missed: Neighbours | None) -> list[str]:
     precision = precision_of(runs[0].precision)
     published = f"{number} published {precision} run{'s' if count > 1 else ''} {subject}{releases}"
     return [f"{published} took {missed.ratio:.2g} times what is predicted"]
+
+
+def available_text(prediction: Prediction) -> str:
+    """The memory that a plan may have: `73.7 GiB that CUDA and NCCL leave of 80`."""
+    available, capacity = prediction.available_bytes / GIB, prediction.capacity_bytes / GIB
+    if not prediction.reserved_bytes:
+        return f"{capacity:.3g} GiB"
+    return f"{available:.1f} GiB that CUDA and NCCL leave of {capacity:.3g}"
 
 
 def expected_error_text(prediction: Prediction) -> str:

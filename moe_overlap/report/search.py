@@ -176,11 +176,11 @@ def search_sentence(search: PlanSearch) -> str:
     if not search.is_upstream:
         return sentence
     overlap = (
-        ", overlap: two micro-batches at a time"
+        "; overlap: two micro-batches at a time"
         if PAIRED[0] in (*search.arguments, *search.chosen.plan_arguments)
         else ""
     )
-    return f"{sentence}{overlap}, for unmodified Megatron-LM"
+    return f"{sentence}{overlap}; for unmodified Megatron-LM"
 
 
 def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:

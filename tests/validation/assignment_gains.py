@@ -1,7 +1,8 @@
-"""What the exact solver adds to greedy weight-gradient assignment: `python -m tests.validation.assignment_gains [--write RECORD.md]`
+"""What the exact solver adds to greedy assignment of weight gradients: `python -m tests.validation.assignment_gains`
 
-The overlap of every job is decided twice by the tuner: with `SECONDS` for each integer program (CP-SAT), and with none, which leaves
-the greedy assignment and the repeated period. Both steps are simulated with the same prices; nothing runs on GPUs.
+The tuner decides the overlap of every job twice: with `SECONDS` for each integer program (CP-SAT), and with none, which leaves the
+greedy assignment and the repeated period. Both steps are simulated with the same prices; nothing runs on GPUs. `--write RECORD.md`
+keeps the table.
 """
 
 from __future__ import annotations

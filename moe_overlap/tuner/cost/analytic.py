@@ -160,6 +160,7 @@ class Prediction:
     """Seconds by cause; they add up to the step."""
     mfu: float
     capacity_bytes: int
+    """Of a GPU, as described."""
     extrapolating: tuple[str, ...]
     """Reasons why the figures extrapolate beyond measurements; empty if they do not."""
     not_modelled: tuple[str, ...]
@@ -176,6 +177,8 @@ class Prediction:
     """Sentences on values that the flags leave open, or that are of another release."""
     not_run: tuple[str, ...] = ()
     """Rules of the software that refuse the predicted flags."""
+    reserved_bytes: int = 0
+    """Of the capacity, what the driver, CUDA and NCCL take."""
     memory: MemoryQuantiles = MemoryQuantiles()
     """Quantiles of measured peaks over predicted ones."""
     remedy: Remedy | None = None
@@ -186,14 +189,19 @@ class Prediction:
     """Seconds of the step due to launches; None if they were not computed."""
 
     @property
+    def available_bytes(self) -> int:
+        """Of a GPU, what a plan may have."""
+        return self.capacity_bytes - self.reserved_bytes
+
+    @property
     def fits(self) -> bool:
-        """True if every stage fits the memory of its GPU, at the quantile of the margin."""
+        """True if every stage fits in the available bytes of its GPU, at the quantile of the margin."""
         return self.memory_verdict == "fits"
 
     @property
     def memory_verdict(self) -> Verdict:
         """The verdict that the plan fits, may not fit, or does not fit (feasibility.py)."""
-        return verdict_of(self.predicted.stages, self.capacity_bytes, self.memory)
+        return verdict_of(self.predicted.stages, self.available_bytes, self.memory)
 
     @property
     def fullest(self) -> FullestStage:
@@ -203,7 +211,7 @@ class Prediction:
     @property
     def overflow(self) -> list[str]:
         """Lines on the stages that may not fit, the fullest first; its verdict is the plan's."""
-        return overflow_lines(self.predicted.stages, self.capacity_bytes, self.memory)
+        return overflow_lines(self.predicted.stages, self.available_bytes, self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +461,7 @@ def _predict_step(
         },
         mfu=tflops / peak_tflops(gpu, plan.precision),
         capacity_bytes=int(gpu.memory_gib * GIB),
+        reserved_bytes=machine.reserved_bytes,
         extrapolating=extrapolating,
         not_modelled=features.not_modelled,
         memory=machine.memory,

@@ -28,6 +28,7 @@ from moe_overlap.tuner.cost.interference import (
     partly_concurrent,
     slowed_down,
 )
+from moe_overlap.tuner.cost.library_memory import reserved_bytes
 from moe_overlap.tuner.cost.links import Group
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup
 
@@ -52,6 +53,7 @@ class Machine:
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
         exchanges: costs of all-to-alls apart from their rows; None if they were not measured.
+        reserved_bytes: bytes of a GPU's memory that a plan cannot have (`library_memory.py`).
         refined: factors from traces on the prices of instructions; the closed form does not use them.
     """
 
@@ -64,6 +66,7 @@ class Machine:
     beyond: float = 1.0
     traits: Traits = field(default_factory=dict)
     fragmentation: float = 0.0
+    reserved_bytes: int = 0
     memory: MemoryQuantiles = MemoryQuantiles()
     load: float = 1.0
     lookup: Lookup | None = None
@@ -72,8 +75,8 @@ class Machine:
 
     @property
     def usable_bytes(self) -> float:
-        """Most bytes of a GPU that a plan may need as predicted: the capacity divided by the quantile of `--memory-margin`."""
-        return self.cluster.group_of(0).gpu.memory_gib * GIB / self.memory.high
+        """Most bytes of a GPU that a plan may need as predicted: those that libraries leave, over the quantile of the margin."""
+        return (self.cluster.group_of(0).gpu.memory_gib * GIB - self.reserved_bytes) / self.memory.high
 
     @property
     def queue_seconds(self) -> float:
@@ -130,6 +133,7 @@ def machine_of(
         beyond=errors.beyond,
         traits=constants.traits,
         fragmentation=constants.fragmentation,
+        reserved_bytes=reserved_bytes(cluster, is_moe),
         memory=constants.memory,
         load=load,
         lookup=lookup,

@@ -207,7 +207,7 @@ def test_answer_and_json(tmp_path: Path) -> None:
     found = searched("megatron-lm")
     files = write_search(tmp_path, found)
     lines = search_lines(found, tmp_path, files, 1e12)
-    assert len(lines) <= 13 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
+    assert len(lines) <= 14 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
     odd = search_lines(found, Path("a b/$(touch c)"), files, 1e12)[-1]
     assert shlex.split(odd)[:3] == ["next", "sbatch", "a b/$(touch c)/launch.sbatch"] and "'a b/$(touch c)/" in odd
     # What the flags of this job lack stands behind the command, for the user to fill in.

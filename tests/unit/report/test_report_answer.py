@@ -99,7 +99,7 @@ def test_small_figures_are_not_nothing() -> None:
     assert training == "30,000 tokens in 1.8 minutes, 2 GPU-hours"
     needed, high = small.fullest.needed_bytes / GIB, small.fullest.high_bytes / GIB
     assert 0 < needed < 0.1
-    assert f"needs {needed:.2f} of 80.0 GiB, with 95 % certainty no more than {high:.2f}; most of it" in memory
+    assert f"needs {needed:.2f} GiB, at most {high:.2f} (95 %), of " in memory
 
 
 def test_a_machine_whose_error_nobody_knows_says_so() -> None:
@@ -124,9 +124,9 @@ def test_the_figures_are_those_of_the_prediction() -> None:
     assert figures(shown["training"]) == pytest.approx([300, days, days * 24 * 64], rel=1e-2)
     fullest = prediction.fullest
     assert shown["memory"] == (
-        f"{prediction.memory_verdict}: stage {fullest.stage} needs {fullest.needed_bytes / GIB:.1f} of "
-        f"{prediction.capacity_bytes / GIB:.1f} GiB, with 95 % certainty no more than {fullest.high_bytes / GIB:.1f}; "
-        f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
+        f"{prediction.memory_verdict}: stage {fullest.stage}, the fullest, needs {fullest.needed_bytes / GIB:.1f} GiB, "
+        f"at most {fullest.high_bytes / GIB:.1f} (95 %), of {prediction.available_bytes / GIB:.1f} GiB that CUDA and NCCL leave "
+        f"of 80; largest part: {fullest.category}, {fullest.category_bytes / GIB:.1f}"
     )
     exposed = exposed_seconds(prediction.breakdown)
     assert prediction.launching is not None
@@ -355,7 +355,7 @@ def test_a_job_without_overlapped_reductions_is_told_their_flags() -> None:
 def test_layers_that_are_computed_again_for_memory_that_stays_free_are_said_first() -> None:
     every = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     plan, prediction = planned(*every), predicted(*every)
-    capacity = prediction.capacity_bytes
+    capacity = prediction.available_bytes
     assert prediction.fullest.high_bytes < capacity / 2
     waits = suggestions(planned(), dataclasses.replace(predicted(*every), tried=()))
     first, *others = suggestions(plan, prediction)
@@ -366,7 +366,7 @@ def test_layers_that_are_computed_again_for_memory_that_stays_free_are_said_firs
     quiet = dataclasses.replace(prediction, breakdown=dict.fromkeys(prediction.breakdown, 0.0), launching=None)
     assert suggestions(plan, quiet) == [first]
     # A plan that needs the memory, one that recomputes modules alone, and one of a search have no such advice.
-    tight = dataclasses.replace(prediction, capacity_bytes=2 * prediction.fullest.high_bytes)
+    tight = dataclasses.replace(prediction, capacity_bytes=2 * prediction.fullest.high_bytes, reserved_bytes=0)
     modules = planned(*"--recompute-granularity selective --recompute-modules layernorm".split())
     assert suggestions(plan, tight) == suggestions(modules, prediction) == waits
     assert not any("recomputation" in text for text in suggestions(plan, prediction, is_searched=True))
@@ -397,7 +397,10 @@ def test_a_search_advises_nothing_that_it_decides() -> None:
 
 def test_a_plan_in_a_sentence() -> None:
     plan = planned()
-    assert plan_sentence(plan) == "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-1, no recomputation"
+    assert plan_sentence(plan) == (
+        "64 GPUs = 4 pipeline stages × TP 2 × DP 8; experts over EP 8 × 2 replicas; 32 micro-batches of 1 sample; ZeRO-1; "
+        "no recomputation"
+    )
     layers = (
         LayerOverlap(layer=0, mechanism="partitioned"),
         LayerOverlap(layer=1, weight_gradient_slots={"a": ("b",)}),
@@ -413,8 +416,9 @@ def test_a_plan_in_a_sentence() -> None:
         for stage in plan.stages
     )
     assert plan_sentence(dataclasses.replace(plan, stages=stages)) == (
-        "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-2, recompute 3 of 8 layers a chunk, "
-        "50 % of optimizer on the host, overlap: partitions of a micro-batch and deferred weight gradients"
+        "64 GPUs = 4 pipeline stages × TP 2 × DP 8; experts over EP 8 × 2 replicas; 32 micro-batches of 1 sample; ZeRO-2; "
+        "recompute 3 of 8 layers a chunk; 50 % of optimizer on the host; "
+        "overlap: partitions of a micro-batch and deferred weight gradients"
     )
     paired = StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel"),), micro_batches_in_flight=2)
     stages = tuple(dataclasses.replace(stage, overlap=paired) for stage in plan.stages)
@@ -423,6 +427,26 @@ def test_a_plan_in_a_sentence() -> None:
     )
     unlike = (dataclasses.replace(plan.stages[0], zero_level=3), *plan.stages[1:])
     assert plan_sentence(dataclasses.replace(plan, stages=unlike)).endswith("(stage 0; other stages differ)")
+
+
+def test_sizes_of_a_plan_multiply_to_its_gpus() -> None:
+    """`TP 2 EP 8 DP 8, 4 stages` on 64 GPUs multiplied to 512: experts share the ranks of tensor and data parallelism."""
+    for words in (
+        (),
+        ("--pipeline-model-parallel-size", "1"),
+        ("--context-parallel-size", "2"),
+        ("--num-virtual-stages-per-pipeline-rank", "2"),
+        ("--expert-model-parallel-size", "4", "--expert-tensor-parallel-size", "2"),
+    ):
+        layout, experts, *_ = plan_sentence(planned(*words)).split("; ")
+        gpus, sizes = layout.split(" GPUs = ")
+        factors = [int(re.findall(r"\d+", part)[0]) for part in sizes.split(" × ")]
+        assert math.prod(factors) == int(gpus) == 64, layout
+        stage = planned(*words).stages[0]
+        spread = [int(re.findall(r"\d+", part)[0]) for part in experts.removeprefix("experts over ").split(" × ")]
+        assert math.prod(spread) == stage.tensor * stage.context * stage.data, experts
+    dense = plan_sentence(planned("--expert-model-parallel-size", "1", "--expert-tensor-parallel-size", "1"))
+    assert "experts" not in dense
 
 
 def test_tokens_and_devices_for_a_reader() -> None:

@@ -344,5 +344,5 @@ def _same_prediction(candidate: Candidate, other: Candidate) -> bool:
 
 def free_bytes(prediction: Prediction) -> list[float]:
     """[stages] bytes that each stage may need in addition and still fit."""
-    most = prediction.capacity_bytes / prediction.memory.high
+    most = prediction.available_bytes / prediction.memory.high
     return [max(0.0, most - needed_bytes(stage)) for stage in prediction.predicted.stages]

@@ -352,4 +352,4 @@ def test_predict_answers_for_mixtral(
     assert fused["extrapolating"] and UNMEASURED in fused["extrapolating_because"]
     assert 0.8 * plain["step_seconds"] < fused["step_seconds"] < plain["step_seconds"]
     assert main([*given, "--plan", str(tmp_path / "plan.json")]) == 0
-    assert f"{UNMEASURED}; expect larger errors" in capsys.readouterr().out
+    assert f"beware      {UNMEASURED}; expect larger errors" in capsys.readouterr().out

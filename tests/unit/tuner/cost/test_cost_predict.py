@@ -12,7 +12,7 @@ import pytest
 
 from megatron.training.cli.config import Config
 from moe_overlap.api import Options, busiest_load, predict, read_job, simulated
-from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
+from moe_overlap.describe.cluster import GIB, Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, ExpertLoad
 from moe_overlap.describe.model import ModelDescription
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_answered_with_stage_and_category() -> None:
     big = predicted("--num-layers", "64", "--hidden-size", "8192", "--moe-ffn-hidden-size", "16384")
     assert not big.fits
     assert big.overflow[0].startswith("does not fit: stage 0 needs ")
-    assert "of 80.0, most of it" in big.overflow[0]
+    assert f", of {big.available_bytes / GIB:.1f}; largest part: " in big.overflow[0]
     assert BASE.fits and not BASE.overflow
 
 

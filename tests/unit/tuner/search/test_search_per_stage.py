@@ -31,6 +31,8 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from tests.unit.tuner.search.spaces import SPACES
 from tests.unit.tuner.search.test_search_uniform import Case, case_of, graphs_of, least_memory, with_modules
 
+pytestmark = pytest.mark.usefixtures("whole_memory")
+
 LAYOUT = UniformLayout(tensor=1, context=1, expert=2, expert_tensor=1, pipeline=2, virtual=1, micro_batch=1)
 STRATEGIES = [(1, Offload()), (3, Offload()), (1, Offload(optimizer=0.5))]
 THREE = ("--num-layers", "3", "--pipeline-model-parallel-size", "1")
