@@ -40,6 +40,7 @@ from moe_overlap.commands.job_arguments import (
     add_margin_argument,
     add_routing_arguments,
     assumed_of,
+    check_flags,
     cluster_of,
     clusters_of,
     expert_load_of,
@@ -119,6 +120,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     if folder is not None:
         _require_writable(folder)
         require_no_other_files(folder, has_script=False)
+    check_flags(job_flags(arguments), cluster.gpus, arguments.precision is not None)
     from moe_overlap.api import tune
     from moe_overlap.report.trace import write_trace
     from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
@@ -154,7 +156,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     jobs = _jobs(arguments.jobs)
     clusters_of(arguments)
-    job_flags(arguments)
+    check_flags(job_flags(arguments), None)
     limits = _limits(arguments)
     # Before the search, which evaluates overlap last, or never if nothing can overlap.
     check_limits(limits)

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.training.cli.arguments import ALIASES, COMMAND_FLAGS, expand_files, script_gpus
+from megatron.training.cli.arguments import ALIASES, COMMAND_FLAGS, expand_files, parse, script_gpus
 from megatron.training.cli.flags.table import config_flags
+from megatron.training.cli.rules.model import sizes_are_given
 from megatron.training.cli.rules.parallel import MOST_PROCESSES
+from megatron.training.cli.validation import validate
 from moe_overlap.commands.gpus import ListGpus, ListModels
 from moe_overlap.commands.help_topics import topic
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
@@ -19,7 +21,7 @@ from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD
 from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.model_file import read_model
-from moe_overlap.describe.readers.predicted_flags import AFTER_THE_TABLE, grouped, mentions
+from moe_overlap.describe.readers.predicted_flags import AFTER_THE_TABLE, grouped, mentions, read
 from moe_overlap.describe.readers.shell_program import script_variables
 from moe_overlap.describe.readers.upstream_flags import DROPPED, load_upstream_flags
 from moe_overlap.plan.plan import Precision
@@ -228,6 +230,22 @@ def job_flags(arguments: argparse.Namespace, is_predicted: bool = False, chooses
         value = getattr(arguments, option, None)
         flags += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     return flags
+
+
+def check_flags(flags: Sequence[str], num_gpus: int | None, has_precision: bool = False) -> None:
+    """Check the flags of a job before the cost model is loaded, which takes seconds; the job is read again with all rules.
+
+    Args:
+        num_gpus: None for a search, which decides the layout: no rule that depends on one is checked.
+        has_precision: whether --precision replaces the precision of the flags.
+    Raises:
+        ConfigError: a mistake in the flags.
+    """
+    parsed = parse(read(list(expand_files(flags))).arguments)
+    if num_gpus is None:
+        sizes_are_given(parsed.config)
+    elif parsed.config.overlap.plan is None and not has_precision:
+        validate(parsed.config, num_gpus)
 
 
 def _run_flags(arguments: argparse.Namespace) -> list[str]:

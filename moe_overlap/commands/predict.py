@@ -25,6 +25,7 @@ from moe_overlap.commands.job_arguments import (
     add_margin_argument,
     add_routing_arguments,
     assumed_of,
+    check_flags,
     cluster_of,
     expert_load_of,
     job_flags,
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster = cluster_of(arguments)
         flags, notes = job_flags(arguments, is_predicted=True), notes_of(arguments, is_predicted=True)
+        if arguments.plan is None:
+            check_flags(flags, cluster.gpus, arguments.precision is not None)
         _require_plan_alone(arguments)
         options: Options = {
             "precision": arguments.precision,

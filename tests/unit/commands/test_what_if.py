@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from moe_overlap.commands.job_arguments import job_flags, name_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.shell_script import script_flags
 from moe_overlap.job import read_job
+from tests.spawn import HANGS_SECONDS
 
 LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1"
 JOB = (
@@ -85,3 +88,31 @@ def test_an_unknown_value_in_a_path_stops_nothing() -> None:
     assert flags.unread == ("line 1 has $(date), which cannot be read without running it",)
     with pytest.raises(ConfigError, match=r"x.sh line 1: has \$\(rate\), which cannot be read"):
         script_flags("python p.py --save a --lr $(rate)", {}, "x.sh")
+
+
+WRONG_FLAGS = [
+    ("predict", "--num-layers 46 --pipeline-model-parallel-size 4", "46 layers are not divisible by 4"),
+    ("predict", "--num-layers four", "--num-layers four: must be a whole number"),
+    ("autotune", "--num-layers 4 --alpha", "--alpha: is no flag of this tool or of the training"),
+    ("autotune", "--lr fast --num-layers 4", "--lr fast: must be a number"),
+    (
+        "autotune",
+        "--num-layers 4",
+        "--hidden-size, --num-attention-heads, --seq-length, --max-position-embeddings: the model",
+    ),
+    ("autotune", "--overlap-only --num-layers 4", "--hidden-size, --num-attention-heads"),
+]
+
+
+def test_mistakes_are_answered_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    """One process for all: the modules that take seconds stay out of it."""
+    source = "import sys\nfrom moe_overlap.commands import autotune, predict\n"
+    sizes = "--hidden-size 64 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 --vocab-size 512"
+    for tool, words, _ in WRONG_FLAGS:
+        flags = f"{sizes if tool == 'predict' else ''} {words} --gpu H100 --num-gpus 8".split()
+        source += f"try:\n    print({tool}.main({flags!r}))\nexcept SystemExit as end:\n    print(end.code)\n"
+    source += "print([name for name in ('numpy', 'pandas', 'ortools', 'torch') if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=HANGS_SECONDS)
+    assert ended.stdout.split("\n")[:-1] == ["2"] * len(WRONG_FLAGS) + ["[]"], ended.stdout + ended.stderr
+    for line, (_, _, message) in zip(ended.stderr.splitlines(), WRONG_FLAGS, strict=True):
+        assert message in line
