@@ -1,8 +1,8 @@
 """What the exact solver adds to greedy assignment of weight gradients: `python -m tests.validation.assignment_gains`
 
-The tuner decides the overlap of every job twice: with `SECONDS` for each integer program (CP-SAT), and with none, which leaves the
-greedy assignment and the repeated period. Both steps are simulated with the same prices; nothing runs on GPUs. `--write RECORD.md`
-keeps the table.
+The tuner decides the overlap of every job twice: with `SECONDS` for each integer program (CP-SAT), and with none, which leaves
+the greedy assignment and the repeated period. Both steps are simulated with the same prices; nothing runs on GPUs. With
+`--write RECORD.md` the table is kept.
 """
 
 from __future__ import annotations
