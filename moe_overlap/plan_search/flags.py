@@ -155,13 +155,18 @@ class PlansAsFlags:
         # The precision is said as the user says it: a plan knows no recipe.
         precise = [(name, each) for name, each in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
         others = [word for name, each in precise for word in (name, *each)]
-        others += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
+        # Such plans run on instruction lists, whatever dispatcher was priced.
+        on_lists = plan.has_stores and self._target != "megatron-lm"
+        others += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher and not on_lists else ()
         others += PAIRED if paired else ()
+        bare: Sequence[str] = self._bare
         if self._target == "megatron-lm":
             for error in unsayable(plan):
                 raise error
-        arguments = argument_file(self._bare, plan, [*layout, *others], self._target).arguments
-        if says_recomputation(plan):
+        elif on_lists and model.num_experts:
+            bare, _ = arguments_to_run(bare, plan, parse(list(bare)).config)
+        arguments = argument_file(bare, plan, [*layout, *others], self._target).arguments
+        if says_recomputation(plan) and not on_lists:
             return PlanFlags(arguments, (*layout, *others))
         return PlanFlags(arguments, tuple(others), tuple(layout))
 

@@ -339,8 +339,9 @@ def _plan_of(candidate: Candidate, template: Plan, model: ModelDescription) -> P
 def refusal_of(plan: Plan) -> str | None:
     """Why pretrain_moe.py refuses a plan today, with the field; None where it executes it."""
     try:
-        # No flag but says the precision, and it is the user's: the answer for it is wanted, whoever executes it.
-        refuse_unsupported(replace(plan, precision="fp32"))
+        # No flag but says the precision, and it is the user's: the answer for it is wanted, whoever executes it. Not every
+        # precision goes with other ZeRO levels.
+        refuse_unsupported(plan if plan.has_stores else replace(plan, precision="fp32"))
     except ConfigError as error:
         return str(error)
     return None

@@ -106,7 +106,7 @@ def _configured(
     """The configuration of a stage, with Transformer Engine's settings where it is used; arguments of `transformer_config`."""
     tc = transformer_config(config, model, plan, stage, layout)
     if uses_transformer_engine():
-        if not plan.follows_lists:
+        if not plan.runs_lists:
             run_fused(tc)
         overlap = plan.stages[stage].overlap
         # Set after the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
