@@ -312,7 +312,7 @@ def arguments_to_run(arguments: Sequence[str], plan: Plan, config: Config) -> tu
         config: what they were read into.
     """
     expanded = tuple(expand_files(arguments))
-    if not plan.follows_lists:
+    if not plan.runs_lists:
         return expanded, ()
     executed: list[str] = []
     dropped: dict[str, None] = {}

@@ -31,17 +31,17 @@ class Size(NamedTuple):
 
 
 BUDGET = {
-    "megatron/training": Size(61, 13493),
-    "megatron/training/checkpoint": Size(11, 2428),
-    "megatron/training/cli": Size(22, 4936),
+    "megatron/training": Size(68, 15282),
+    "megatron/training/checkpoint": Size(11, 2451),
+    "megatron/training/cli": Size(22, 4941),
     "megatron/training/data": Size(6, 1715),
-    "megatron/training/model": Size(8, 1615),
-    "moe_overlap/commands": Size(20, 3575),
+    "megatron/training/model": Size(10, 2103),
+    "moe_overlap/commands": Size(20, 3580),
     "moe_overlap/describe": Size(24, 5015),
-    "moe_overlap/plan": Size(29, 7274),
-    "moe_overlap/plan_search": Size(13, 2902),
+    "moe_overlap/plan": Size(33, 8507),
+    "moe_overlap/plan_search": Size(17, 4038),
     "moe_overlap/report": Size(18, 3255),
-    "moe_overlap/runtime": Size(37, 7838),
+    "moe_overlap/runtime": Size(41, 8756),
     "moe_overlap/tuner": Size(128, 32772),
     "moe_overlap/tuner/calibrate": Size(14, 2930),
     "moe_overlap/tuner/capture": Size(23, 6769),
@@ -49,7 +49,7 @@ BUDGET = {
     "moe_overlap/tuner/profile": Size(6, 1406),
     "moe_overlap/tuner/search": Size(43, 11809),
     "moe_overlap/tuner/write": Size(7, 1511),
-    "tools": Size(53, 8480),
+    "tools": Size(55, 8752),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
 SLACK_LINES = 100

@@ -87,18 +87,21 @@ class LearningSchedule:
     Attributes:
         global_batch_size: samples of the largest step.
         batch_sizes: number of samples trained before a step -> samples of the step.
-        lowered: samples of a step -> this rank's instructions; the same list for the same size.
+        lowered: samples of a step, and whether it begins with the updates that the step before has left -> this rank's
+            instructions; the same list for the same arguments.
+        left_updates: only the updates that a step leaves to the next one, on this rank; None if no rank leaves any.
     """
 
     total_steps: int
     global_batch_size: int
     batch_sizes: BatchSizes
-    lowered: Callable[[int], Sequence[Instruction]]
+    lowered: Callable[[int, bool], Sequence[Instruction]]
+    left_updates: Sequence[Instruction] | None = None
 
     @property
     def instructions(self) -> Sequence[Instruction]:
-        """This rank's instructions of the largest step."""
-        return self.lowered(self.global_batch_size)
+        """This rank's instructions of the largest step, if it is the first."""
+        return self.lowered(self.global_batch_size, False)
 
 
 @dataclass(frozen=True, slots=True)

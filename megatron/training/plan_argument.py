@@ -77,7 +77,7 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
         del values["parallel.sequence_parallel"]
     if parsed.config.training.step_batch_size_schedule is not None:
         del values["training.global_batch_size"]
-    lists = plan.transfers and parsed.config.moe.num_experts
+    lists = (plan.transfers or plan.has_stores) and parsed.config.moe.num_experts
     if lists or any(layer.dispatcher == "irregular" for stage in plan.stages for layer in stage.overlap.layers):
         values["moe.moe_token_dispatcher_type"] = "irregular"
     config = with_values(parsed.config, {path: value for path, value in values.items() if path not in written})

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.training.cli.config import Config, OverlapConfig
+from megatron.training.cli.flags.table import spelling
 from megatron.training.cli.rules.moe import (
     listed_run,
     overlap_flag,
@@ -198,7 +199,8 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     if plan.transfers:
         hold_unlike_stages(plan, source, config, model)
         return plan
-    from_flags = plan_from_flags(config, model, world_size)
+    # No flag says another ZeRO level than 1.
+    from_flags = _with_fields_of(plan, plan_from_flags(config, model, world_size), "zero_level")
     if not says_recomputation(plan):
         require_each_recomputation(plan, config, world_size)
         from_flags = _with_fields_of(plan, from_flags, "recompute")
@@ -297,7 +299,7 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
     """Require the flags that the executor of an overlapping plan needs in the model."""
     overlaps = [stage.overlap for stage in plan.stages]
     layers = [layer for overlap in overlaps for layer in overlap.layers]
-    if plan.follows_lists:
+    if plan.runs_lists:
         why = f"{source} has stages of unlike shape, whose list" if plan.transfers else source
         require_executable(config if config.moe.num_experts else _exchanging(config), why)
         at_the_end = not any(overlap.gradient_chunk_bytes for overlap in overlaps)
@@ -318,8 +320,23 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
             not (config.parallel.overlap_param_gather and gathers_late), "--overlap-param-gather", "", rule, "drop it"
         )
         _require_bytes(source, plan, config)
+    if plan.has_stores:
+        _require_flags_of_stores(source, config)
     if any(layer.mechanism == "partitioned" for layer in layers):
         require_cuttable(listed_run(config))
+
+
+def _require_flags_of_stores(source: str, config: Config) -> None:
+    """Refuse flags of megatron-core's DDP and distributed optimizer, whose place parameter stores take."""
+    rule = f"{source} has another ZeRO level than 1, whose states megatron-core's optimizer does not hold"
+    for path in (
+        "optimizer.grad_reduce_in_bf16",
+        "precision.use_precision_aware_optimizer",
+        "device.optimizer_cpu_offload",
+        "overlap.moe_overlap_cuda_graphs",
+    ):
+        group, field = path.split(".")
+        require(not getattr(getattr(config, group), field), spelling(path), "", rule, "drop it")
 
 
 def refuse_flag(subject: str, planned: Any, flag: str, flag_value: Any) -> None:

@@ -155,13 +155,18 @@ class PlansAsFlags:
         # The precision keeps the user's flags: a plan has no recipe.
         precise = [(name, values) for name, values in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
         others = [word for name, values in precise for word in (name, *values)]
-        others += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
+        # Plans with parameter stores run on instruction lists, whatever dispatcher was priced.
+        on_lists = plan.has_stores and self._target != "megatron-lm"
+        others += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher and not on_lists else ()
         others += PAIRED if paired else ()
+        bare: Sequence[str] = self._bare
         if self._target == "megatron-lm":
             for error in unsayable(plan):
                 raise error
-        arguments = argument_file(self._bare, plan, [*layout, *others], self._target).arguments
-        if says_recomputation(plan):
+        elif on_lists and model.num_experts:
+            bare, _ = arguments_to_run(bare, plan, parse(list(bare)).config)
+        arguments = argument_file(bare, plan, [*layout, *others], self._target).arguments
+        if says_recomputation(plan) and not on_lists:
             return PlanFlags(arguments, (*layout, *others))
         return PlanFlags(arguments, tuple(others), tuple(layout))
 

@@ -309,8 +309,8 @@ def _plan_of(candidate: Candidate, template: Plan, model: ModelDescription) -> P
 def refusal_of(plan: Plan) -> str | None:
     """Why pretrain_moe.py refuses a plan today, with the field; None where it executes it."""
     try:
-        # The precision is the user's, whoever executes it: it refuses no plan.
-        refuse_unsupported(replace(plan, precision="fp32"))
+        # The precision is the user's, whoever executes it: it refuses no plan, but for precisions without other ZeRO levels.
+        refuse_unsupported(plan if plan.has_stores else replace(plan, precision="fp32"))
     except ConfigError as error:
         return str(error)
     return None

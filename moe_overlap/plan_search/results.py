@@ -341,6 +341,9 @@ class PlanSearch:
         if self.plan.transfers:
             # The plan's file has the layout; no flag expresses it.
             arguments, in_file = self.chosen.arguments, ()
+        elif self.plan.has_stores and not self.is_upstream:
+            # The user's dispatcher is not that of instruction lists.
+            arguments = self.chosen.arguments
         if self.tuned is not None and self.tuned.chosen.name != PLAIN:
             plan_file, arguments, plan_arguments, in_file = (
                 "plan.json",

@@ -223,7 +223,7 @@ def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals
         if target == "megatron-lm" or layout.paired:
             return next(iter(upstream_plan_errors(plan, settings_by(layout.dispatcher, layout.paired))), None)
         try:
-            refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
+            refuse_unsupported(plan if plan.has_stores else dataclasses.replace(plan, precision="fp32"))
         except ConfigError as error:
             return error.with_traceback(None)
         if shares_scales(recipe, len(plan.stages)):

@@ -20,6 +20,7 @@ from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
+from moe_overlap.runtime.state.stored_chunk import Stores
 from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 
 
@@ -48,7 +49,7 @@ class RunContext:
         plan: the plan that is executed; `stage` is this rank's share of it.
         model: sizes of the whole model.
         groups: this rank's place in the plan and its process groups.
-        chunks: this rank's model chunks (virtual stages), wrapped in DDP.
+        chunks: this rank's model chunks (virtual stages), wrapped in DDP or in `StoredChunk`.
         models: the GPTModel inside each of them.
         optimizer: steps the parameters of the chunks layer by layer.
         recorder: records the spans of layers, transfers, runner and optimizer.
@@ -56,6 +57,7 @@ class RunContext:
         weight_gradients: queue of the weight gradients that the list computes later; stays empty if none are deferred.
         bucket_reduction: reduces gradients between passes; None if DDP reduces them after the last pass.
         weight_gathers: gathers weights during the first passes of a step; None if the update or DDP's hooks gather them.
+        stores: hold the states of this rank instead of DDP; None: DDP and megatron-core's distributed optimizer hold them.
         graph_stream: stream on which DDP was built and segments of static shapes are captured as CUDA graphs; None: no captures.
     """
 
@@ -70,6 +72,7 @@ class RunContext:
     weight_gradients: WeightGradQueue
     bucket_reduction: BucketReduction | None
     weight_gathers: WeightGathering | None = None
+    stores: Stores | None = None
     graph_stream: torch.cuda.Stream | None = None
 
     @property

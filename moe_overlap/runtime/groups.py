@@ -172,7 +172,7 @@ def build_groups(
     fields["intra_expt_dp"] = fields["expt_dp"]
     fields["inter_dist_opt"] = None
     collection = ProcessGroupCollection(**fields)
-    transfers = _transfer_groups(plan, timeout, limits) if plan.follows_lists else {}
+    transfers = _transfer_groups(plan, timeout, limits) if plan.runs_lists else {}
     return StageGroups(
         stage=stage_index,
         collection=collection,

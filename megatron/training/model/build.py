@@ -133,7 +133,7 @@ def _configured(
     """The configuration of a stage, with Transformer Engine's settings where it is used; arguments of `transformer_config`."""
     tc = transformer_config(config, model, plan, stage, layout)
     if uses_transformer_engine():
-        run_fused(tc, plan.follows_lists)
+        run_fused(tc, plan.runs_lists)
         overlap = plan.stages[stage].overlap
         # Set after the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
         tc.delay_wgrad_compute = any(layer.weight_gradient_slots for layer in overlap.layers)

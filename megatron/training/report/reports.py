@@ -96,7 +96,10 @@ def held_tensors(chunks: Any, optimizer: Any) -> list[torch.Tensor]:
     """Parameters, gradient buffers and optimizer state of this rank."""
     tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.module.buffers())]
     for chunk in chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        stores = getattr(chunk, "stores", None)
+        for store in stores or ():
+            tensors += store.held
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers) if stores is None else ():
             tensors += [part for part in (buffer.param_data, buffer.grad_data) if part is not None]
     for inner in optimizer.chained_optimizers:
         for state in inner.optimizer.state.values():

@@ -79,13 +79,13 @@ def test_without_the_library_nothing_is_asked_for() -> None:
         assert fused() == (False, False)
 
 
-@pytest.mark.parametrize("follows_lists", [False, True])
-def test_instruction_lists_keep_their_own(library: pytest.MonkeyPatch, follows_lists: bool) -> None:
+@pytest.mark.parametrize("runs_lists", [False, True])
+def test_instruction_lists_keep_their_own(library: pytest.MonkeyPatch, runs_lists: bool) -> None:
     tc = configured()
     library.setattr(model_builder, "transformer_config", lambda *_: tc)
     library.setattr(model_builder, "uses_transformer_engine", lambda: True)
     stage = SimpleNamespace(overlap=SimpleNamespace(layers=(), cuts_layers=False))
-    plan: Any = SimpleNamespace(follows_lists=follows_lists, stages=(stage,))
+    plan: Any = SimpleNamespace(runs_lists=runs_lists, stages=(stage,))
     nothing: Any = None
     assert model_builder._configured(nothing, nothing, plan, 0, None) is tc
-    assert (tc.apply_rope_fusion, tc.moe_permute_fusion) == (not follows_lists, not follows_lists)
+    assert (tc.apply_rope_fusion, tc.moe_permute_fusion) == (not runs_lists, not runs_lists)
