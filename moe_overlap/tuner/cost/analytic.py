@@ -26,6 +26,7 @@ from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
 from moe_overlap.tuner.cost.expected_error import ExpectedError, Neighbours
 from moe_overlap.tuner.cost.feasibility import (
+    Alternative,
     FullestStage,
     MemoryChange,
     MemoryQuantiles,
@@ -185,6 +186,8 @@ class Prediction:
     """The cheapest single change under which a plan that does not fit does, where one was looked for."""
     tried: tuple[MemoryChange, ...] = ()
     """The changes that were looked at."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Single changes of the job that were predicted, the fastest of those that fit first."""
     launching: Launching | None = None
     """Seconds of the step that are due to launches, where that was looked at."""
 
