@@ -22,6 +22,7 @@ from typing import TypedDict, Unpack
 
 from megatron.training.cli.arguments import expand_files, parse
 from megatron.training.cli.config import Config
+from moe_overlap.alternatives import NotCaptured, alternatives_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, read_expert_loads, shares_by_layer
@@ -170,7 +171,37 @@ def predict_job(arguments: Sequence[str], cluster: Cluster, options: Options) ->
             lambda change, plan: _features_with(change, plan, arguments, job, problem, cluster, options),
         )
         prediction = dataclasses.replace(prediction, remedy=remedy, tried=tried)
-    return PredictedJob(job=job, problem=problem, prediction=prediction, leeway=leeway_of(arguments, job, problem))
+    leeway = leeway_of(arguments, job, problem)
+    if prediction.fits and options.get("plan") is None and "--plan" not in job.flags:
+        alternatives = alternatives_of(
+            list(expand_files(arguments)),
+            problem.plan,
+            prediction.launching,
+            leeway.data_flags,
+            leeway.may_interleave,
+            lambda changed: _predict_captured(changed, cluster, options),
+        )
+        prediction = dataclasses.replace(prediction, alternatives=alternatives)
+    return PredictedJob(job=job, problem=problem, prediction=prediction, leeway=leeway)
+
+
+def _predict_captured(arguments: Sequence[str], cluster: Cluster, options: Options) -> Prediction:
+    """The prediction of a run whose layers are captured already.
+
+    Raises:
+        NotCaptured: they are not.
+        ConfigError: as `predict_job`.
+    """
+
+    def refuse(text: str) -> None:
+        raise NotCaptured(text)
+
+    quick: Options = {**options, "tell": refuse}
+    job = _job_on(arguments, cluster, quick)
+    if job.not_run:
+        raise ConfigError("the change", "", job.not_run[0], "leave it out")
+    problem = _problem(job, cluster, quick)
+    return predict_plan(problem.plan, problem)
 
 
 def _features_with(

@@ -36,6 +36,7 @@ from moe_overlap.commands.help_topics import Removed, parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
     PRECISIONS,
     PRICES,
+    EachOnce,
     add_job_arguments,
     add_margin_argument,
     add_routing_arguments,
@@ -83,13 +84,14 @@ SOLVER_SECONDS = 5.0
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake."""
+    begun = time.monotonic()
     arguments = _parser().parse_args(argv)
     try:
         for note in notes_of(arguments):
             print(f"not the same as {arguments.model}: {note}", file=sys.stderr)
         for sentence in assumed_of(arguments):
             print(f"assumed: {sentence}", file=sys.stderr)
-        return (_overlap if arguments.overlap_only else _plan)(arguments)
+        return _overlap(arguments) if arguments.overlap_only else _plan(arguments, begun)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -125,7 +127,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     from moe_overlap.report.trace import write_trace
     from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
 
-    options = _options(arguments, on_standard_error)
+    options = _options(arguments, EachOnce())
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(job_flags(arguments), cluster, _limits(arguments), seconds, arguments.refine, **options)
     if folder is not None:
@@ -141,8 +143,12 @@ def _overlap(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    """Search the whole plan."""
+def _plan(arguments: argparse.Namespace, begun: float) -> int:
+    """Search the whole plan.
+
+    Args:
+        begun: when the command started, from which the time limit counts.
+    """
     if arguments.refine:
         raise ConfigError(
             "--refine", arguments.refine[0], "traces refine the overlap of one layout", "add --overlap-only"
@@ -163,11 +169,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from moe_overlap.plan_search.request import SearchSettings
 
     # From here on an error first ends the line of progress.
-    progress = SearchProgress(sys.stderr)
+    progress = SearchProgress(sys.stderr, begun, limit)
+    left = float("inf") if limit is None else max(1e-3, limit - (time.monotonic() - begun))
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
-        seconds=float("inf") if limit is None else limit,
+        seconds=left,
         overlap_limits=limits,
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
@@ -281,35 +288,54 @@ def _limits(arguments: argparse.Namespace) -> SearchLimits:
 
 
 class SearchProgress:
-    """Reports the progress of the search: on one live line of a terminal, otherwise on a new line every ten seconds."""
+    """Reports the progress of the search: on one live line of a terminal, otherwise on a new line every ten seconds.
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._reported = stream, time.monotonic()
+    Args:
+        begun: when the command started.
+        limit: seconds of `--time-limit`; None: none.
+    """
+
+    def __init__(self, stream: TextIO, begun: float | None = None, limit: float | None = None) -> None:
+        self._stream, self._reported, self._limit = stream, time.monotonic(), limit
+        self._begun = self._reported if begun is None else begun
         self._line = LiveLine(stream)
-        self._line.show("reading the recorded operators of the model")
-        self._has_told = False
+        self._line.show("reading the captured layers of the model")
+        self._has_told = self._has_plan = False
 
     def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | MeshPlan | None) -> None:
         """Report the progress if the last report is old enough."""
-        is_live = self._line.is_shown
-        if time.monotonic() - self._reported < (0.2 if is_live else 10.0):
-            return
-        self._reported = time.monotonic()
+        self._has_plan |= best is not None
         text = "nothing that fits yet" if best is None else f"best so far {best.seconds:.3f} s, {best.name}"
-        text = f"{done:,} of at most {total:,} layouts evaluated; {text}"
+        self._show(f"{done:,} of at most {total:,} layouts evaluated; {text}")
+
+    def tell(self, text: str) -> None:
+        """Report a long operation, such as a capture, before and while it runs.
+
+        Raises:
+            ConfigError: the time limit has passed, and no plan was found that could be the answer.
+        """
+        now = time.monotonic()
+        if self._limit is not None and now - self._begun > self._limit and not self._has_plan:
+            rule = "passed while layers of the model were captured for the first time"
+            raise ConfigError("--time-limit", f"{self._limit:g}", rule, "give more time; finished captures are kept")
+        if self._has_told or self._line.is_shown:
+            self._show(text)
+        else:
+            on_standard_error(text)
+        self._has_told = True
+
+    def _show(self, text: str) -> None:
+        is_live, now = self._line.is_shown, time.monotonic()
+        if now - self._reported < (0.2 if is_live else 10.0):
+            return
+        self._reported = now
+        if self._limit is not None:
+            text += f"; {max(0.0, self._limit - (now - self._begun)):.0f} of {self._limit:g} s left"
         if is_live:
             self._line.show(text)
         else:
             self._stream.write(f"{text}\n")
             self._stream.flush()
-
-    def tell(self, text: str) -> None:
-        """Announce a long operation; without a live line only the first one, since a search records many layouts."""
-        if self._line.is_shown:
-            self._line.show(text)
-        elif not self._has_told:
-            on_standard_error(text)
-        self._has_told = True
 
     def end(self) -> None:
         """Clear the live line before the answer is printed."""

@@ -61,6 +61,19 @@ def on_standard_error(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class EachOnce:
+    """Prints a line about captures when the layout changes that is captured, not each time that one is awaited."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def __call__(self, text: str) -> None:
+        layout = text.partition(" (")[0]
+        if layout != self._shown:
+            on_standard_error(text)
+        self._shown = layout
+
+
 class _Once(argparse.Action):
     """An argument that may be given only once, because a second one would silently replace the first."""
 

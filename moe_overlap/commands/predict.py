@@ -21,6 +21,7 @@ from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
     PRECISIONS,
     PRICES,
+    EachOnce,
     add_job_arguments,
     add_margin_argument,
     add_routing_arguments,
@@ -33,7 +34,6 @@ from moe_overlap.commands.job_arguments import (
     margin_of,
     name_of,
     notes_of,
-    on_standard_error,
     token_count,
 )
 from moe_overlap.describe.errors import ConfigError, require
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "plan": arguments.plan,
             "name": name_of(arguments),
             "memory_margin": margin_of(arguments),
-            "tell": on_standard_error,
+            "tell": EachOnce(),
         }
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
         _answer(arguments, cluster, flags, notes, options, train_tokens)

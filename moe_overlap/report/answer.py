@@ -27,6 +27,7 @@ from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.plan_search.results import TIE, Leeway
 from moe_overlap.report.balance import balance_of
 from moe_overlap.report.prediction import (
+    alternative_memory,
     available_text,
     change_advice,
     change_name,
@@ -432,8 +433,8 @@ def suggestions(
     is_searched: bool = False,
     leeway: Leeway = ANY,
 ) -> list[str]:
-    """Advice for a plan, by its largest waiting term if that exceeds WORTH_A_LOOK; before it, advice against recomputation that
-    memory does not require.
+    """Advice for a plan: the predicted single change that gains most and fits; where none was predicted, what the largest waiting
+    term suggests if it exceeds WORTH_A_LOOK.
 
     After a search the advice is limited to decisions that no search makes: the batch, and the software that runs the plan.
     """
@@ -443,7 +444,8 @@ def suggestions(
         return [f"{change_name(remedy.change)}: then it fits, {cost}; {change_advice(remedy.change)}"]
     if prediction.tried:
         return [f"another layout: no single change makes it fit ({len(prediction.tried)} tried: --verbose)"]
-    again = [] if is_searched else _less_recomputation(plan, prediction)
+    if prediction.alternatives and not is_searched:
+        return [_best_alternative(prediction)]
     seconds = prediction.predicted.step_seconds
     terms = {f"exposed {kind}": part for kind, part in exposed_seconds(prediction.breakdown).items()}
     terms["bubble"] = prediction.breakdown.get("bubble_seconds", 0.0)
@@ -455,7 +457,7 @@ def suggestions(
         terms[LAUNCHES] = launching.seconds
     name = max(terms, key=lambda term: terms[term])
     if terms[name] < WORTH_A_LOOK * seconds:
-        return again
+        return []
     if is_searched:
         advice = _search_advice(launching, seconds, is_upstream, leeway)
     else:
@@ -464,7 +466,7 @@ def suggestions(
     if is_searched and name not in advice:
         return []
     share = f"{name} takes {_share(terms[name] / seconds)} of the step"
-    return [*again, f"{advice.get(name, 'another layout')}: {share}"]
+    return [f"{advice.get(name, 'another layout')}: {share}"]
 
 
 def _search_advice(launching: Launching | None, seconds: float, is_upstream: bool, leeway: Leeway) -> dict[str, str]:
@@ -504,18 +506,15 @@ def _job_advice(
     }
 
 
-def _less_recomputation(plan: Plan, prediction: Prediction) -> list[str]:
-    """Advice against full recomputation of layers while more than half of the memory is free.
-
-    The breakdown does not show recomputation: its seconds are part of the computation.
-    """
-    spare = prediction.available_bytes - prediction.fullest.high_bytes
-    if spare <= prediction.available_bytes / 2 or all(
-        stage.recompute.granularity not in ("full", "uniform") for stage in plan.stages
-    ):
-        return []
-    free = f"{spare / GIB:.1f} of {prediction.available_bytes / GIB:.1f} GiB stay free"
-    return [f"less recomputation: whole layers are computed again, and {free}; tools/autotune.py finds how little fits"]
+def _best_alternative(prediction: Prediction) -> str:
+    """The predicted change that gains most and fits, or that none gains."""
+    seconds = prediction.predicted.step_seconds
+    best = next((change for change in prediction.alternatives if change.fits), None)
+    if best is None or best.step_seconds > (1.0 - TIE) * seconds:
+        count = len(prediction.alternatives)
+        return f"tools/autotune.py, for other layouts: no single change gains 1 % ({count} predicted: --verbose)"
+    gain = f"{100 * (best.step_seconds / seconds - 1):+.1f} %"
+    return f"{best.name}: {best.step_seconds:.3f} s ({gain}), {alternative_memory(best)}; {best.flags}"
 
 
 def _graphs_advice(launching: Launching | None, step_seconds: float, is_upstream: bool) -> str:

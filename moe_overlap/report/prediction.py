@@ -10,7 +10,7 @@ from moe_overlap.describe.figures import VISIBLE_BYTES
 from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import LEVEL, ExpectedError, Neighbours
-from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryChange, Remedy
+from moe_overlap.tuner.cost.feasibility import Alternative, ChangeKind, MemoryChange, Remedy
 from moe_overlap.tuner.cost.hardware import precision_of, release_order
 from moe_overlap.tuner.write.memory_changes import RUN_BY_MEGATRON_LM, change_flags
 
@@ -33,6 +33,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "memory_margin": prediction.memory.margin,
         "fullest_stage": dataclasses.asdict(prediction.fullest),
         "cheapest_change_that_fits": None if prediction.remedy is None else _remedy_json(prediction.remedy),
+        "alternatives": [dataclasses.asdict(change) for change in prediction.alternatives],
         "changes_tried": [change_name(change) for change in prediction.tried],
         "capacity_bytes": prediction.capacity_bytes,
         "available_bytes": prediction.available_bytes,
@@ -143,7 +144,7 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
         peaks = dataclasses.asdict(stage.peak_bytes_by_category)
         shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peaks.items() if size > VISIBLE_BYTES)
         lines.append(f"  {index:<7}{stage.stable_seconds:>14.4f}{stage.peak_bytes / GIB:>10.1f}  {shares}")
-    lines.append("")
+    lines += ["", *_alternative_lines(prediction)]
     lines += prediction.overflow
     lines += _remedy_lines(prediction)
     lines += missed_texts(prediction.missed)
@@ -153,6 +154,25 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     lines += [f"not modelled: {flag}: {effect_of(flag)}" for flag in prediction.not_modelled]
     lines += [f"computed early: {text}" for text in prediction.computed_early]
     return "\n".join(lines).rstrip()
+
+
+def alternative_memory(alternative: Alternative) -> str:
+    """The memory of a single change as text."""
+    if alternative.high_bytes is None:
+        return "memory not counted"
+    fits = "" if alternative.fits else ": does not fit with certainty"
+    return f"at most {alternative.high_bytes / GIB:.1f} GiB{fits}"
+
+
+def _alternative_lines(prediction: Prediction) -> list[str]:
+    """A table of the single changes that were predicted; empty if there are none."""
+    seconds, lines = prediction.predicted.step_seconds, []
+    for change in prediction.alternatives:
+        gain = f"{change.step_seconds / seconds - 1.0:+.1%}"
+        lines.append(
+            f"  {change.name:<44}{change.step_seconds:>10.3f} s {gain:>7}  {alternative_memory(change)}; {change.flags}"
+        )
+    return [f"  {'single change':<44}{'a step':>12}", *lines, ""] if lines else []
 
 
 def _error_text(expected: ExpectedError) -> str:

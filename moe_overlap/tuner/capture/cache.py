@@ -16,6 +16,7 @@ import os
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,8 @@ class CaptureFiles:
 
     Args:
         folder: created if it is missing.
-        tell: called before a process captures missing layouts, which may occupy the machine for minutes.
+        tell: called while processes capture missing layouts, which may occupy the machine for minutes; an exception that it
+            raises ends them.
         capture: writes the missing captures; default: processes of its own.
     """
 
@@ -180,7 +182,9 @@ class CaptureFiles:
         tell: Tell | None = None,
         capture: Callable[[Mapping[Path, Request]], None] | None = None,
     ) -> None:
-        self._folder, self._tell, self._capture = folder, tell, capture or CaptureProcesses().capture
+        self._folder, self._tell = folder, tell
+        self._capture = capture or CaptureProcesses(report=self._report).capture
+        self._started = 0.0
         self._read: dict[Path, CapturedModel] = {}
 
     def captures(self, requests: Sequence[Request]) -> list[CapturedModel]:
@@ -205,10 +209,18 @@ class CaptureFiles:
                 missing[path] = request
         if missing:
             _require_writable(self._folder)
-            if self._tell is not None:
-                self._tell("recording the operators of a layout, which are kept for the next time")
+            self._started = time.monotonic()
+            self._report(0, len(missing))
             self._capture(missing)
         return [self._load(path) for path in paths]
+
+    def _report(self, done: int, total: int) -> None:
+        """Tell which capture is under way, and how long the others will take if they take as long as those before."""
+        if self._tell is None or done == total:
+            return
+        seconds = (time.monotonic() - self._started) / done * (total - done) if done else 0.0
+        rest = f", about {seconds:.0f} s left" if done else ""
+        self._tell(f"first use of this model: capturing layout {done + 1} of {total} (cached afterwards){rest}")
 
     def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
         """Captured models of the stages from this folder, as `cached_graphs`."""

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,6 +25,8 @@ EACH = 4
 """Number of captures that justify another process."""
 MOST = 4
 """Largest number of processes: each holds torch, about half a GiB."""
+POLL_SECONDS = 0.5
+"""Longest time between two reports of progress; a report may end the capture by an exception."""
 
 
 class CaptureError(RuntimeError):
@@ -67,9 +69,16 @@ class CaptureProcesses:
     Args:
         command: command line of a process, which reads requests from stdin and writes a line to stdout after each.
         cores: number of cores; None: those of this machine.
+        report: called with the numbers of finished captures and of all, at the start, after each, and while they are awaited.
     """
 
-    def __init__(self, command: Sequence[str] = (), cores: int | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str] = (),
+        cores: int | None = None,
+        report: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        self._report = report
         # -P: a torch.py in the user's working folder is not torch.
         self._command = command or [sys.executable, "-P", "-m", "moe_overlap.tuner.capture"]
         self._most = min(MOST, cores or usable_cores())
@@ -84,7 +93,7 @@ class CaptureProcesses:
         Raises:
             CaptureError: a capture failed; finished ones stay.
         """
-        waiting = list(missing.items())[::-1]
+        waiting, done = list(missing.items())[::-1], 0
         workers = self._workers.setdefault(os.getpid(), [])
         # Forked processes share the cores, so each of them starts one.
         most = self._most if os.getpid() == self._owner else 1
@@ -96,10 +105,12 @@ class CaptureProcesses:
                     worker.ask(*waiting.pop())
                     busy.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
                 while busy.get_map():
-                    for key, _ in busy.select():
+                    self._report(done, len(missing))
+                    for key, _ in busy.select(POLL_SECONDS):
                         worker = key.data
                         if not worker.process.stdout.readline():
                             raise worker.failure()
+                        done += 1
                         if waiting:
                             worker.ask(*waiting.pop())
                         else:

@@ -26,6 +26,7 @@ from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
 from moe_overlap.tuner.cost.expected_error import ExpectedError, Neighbours
 from moe_overlap.tuner.cost.feasibility import (
+    Alternative,
     FullestStage,
     MemoryChange,
     MemoryQuantiles,
@@ -185,6 +186,8 @@ class Prediction:
     """The fastest single change that makes the plan fit; None if it fits, no change does, or none was searched."""
     tried: tuple[MemoryChange, ...] = ()
     """The changes that were tried."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Single changes of the job that were predicted, the fastest of those that fit first."""
     launching: Launching | None = None
     """Seconds of the step due to launches; None if they were not computed."""
 

@@ -92,6 +92,22 @@ class Remedy:
     """The quantile of the margin for the fullest stage after the change."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """A single change of a job, with its prediction.
+
+    Attributes:
+        flags: the flags of the change.
+        high_bytes: quantile of the margin for the fullest stage after the change; None if its memory is not known.
+    """
+
+    name: str
+    flags: str
+    step_seconds: float
+    high_bytes: int | None = None
+    fits: bool = True
+
+
 def needed_bytes(stage: PredictedStage) -> int:
     """The predicted peak of a stage without fragmentation."""
     return stage.peak_bytes - stage.peak_bytes_by_category.fragmentation

@@ -485,7 +485,7 @@ def test_a_batch_must_be_named() -> None:
 
 
 def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 5.0, 11.0, 11.0])
+    now = iter([0.0, 5.0, 11.0])
     monkeypatch.setattr(autotune.time, "monotonic", lambda: next(now))
     stream = io.StringIO()
     progress = autotune.SearchProgress(stream)

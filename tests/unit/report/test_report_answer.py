@@ -34,9 +34,10 @@ from moe_overlap.report.answer import (
 )
 from moe_overlap.report.balance import balance_of
 from moe_overlap.report.changes import helpful
+from moe_overlap.report.prediction import prediction_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import ExpectedError
-from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryChange, MemoryQuantiles, Remedy
+from moe_overlap.tuner.cost.feasibility import Alternative, ChangeKind, MemoryChange, MemoryQuantiles, Remedy
 from moe_overlap.tuner.cost.hardware import Software
 from tests.unit.tuner.cost.test_cost_predict import by_hand
 
@@ -56,6 +57,7 @@ def predicted(*changed: str) -> Prediction:
         predict([*WORDS, *changed], CLUSTER),
         expected_error=ExpectedError(0.1, 5, 5, "H100 MoE", spread=0.2),
         not_modelled=(),
+        alternatives=(),
     )
 
 
@@ -320,7 +322,9 @@ def test_no_flag_is_advised_that_the_job_has_or_that_is_refused() -> None:
         job = predict_job([*WORDS, *words], CLUSTER, {})
         seconds = 0.3 * job.prediction.predicted.step_seconds
         terms = dict.fromkeys(job.prediction.breakdown, 0.0) | {f"{term}_seconds": seconds}
-        plain = dataclasses.replace(job.prediction, breakdown=terms, launching=None, remedy=None, tried=())
+        plain = dataclasses.replace(
+            job.prediction, breakdown=terms, launching=None, remedy=None, tried=(), alternatives=()
+        )
         (said,) = suggestions(job.problem.plan, plain, leeway=job.leeway)
         return said.removesuffix(f": {term.replace('_', ' ')} takes 30.0 % of the step")
 
@@ -352,24 +356,28 @@ def test_a_job_without_overlapped_reductions_is_told_their_flags() -> None:
     assert predict_job(whole, CLUSTER, {}).leeway.data_flags == flags[:1]
 
 
-def test_layers_that_are_computed_again_for_memory_that_stays_free_are_said_first() -> None:
-    every = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
-    plan, prediction = planned(*every), predicted(*every)
-    capacity = prediction.available_bytes
-    assert prediction.fullest.high_bytes < capacity / 2
-    waits = suggestions(planned(), dataclasses.replace(predicted(*every), tried=()))
-    first, *others = suggestions(plan, prediction)
-    assert others == waits and first == (
-        f"less recomputation: whole layers are computed again, and {(capacity - prediction.fullest.high_bytes) / GIB:.1f} of "
-        f"{capacity / GIB:.1f} GiB stay free; tools/autotune.py finds how little fits"
-    )
-    quiet = dataclasses.replace(prediction, breakdown=dict.fromkeys(prediction.breakdown, 0.0), launching=None)
-    assert suggestions(plan, quiet) == [first]
-    # A plan that needs the memory, one that recomputes modules alone, and one of a search have no such advice.
-    tight = dataclasses.replace(prediction, capacity_bytes=2 * prediction.fullest.high_bytes, reserved_bytes=0)
-    modules = planned(*"--recompute-granularity selective --recompute-modules layernorm".split())
-    assert suggestions(plan, tight) == suggestions(modules, prediction) == waits
-    assert not any("recomputation" in text for text in suggestions(plan, prediction, is_searched=True))
+def alternative(name: str, share: float, **changed: object) -> Alternative:
+    """A change after which a step takes a share of its seconds."""
+    values: dict[str, object] = {"flags": f"--{name}", "high_bytes": 40 * GIB}
+    step = share * predicted().predicted.step_seconds
+    return Alternative(name=name, step_seconds=step, **values | changed)  # type: ignore[arg-type]
+
+
+def test_the_change_that_gains_most_and_fits_is_suggested_with_its_step() -> None:
+    def advice(*alternatives: Alternative, **changed: bool) -> list[str]:
+        return suggestions(planned(), dataclasses.replace(predicted(), alternatives=alternatives), **changed)  # type: ignore[arg-type]
+
+    half = f"{0.5 * predicted().predicted.step_seconds:.3f} s (-50.0 %)"
+    assert advice(alternative("half", 0.5), alternative("most", 0.9)) == [f"half: {half}, at most 40.0 GiB; --half"]
+    assert advice(alternative("graphs", 0.5, high_bytes=None)) == [f"graphs: {half}, memory not counted; --graphs"]
+    # Those that do not fit come last, and a gain that predictions do not tell from none is none.
+    for few in (alternative("small", 0.995), alternative("full", 0.5, fits=False)):
+        assert advice(few) == [
+            "tools/autotune.py, for other layouts: no single change gains 1 % (1 predicted: --verbose)"
+        ]
+    assert "half" not in "".join(advice(alternative("half", 0.5), is_searched=True))
+    text = prediction_text(dataclasses.replace(predicted(), alternatives=(alternative("half", 0.5),)), CLUSTER)
+    assert "half " in text and "-50.0%  at most 40.0 GiB; --half" in text
 
 
 def test_a_search_advises_nothing_that_it_decides() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.training.cli.config import LoggingConfig
 from megatron.training.report.live_line import ERASE, LiveLine
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.commands import autotune
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.tuner.search.uniform import RankedLayout
 from tests.unit.training.test_metrics import metrics
@@ -77,10 +79,11 @@ def test_the_answer_of_a_search_follows_an_empty_line(
     monkeypatch.setattr("sys.stderr", stream)
 
     def search(words: object, cluster: object, settings: SearchSettings, **named: object) -> RankedLayout:
-        assert screen(stream)[0].startswith("reading the recorded operators of the model")
-        named["tell"]("recording the operators of a layout")  # type: ignore[operator]
-        assert screen(stream) == ["recording the operators of a layout"]
+        assert screen(stream)[0].startswith("reading the captured layers of the model")
         monkeypatch.setattr(autotune.time, "monotonic", lambda: 1e9)
+        named["tell"]("capturing layout 1 of 8")  # type: ignore[operator]
+        assert screen(stream) == ["capturing layout 1 of 8"]
+        monkeypatch.setattr(autotune.time, "monotonic", lambda: 2e9)
         settings.progress(3, 9, None)
         assert screen(stream) == ["3 of at most 9 layouts evaluated; nothing that fits yet"]
         raise KeyboardInterrupt
@@ -89,6 +92,23 @@ def test_the_answer_of_a_search_follows_an_empty_line(
     words = ["--megatron-args", "examples/mixtral-8x7b.args", "--gpu", "H100", "--num-gpus", "64"]
     assert autotune.main([*words, "--output", str(tmp_path)]) == 130
     assert screen(stream) == ["error: interrupted before the answer was complete", ""]
+
+
+def test_a_time_limit_ends_captures_where_nothing_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts from the start of the command; with a plan in hand the search ends by itself."""
+    now = [100.0]
+    monkeypatch.setattr(autotune.time, "monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = autotune.SearchProgress(stream, begun=90.0, limit=30.0)
+    progress.tell("capturing layout 1 of 8")
+    now[0] = 115.0
+    progress.tell("capturing layout 2 of 8")
+    assert stream.getvalue() == "capturing layout 2 of 8; 5 of 30 s left\n"
+    now[0] = 121.0
+    with pytest.raises(ConfigError, match="--time-limit 30: passed while layers .* give more time"):
+        progress.tell("capturing layout 3 of 8")
+    progress(1, 9, types.SimpleNamespace(seconds=1.0, name="TP 2"))  # type: ignore[arg-type]
+    progress.tell("capturing layout 3 of 8")
 
 
 def test_what_is_recorded_is_said_once_where_lines_stay(capsys: pytest.CaptureFixture[str]) -> None:

@@ -292,6 +292,20 @@ def test_a_process_that_fails_says_why_and_another_goes_on(tmp_path: Path) -> No
     assert answered_by([tmp_path / "0"]) != answered_by([tmp_path / "2"])
 
 
+def test_every_capture_is_reported_and_a_report_may_end_them(tmp_path: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    command = (sys.executable, "-c", STAND_IN)
+    processes = CaptureProcesses(command, cores=1, report=lambda done, total: reports.append((done, total)))
+    processes.capture({tmp_path / str(number): request(MOE) for number in range(3)})
+    assert list(dict.fromkeys(reports)) == [(0, 3), (1, 3), (2, 3)]
+
+    def end(done: int, total: int) -> None:
+        raise ConfigError("--time-limit", 1, "passed", "give more time")
+
+    with pytest.raises(ConfigError, match="--time-limit 1: passed"):
+        CaptureProcesses(command, cores=1, report=end).capture({tmp_path / "never": request(MOE)})
+
+
 def test_a_forked_process_asks_its_own(tmp_path: Path) -> None:
     processes = CaptureProcesses((sys.executable, "-c", STAND_IN), cores=1)
     processes.capture({tmp_path / "0": request(MOE)})

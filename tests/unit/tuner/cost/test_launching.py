@@ -8,7 +8,7 @@ from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.answer import Answer, answer_lines, suggestions
+from moe_overlap.report.answer import Answer, answer_lines
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.search import answer_of, search_json
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -47,9 +47,9 @@ def test_graphs_that_megatron_has_are_named_with_the_step_that_their_flags_are_p
     assert found.launching is not None and found.launching.graph_flags == UPSTREAM
     graphed = predicted(*UPSTREAM)
     assert found.launching.graphed_seconds == graphed.predicted.step_seconds < found.predicted.step_seconds
-    (line,) = (line for line in lines(found) if line.startswith("try next"))
-    assert " ".join(UPSTREAM) in line and f"{graphed.predicted.step_seconds:.3f} s a step" in line
-    assert "on Megatron-LM, not on this fork" in line
+    (change,) = (change for change in found.alternatives if change.flags == " ".join(UPSTREAM))
+    assert change.step_seconds == graphed.predicted.step_seconds and change.high_bytes is None
+    assert change.name == "CUDA graphs (Megatron-LM's, not this fork's)"
     # What has them is not advised to have them.
     assert graphed.launching is not None and graphed.launching.graph_flags == ()
 
@@ -75,8 +75,7 @@ def test_lists_are_predicted_with_graphs_of_their_own() -> None:
     assert found.launching is not None and found.launching.graph_flags == (GRAPHS,)
     assert found.launching.graphed_seconds == pytest.approx(replayed.predicted.step_seconds)
     assert replayed.launching is not None and replayed.launching.graph_flags == ()
-    plan = problem_of(words, cluster, given).plan
-    assert any(text.startswith(GRAPHS) and "not yet run on hardware" in text for text in suggestions(plan, found))
+    assert any((change.flags, "not yet run" in change.name) == (GRAPHS, True) for change in found.alternatives)
 
 
 def test_a_search_says_what_its_plan_waits_for() -> None:
