@@ -25,6 +25,7 @@ from megatron.training.cli.config import Config
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, read_expert_loads, shares_by_layer
+from moe_overlap.host_launches import launching_of
 from moe_overlap.job import (
     Job,
     capturable,
@@ -37,7 +38,6 @@ from moe_overlap.job import (
     with_stages_of,
     without_graphs,
 )
-from moe_overlap.launching import launching_of
 from moe_overlap.plan.capabilities import GRAPHS_FLAG, require_listable
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
@@ -107,7 +107,7 @@ class PredictedJob:
 
 
 def leeway_of(arguments: Sequence[str], job: Job, problem: Problem) -> Leeway:
-    """The advice that a job leaves room for: no flag that it has or that is refused, and no search that would find nothing.
+    """Which advice applies: never a flag already set or refused, never a search that cannot improve.
 
     Args:
         arguments: its flags, or `@FILE`.
@@ -198,10 +198,10 @@ def _features_with(
         return None
     if changed.plan.stages != plan.stages:
         return None
-    before, broken = (set(each.not_run) for each in (job, changed))
+    before, broken = (set(variant.not_run) for variant in (job, changed))
     if change.kind in RUN_BY_MEGATRON_LM:
         before, broken = (
-            set(map(str, upstream_errors(values_of(each.flags), cluster.gpus))) for each in (job, changed)
+            set(map(str, upstream_errors(values_of(variant.flags), cluster.gpus))) for variant in (job, changed)
         )
     if not broken <= before:
         return None
@@ -286,8 +286,8 @@ def require_executable(job: Job, cluster: Cluster, options: Options) -> None:
     """
     precision = job.plan.precision
     flag = "--fp4-format" if precision == "nvfp4" else "--fp8-format"
-    said = options.get("precision")
-    named = (flag, " ".join(job.flags.get(flag, ()))) if said is None else ("--precision", said)
+    option = options.get("precision")
+    named = (flag, " ".join(job.flags.get(flag, ()))) if option is None else ("--precision", option)
     require_units(cluster, precision, *named)
 
 
@@ -312,9 +312,9 @@ def arguments_to_run(arguments: Sequence[str], plan: Plan, config: Config) -> tu
         config: what they were read into.
     """
     expanded = tuple(expand_files(arguments))
-    if not plan.follows_lists:
+    if not plan.runs_lists:
         return expanded, ()
-    kept: list[str] = []
+    executed: list[str] = []
     dropped: dict[str, None] = {}
     is_kept = True
     for word in expanded:
@@ -322,10 +322,10 @@ def arguments_to_run(arguments: Sequence[str], plan: Plan, config: Config) -> tu
             name = word.partition("=")[0]
             dropped |= {name: None} if name in LEFT_OUT else {}
             is_kept = name not in LEFT_OUT and name != DISPATCHER
-        kept += [word] if is_kept else []  # Values follow their flag.
+        executed += [word] if is_kept else []  # Values follow their flag.
     # Instruction lists run on the runtime's own gate and dispatcher, never on megatron-core's.
     gate = ("--moe-gate", "topk") if config.overlap.moe_gate is None else ()
-    return (*kept, *gate, DISPATCHER, "irregular"), tuple(dropped)
+    return (*executed, *gate, DISPATCHER, "irregular"), tuple(dropped)
 
 
 def problem_of(arguments: Sequence[str], cluster: Cluster, options: Options) -> Problem:
@@ -340,8 +340,8 @@ def _job_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Job
 
 
 def _read_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Job:
-    given = options.get("precision"), options.get("plan")
-    job = read_job(arguments, cluster.gpus, *given, host_runs_ahead=cluster.queues, name=options.get("name"))
+    precision, plan = options.get("precision"), options.get("plan")
+    job = read_job(arguments, cluster.gpus, precision, plan, host_runs_ahead=cluster.queues, name=options.get("name"))
     decided = options.get("decided")
     return job if decided is None else with_stages_of(job, decided)
 
@@ -388,16 +388,17 @@ def machine_for(
         lookup,
         precision=job.plan.precision,
         is_moe=job.model.num_experts > 0,
+        model=job.model,
     )
 
 
 def _captured(job: Job, plan: Plan, cluster: Cluster, options: Options) -> Mapping[int, CapturedModel]:
     """The graphs of the stages of a plan on these machines."""
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
-    asked = (capturable(job.config), job.model, plan, job.flags)
-    if (given := options.get("graphs")) is not None:
-        return given(*asked)
-    return (cpu_graphs if on_cpu else cached_graphs)(*asked, tell=options.get("tell"))
+    capture = (capturable(job.config), job.model, plan, job.flags)
+    if (graphs := options.get("graphs")) is not None:
+        return graphs(*capture)
+    return (cpu_graphs if on_cpu else cached_graphs)(*capture, tell=options.get("tell"))
 
 
 def busiest_load(path: str | None, experts: int, groups: int) -> float:
@@ -427,8 +428,8 @@ def busiest_load(path: str | None, experts: int, groups: int) -> float:
             rule = f"its layer {layer} has {len(shares)} experts, the model {experts or 'none'}"
             raise ConfigError("--expert-load", path, rule, "give the file that a run of this model wrote")
         # An expert rank holds neighbouring experts.
-        each = len(shares) // groups
-        ratios.append(groups * max(sum(shares[rank * each : (rank + 1) * each]) for rank in range(groups)))
+        local = len(shares) // groups
+        ratios.append(groups * max(sum(shares[rank * local : (rank + 1) * local]) for rank in range(groups)))
     return sum(ratios) / len(ratios)
 
 

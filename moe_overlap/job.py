@@ -56,6 +56,7 @@ from moe_overlap.tuner.write.upstream_values import values_of
 
 ALWAYS_SHARDED = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
 OWN_MODULES = "megatron-core's own modules: among captured graphs Transformer Engine's may not defer weight gradients"
+SINKHORN = "sinkhorn"
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 
 
@@ -70,7 +71,7 @@ class Job:
     assumed: tuple[str, ...] = ()
     """Sentences on what was taken for what the flags do not say."""
     not_run: tuple[str, ...] = ()
-    """Rules by which Megatron-LM does not run what the flags ask of it, and this fork has not."""
+    """Rules of Megatron-LM that these flags break and that this fork does not have."""
 
 
 def read_job(
@@ -84,9 +85,9 @@ def read_job(
     """Understand a command line for a number of GPUs.
 
     Args:
-        arguments: Megatron flags; `@FILE` stands for those in a file. A `--plan` among them completes them, as in training.
+        arguments: Megatron flags; `@FILE` stands for those in a file. A `--plan` among them only completes them, as in training.
         precision: in place of what the flags say.
-        plan: file of a plan that decides in place of the flags.
+        plan: file of a plan that decides alone, whatever layout the flags have.
         host_runs_ahead: whether the devices queue what the host gives them. A run of flags is lowered for its devices; a plan of
             a file says itself which it is for.
         name: of the model, where no file of flags names it.
@@ -135,8 +136,8 @@ def model_of_plan(arguments: Sequence[str], plan: Plan, source: str, name: str |
         ConfigError: the flags describe no model, or another one than the plan's; the plan has no stage.
     """
     require_stages(plan, source)
-    said = grouped(read(list(expand_files(arguments))).arguments)
-    parsed = parse([word for flag, values in said.items() if flag != "--plan" for word in (flag, *values)])
+    flags = grouped(read(list(expand_files(arguments))).arguments)
+    parsed = parse([word for flag, values in flags.items() if flag != "--plan" for word in (flag, *values)])
     model, parallel = parsed.config.model, parsed.config.parallel
     model = dataclasses.replace(
         model,
@@ -166,7 +167,7 @@ def named_by(arguments: Sequence[str]) -> str | None:
 def without_graphs(arguments: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """The flags, files expanded, without --moe-overlap-cuda-graphs, and whether it was among them.
 
-    Training refuses it where nothing is overlapped; what is tuned overlaps nothing yet.
+    Training refuses that flag for a plan without overlap, which a job has before it is tuned.
     """
     expanded = tuple(expand_files(arguments))
     return tuple(word for word in expanded if word != GRAPHS_FLAG), GRAPHS_FLAG in expanded
@@ -196,13 +197,13 @@ def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flag
         )
         require_model(decided, file, of_length, config.model.make_vocab_size_divisible_by)
         validate_plan(decided, model, file)
-        # Its steps would else be told, per GPU, of machines that have other GPUs.
+        # Otherwise figures per GPU would be divided by the wrong number of GPUs.
         require_world(decided, file, num_gpus, "world size", "use")
         return decided
     if config.overlap.plan is not None:
         return plan_of_run(config, model, num_gpus)
     decided = plan_from_flags(config, model, num_gpus)
-    # Overlap by instruction lists is this fork's own, whose optimizer is always distributed: what `plan_from_flags` says.
+    # Plans with instruction lists run on this fork only, with ZeRO-1, as `plan_from_flags` has it.
     if decided.is_listed and not is_sharded_by_fsdp(flags):
         return decided
     activations = offloaded_layers(flags, model.num_layers) / model.num_layers
@@ -237,7 +238,7 @@ def _with_offloaded(plan: Plan, activations: float, optimizer: float) -> Plan:
 
 
 def with_stages_of(job: Job, plan: Plan) -> Job:
-    """The job with the stages of a plan that its flags say but for the recomputation.
+    """The job with a plan's stages, of which its flags express everything but the recomputation.
 
     Raises:
         ConfigError: what a stage recomputes breaks a rule across flags.
@@ -259,9 +260,6 @@ def executed_here(job: Job) -> Job:
     return dataclasses.replace(job, plan=with_zero_level(job.plan, 1), assumed=(*job.assumed, ALWAYS_SHARDED))
 
 
-SINKHORN = "sinkhorn"
-
-
 def capturable(config: Config) -> Config:
     """A configuration whose router ends after steps that do not depend on the data: without sinkhorn's iterations."""
     moe = config.moe
@@ -277,15 +275,14 @@ def capturable(config: Config) -> Config:
 def listed_run_of(config: Config, num_gpus: int, flags: Flags, has_gpus: bool = True, domain: int = 1) -> ListedRun:
     """The settings that a plan with overlap runs under: a gate and a dispatcher of ours, and no flag that lists replace.
 
-    The rules across flags are asked once whether the others go with these; the answer is a setting itself, since each of the
-    tuner's candidates needs it.
+    The rules across flags are checked once, here: `ListedRun.refusal` keeps the result, because every candidate needs it.
 
     Args:
         flags: of the command line.
         has_gpus: whether the devices can capture graphs.
         domain: GPUs whose all-to-alls stay off the network.
     """
-    # Padding by megatron-core is of its own router and dispatcher; the job's plan, whose candidates these are, knows none of it.
+    # megatron-core pads in its own router and dispatcher; the plan does not describe that.
     pads_elsewhere = config.moe.moe_pad_expert_input_to_capacity and static_capacity_factor(config) is None
     config = dataclasses.replace(
         config,
@@ -299,7 +296,7 @@ def listed_run_of(config: Config, num_gpus: int, flags: Flags, has_gpus: bool = 
         # A traceback would keep the frames of the validation alive as long as the problem.
         refusal = error.with_traceback(None)
     try:
-        # Predicted it could be, but a plan that the runtime refuses to start must not be the answer.
+        # The cost model could predict it, but the runtime refuses to start it.
         rule = "layers that overlap are not executed in 4 bits"
         fp4 = config.precision.fp4
         require(refusal is not None or fp4 is None, "--fp4-format", fp4, rule, "train in bf16 to overlap")
@@ -411,8 +408,8 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
 
 
 def _router_groups(config: Config) -> RouterGroups:
-    count, kept = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk
-    return RouterGroups(count, kept) if count and kept else RouterGroups()
+    groups, top_groups = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk
+    return RouterGroups(groups, top_groups) if groups and top_groups else RouterGroups()
 
 
 def _is_fused_attention(flags: Flags) -> bool:

@@ -71,3 +71,9 @@ def _leave_no_losses_of_routers() -> Iterator[None]:
     if moe_utils is not None:
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+@pytest.fixture
+def whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan may have all of a GPU's memory: for tests that choose it so that some plans fit and others do not."""
+    monkeypatch.setattr("moe_overlap.tuner.cost.machine.reserved_bytes", lambda cluster, is_moe: 0)

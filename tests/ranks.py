@@ -47,6 +47,7 @@ class Ranks:
         folder: takes the ranks' output.
         more: further variables, or others than the launcher's.
         cwd: working directory.
+        by_srun: whether the ranks know their place only from Slurm's variables, as tasks of srun without torchrun do.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Ranks:
         trouble: Trouble | None = None,
         more: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
+        by_srun: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -66,6 +68,10 @@ class Ranks:
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting} if ranks > 1 else {}
+            if by_srun:
+                step = {"SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_STEP_TASKS_PER_NODE": str(ranks)}
+                step |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+                place = {**step, "MASTER_PORT": meeting["MASTER_PORT"]}
             variables = environment({**place, **(more or {})})
             start = (list(words), str(folder / f"rank{rank}"), variables, trouble, str(cwd))
             process: BaseProcess = context.Process(target=_rank, args=start, daemon=True)

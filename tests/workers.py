@@ -36,7 +36,7 @@ LONGEST = tuple(
     for name in (
         "plan_search/test_overlapped_search",
         "plan_search/test_plan_search",
-        "plan_search/test_upstream_shards",
+        "plan_search/test_upstream_states",
         "tuner/capture/test_capture_layouts",
         "tuner/cost/test_cost_corners",
         "tuner/cost/test_cost_listed_step",

@@ -1,18 +1,18 @@
-"""Compare the overlap that the tuner chooses with every plan that flags can say by hand, on rate-limited links.
+"""Compare the overlap that the tuner chooses with every plan that flags can express, on rate-limited links.
 
     tools/benchmark_choices.py [--namespaces | --emulator] [--gates switch topk batch_prioritized] [--ratio 0.25 0.5 1 2]
                                [--sweeps 1] [--repeats 5] [--real] [--folder DIR] [--json] [flags of pretrain_moe.py]
 
-A cell is a gate and a ratio of all-to-all seconds to computation; the rate of the links is what makes the ratio. Two ranks stand
-on hosts of their own, with two micro-batches a step. For each gate they measure its operators, for each cell its links; from that
-`tune` (tools/autotune.py --overlap-only) chooses; it does not see any measured step. Then all plans of
-`hand_set` (tools/bench/figures.py) run in turn, and the fastest of them, the chosen one and megatron-core's list once more,
+A cell is a gate and a ratio of all-to-all seconds to computation; the rate of the links sets the ratio. Two ranks, each on its
+own host, execute two micro-batches per step. They measure the operators of each gate and the links of each cell. From these
+measurements, and without any measured step, `tune` (tools/autotune.py --overlap-only) chooses a plan. Then all plans of
+`hand_set` (tools/bench/figures.py) run in turn, and after that the fastest of them, the chosen one and megatron-core's list,
 `repeats` times.
 
 Timer compute: every operator sleeps for its seconds in the cost model, so the tuner's computation is exact; only the passes run,
 without the update. Links are real.
 
---real          then megatron-core's list, the sequential one and the chosen plans with real computation, in turn
+--real          afterwards run megatron-core's list, the sequential one and the chosen plans with real computation, in turn
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.api import job_operators, problem_of, read_job, tune
@@ -157,7 +157,7 @@ class GateCells:
         return max(answer["step"] for answer in self._ranks.tell(do=ORDER_STEP, variant=name, scale=scale))
 
     def _bed(self, name: str, like: MeasuredBed | None = None) -> MeasuredBed:
-        """A bed with a database of its own, which starts with the measurements of another one."""
+        """A bed with its own database, which starts with the measurements of another bed."""
         path = self._arguments.folder / f"{links_name(self._arguments)}-{self._gate}-{name}.json"
         if like is not None:
             shutil.copy(like.database.path, path.with_suffix(".measured.jsonl"))
@@ -244,7 +244,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def real_gains(cell: Cell) -> list[Spread]:
-    """Gains of the chosen plan over each baseline with real computation; none where it was not measured."""
+    """Gains of the chosen plan over each baseline with real computation; none if it was not measured."""
     ours = cell.real.get(CHOSEN, [])
     return [
         Spread.of([slow / fast for slow, fast in zip(cell.real[name], ours, strict=True)]) for name in BASELINES if ours

@@ -1,4 +1,4 @@
-"""The tuner against the whole grid: it chooses a plan from measurements alone, then every layout is run on rate-limited links.
+"""The tuner against the complete grid: it chooses a plan from measurements, then every layout runs on rate-limited links.
 
     tools/benchmark_closed_loop.py [--models moe dense] [--mbit 100 300 1000] [--ranks 4] [--micro-batches 2]
                                    [--steps 3] [--slower 6] [--grid-only] [--fastest N]
@@ -6,16 +6,16 @@
 
 For every model and rate of the links:
 
-1. The ranks, each on a host of its own (network namespaces, root), measure operators and links as tools/profile_cluster.py does:
-   it is that program that runs on the hosts. They count as one node, so that tensor ranks may be neighbours. Then they measure
-   larger messages: a link's token bucket lets most sizes of a quick profile pass at once.
-2. The plan is searched as tools/autotune.py does, with no more than that cluster file and the model's flags.
-3. All layouts of the grid that pretrain_moe.py accepts are predicted, and then run with the chosen plan by the runtime itself.
-   Operators compute, and are padded with sleep to the seconds that the cost model gives them on links that take no time
-   (tools/bench/padded_ranks.py): a device --slower times as slow as this one. Everything that is sent is real.
+1. tools/profile_cluster.py runs on the ranks, each on its own host (network namespaces, root), and measures operators and links.
+   All hosts count as one node, so that tensor ranks may be neighbours. Then the ranks measure larger messages, because a link's
+   token bucket passes most sizes of a quick profile at once.
+2. The plan is searched as by tools/autotune.py, only from that cluster file and the model's flags.
+3. All layouts of the grid that pretrain_moe.py accepts are predicted, and then executed by the runtime, together with the chosen
+   plan. Operators compute, and then sleep until the seconds of the cost model on free links are over
+   (tools/bench/padded_ranks.py): this emulates a device --slower times as slow. All communication is real.
 
-The score is the chosen step over the fastest one that was run, and the rank correlation of predicted and measured steps. Every
-cell is kept in the folder as soon as it is done.
+The scores are the chosen step over the fastest measured one, and the rank correlation of predicted and measured steps. Every cell
+is kept in the folder when it is complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.api import job_operators, predict, problem_of
@@ -79,7 +79,7 @@ from tools.bench.padded_ranks import ORDER_LAYOUT, ORDER_LINKS, ORDER_STEP, comm
 NO_SLOWDOWN = 1e-6
 """Sleeping operators and communication do not slow each other down."""
 FREE = 1e6
-"""Links so many times as fast take no time: what is left of a price is computation."""
+"""Factor by which links become free: only computation remains in a price."""
 LARGE_BYTES = (1 << 21, 1 << 22)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 WARMING_STEPS = 1
@@ -122,7 +122,7 @@ def measure_cluster(bed: Bed, priority: CpuGroup, path: Path) -> None:
 def complete(path: Path, ranks: int, tell: Tell, slower: float) -> Cluster:
     """Add large messages to a profile, and make its device slower.
 
-    Most sizes of a quick profile pass a token bucket at once, and a line through them says nothing of messages that do not.
+    Most sizes of a quick profile pass a token bucket at once, so a line through them does not predict larger messages.
     """
     database = Database.load(path.with_suffix(".measured.jsonl"))
     keys = [LinkKey(kind, "node", ranks, size) for kind in COLLECTIVES for size in LARGE_BYTES]
@@ -140,7 +140,7 @@ def complete(path: Path, ranks: int, tell: Tell, slower: float) -> Cluster:
 
 
 def without_links(path: Path) -> Cluster:
-    """The cluster of a file with links that take no time, in a file of its own beside it."""
+    """A copy of a cluster file with free links, in the same folder."""
     content = json.loads(path.read_text())
     group, measured = content["groups"][0], content["measured"]
     for rate in ("node_gb_per_s", "network_gb_per_s"):
@@ -167,7 +167,7 @@ def operator_seconds(flags: Sequence[str], free: Cluster) -> list[dict[str, floa
 
 
 def refusal_of(flags: Sequence[str], ranks: int) -> str | None:
-    """The rule by which training refuses a command line; None where it accepts it."""
+    """The rule by which training refuses a command line; None if it accepts it."""
     try:
         read_job(flags, ranks)
     except ConfigError as error:

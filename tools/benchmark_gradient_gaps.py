@@ -1,11 +1,11 @@
-"""Measure what reducing a gradient in the gaps between all-to-alls gains, and what it costs the all-to-alls.
+"""Measure the gain of reducing a gradient in the gaps between all-to-alls, and its cost for the all-to-alls.
 
     tools/benchmark_gradient_gaps.py [--namespaces | --emulator] [--mbit 500] [--repeats 5] [--json] [flags of pretrain_moe.py]
 
-Two ranks on hosts of their own, joined by links of a given rate; operators sleep for the seconds below, communication is real.
-The gradient of the head, 100 MB unless flags change the model, is complete when the layers' backward passes begin. It is not
-reduced, reduced in buckets that fill the gaps, in one collective that starts at once, and in one behind the last backward pass,
-in turn. A bucket is as large as the shortest gap carries.
+Two ranks, each on its own host, are joined by links of a given rate; operators sleep for the seconds below, communication is
+real. The gradient of the head, 100 MB unless flags change the model, is complete when the backward passes of the layers begin.
+Four variants take turns: it is not reduced; reduced in buckets that fill the gaps; in one collective that starts immediately; and
+in one collective after the last backward pass. The size of a bucket is what the shortest gap can carry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.cli.arguments import parse
@@ -85,7 +85,7 @@ def variants_of(flags: Sequence[str], bytes_per_second: float) -> tuple[list[Var
     """The four variants, and the figures that size the buckets."""
     base = deferral(GATE).flags
     gap = shortest_gap(list_of([*flags, *base]))
-    # A ring of D ranks sends (D - 1) / D of what it reduces.
+    # A ring of D ranks sends (D - 1) / D of the reduced bytes.
     parameters = int(SHARE * gap * bytes_per_second * RANKS / (RANKS - 1) / GRADIENT_BYTES)
     in_buckets = (*base, "--overlap-grad-reduce", "--ddp-bucket-size", str(parameters))
     head = [i.bytes for i in list_of([*flags, *in_buckets]) if i.name == HEAD]

@@ -176,6 +176,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: pretrain_moe.py is one folder up.
+    # Only the folder of a script is on its path: pretrain_moe.py is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     end_process(main(sys.argv[1:]))

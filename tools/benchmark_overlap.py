@@ -1,23 +1,23 @@
-"""Measure on one machine what overlapping the all-to-all gains.
+"""Measure the gain of overlapping all-to-alls, on one machine.
 
     tools/benchmark_overlap.py [--namespaces | --emulator] [--timer-compute] [--ranks 2] [--ratio 0.5 1] [--repeats 5]
                                [--gates topk] [--partitions 2] [--ranges around] [--reach 0 1] [--json]
                                [flags of pretrain_moe.py]
 
-Ranks stand on hosts of their own, joined by links whose rate is chosen so that the all-to-alls of the sequential step take
-`ratio` times as long as the rest of it. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point
-with receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients,
-partitions of the batch, both, and both with a wait right behind every start, which must undo the gain. With --micro-batches of 2
-or more also the backward pass of one under the forward all-to-alls of another, alone and with both ("all").
+Each rank has its own host. The rate of the links between hosts makes the all-to-alls of the sequential step take `ratio` times as
+long as the rest of the step. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point with
+receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients, partitions
+of the batch, both, and both with a wait right after every start, which must undo the gain. With --micro-batches of 2 or more also
+the backward pass of one micro-batch under the forward all-to-alls of another, without and with both ("all").
 
---namespaces    network namespaces (root); the default where they can be made
---emulator      the link is emulated inside the processes; the default elsewhere
---timer-compute operators sleep for their profiled time (processor seconds); communication stays real. Steadier, and for more
-                ranks than cores. Otherwise computation is real.
---ranges        what runs in partitions; absent: around, or after where a gate needs the whole micro-batch
---reach         with --timer-compute: also ranges of so many operators on each side of every MoE layer, as in Lancet's figure 6
+--namespaces    network namespaces (root); the default if they can be created
+--emulator      the link is emulated inside the processes; the default otherwise
+--timer-compute operators sleep for their profiled time (processor seconds); communication is real. Steadier, and possible with
+                more ranks than cores. Without it computation is real.
+--ranges        the ranges that run in partitions; default: around, or after if a gate needs the complete micro-batch
+--reach         with --timer-compute: also ranges with this number of operators on each side of every MoE layer (Lancet, figure 6)
 
-tools/record_overlap.py runs the series that examples/records has.
+tools/record_overlap.py runs the series of examples/records.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.describe.errors import ConfigError
@@ -52,7 +52,7 @@ from tools.bench.variants import MODEL, PLAIN, SEQUENTIAL, Variant, default_rang
 from tools.bench.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
 RELIABLE_MBIT = 500.0
-"""Above this rate gloo's processor time shows beside the link's."""
+"""Above this rate gloo's processor time is visible next to the link's."""
 PROFILE_STEPS = 5
 
 
@@ -61,7 +61,7 @@ def step_of(processes: RanksOnBed, variant: str, scale: float = 1.0, trace: Path
 
     Args:
         scale: factor of the operators' sleeps, over timer compute.
-        trace: file for the spans of rank 0; those of rank N are written beside it, as FILE.rankN.
+        trace: file for the spans of rank 0; those of rank N go to FILE.rankN in the same folder.
     Returns:
         The figures of the slowest rank.
     """
@@ -105,7 +105,7 @@ def run(
     records = []
     flags = [*job_flags(ranks, arguments.micro_batches, arguments.experts_per_rank), *job]
     timer = arguments.timer_compute
-    # megatron-core's own variants stand in processes that never import the overlap code.
+    # megatron-core's own variants run in processes that never import the overlap code.
     groups = [chosen] if timer else [[v for v in chosen if v.plain], [v for v in chosen if not v.plain]]
     with ranks_on_bed(
         ranks,
@@ -156,7 +156,7 @@ def use_profile(processes: RanksOnBed, arguments: argparse.Namespace, say: Calla
 
 
 def choose(arguments: argparse.Namespace, gate: str) -> list[Variant]:
-    """The variants asked for."""
+    """The requested variants."""
     ranges = default_ranges(gate) if arguments.ranges is None else arguments.ranges
     offered = variants(gate, arguments.partitions, ranges, arguments.tutel, arguments.reach, arguments.micro_batches)
     if arguments.timer_compute:
@@ -249,7 +249,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure everything that was asked for and print it."""
+    """Measure all requested variants and print the figures."""
     arguments, rest = parse_arguments(argv)
 
     def say(text: str) -> None:

@@ -1,16 +1,16 @@
-"""The papers' comparisons as predictions, beside the ratios that they print: `tools/benchmark_papers.py [--only NAME …] [--json]`
+"""The papers' comparisons as predictions, next to the ratios in print: `tools/benchmark_papers.py [--only NAME …] [--json]`
 
 lancet   Lancet, figures 2, 11 to 13, 15 and 16: GPT2-S-MoE and GPT2-L-MoE with two experts a GPU on nodes of p4de (A100) and p3dn
          (V100), with the gates of Switch and of Batch Prioritized routing.
 comet    COMET, figure 1(a): the share of communication in the forward pass of three models on 8 H800.
 mist-N   Mist, figure N (2, 3, 5 with 16, 11 to 15), `mist-averaging` and `mist-uniform`: tools/bench/mist_figures.py.
 alpa-gpt, alpa-moe, alpa-time
-         Alpa, parts of its space against all of it, and search time: tools/bench/alpa_figures.py. `large` stands there, too.
+         Alpa, parts of its space against the complete space, and search time: tools/bench/alpa_figures.py. `large` is there, too.
 alpa-sharding
-         Alpa, one stage with every operator sharded by itself: tools/bench/alpa_sharding.py.
+         Alpa, one stage in which each operator has its own sharding: tools/bench/alpa_sharding.py.
 
-Nothing here is run on a GPU: both sides of every ratio are predicted with the shipped constants. The papers' texts print averages
-and maxima; their bars are not in the text. No V100 was calibrated under Megatron: it gets the A100's efficiencies.
+Nothing runs on a GPU: both sides of every ratio are predicted with the shipped constants. The texts of the papers give averages
+and maxima, not the values of the bars. The V100 was not calibrated under Megatron, so it gets the A100's efficiencies.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ NODE = 8
 MOST_PARTITIONS = 8
 """ρ of Lancet's experiments, section 7."""
 SEARCHED = {**mist_figures.FIGURES, **alpa_figures.FIGURES}
-"""Comparisons that are searches over spaces."""
+"""Comparisons that search over spaces."""
 
 
 # Lancet
 
 HOOKED = "--overlap-param-gather"
-"""A flag of the examples that Lancet's runs are predicted without."""
+"""A flag of the examples that is dropped for Lancet's runs."""
 V100 = "V100-32GB (p3dn.24xlarge)"
 
 
@@ -63,8 +63,8 @@ class Site:
     """A cluster of Lancet's section 7.
 
     Attributes:
-        network_gb_per_s: of one GPU and direction: the node's network cards, shared by its GPUs.
-        batch: samples a GPU takes of GPT2-S-MoE and GPT2-L-MoE.
+        network_gb_per_s: bandwidth per GPU and direction: that of the node's network cards, shared by its GPUs.
+        batch: samples per GPU, by model: s (GPT2-S-MoE) and l (GPT2-L-MoE).
     """
 
     name: str
@@ -74,15 +74,15 @@ class Site:
     options: Options
 
     def cluster(self, nodes: int) -> Cluster:
-        """So many of its nodes."""
+        """A cluster of this number of nodes."""
         group = node_group(known_gpu(self.gpu, "--gpu"), nodes, NODE) | {"network_gb_per_s": self.network_gb_per_s}
         return cluster_of({"name": f"{nodes} nodes of {self.name}", "groups": [group]}, "--cluster")
 
 
 def with_a100_efficiencies() -> Constants:
-    """Shipped constants in which the V100's efficiencies are the A100's.
+    """Shipped constants with the A100's efficiencies for the V100.
 
-    Those that were fitted to a V100 are of another program's runs on p3.16xlarge, whose collectives kept 11 % of the links busy.
+    The V100's constants were fitted to another program's runs on p3.16xlarge, whose collectives used 11 % of the bandwidth.
     """
     constants = shipped_constants()
     return replace(constants, gpus={**constants.gpus, V100: constants.gpus["A100"]})
@@ -105,11 +105,11 @@ PAPER_SPEEDUP = {
     ("p3dn", "batch_prioritized"): "at most 1.24, 1.21 on average",
 }
 PAPER_EXPOSED = {"p4de": "up to 69 % less", "p3dn": "up to 83 % less"}
-"""Communication that nothing hides, against the same program without Lancet (figure 13)."""
+"""Reduction of exposed communication, relative to the same program without Lancet (figure 13)."""
 
 
-def lancet_words(model: str, gpus: int, batch: int, gate: str) -> list[str]:
-    """The flags of GPT2-S-MoE or GPT2-L-MoE, which grow with the GPUs: two experts and so many samples each."""
+def lancet_arguments(model: str, gpus: int, batch: int, gate: str) -> list[str]:
+    """The flags of GPT2-S-MoE or GPT2-L-MoE, whose sizes grow with the GPUs: two experts and `batch` samples per GPU."""
     return [
         f"@{ROOT / 'examples' / f'gpt2-{model}-moe.args'}",
         *("--num-experts", str(2 * gpus), "--expert-model-parallel-size", str(gpus)),
@@ -118,10 +118,10 @@ def lancet_words(model: str, gpus: int, batch: int, gate: str) -> list[str]:
 
 
 def fastest(tuned: Tuned, defers: bool, mechanism: Mechanism | None = None) -> float | None:
-    """Seconds of the fastest candidate with deferred weight gradients or without; None where there is none.
+    """Step seconds of the fastest candidate with or without deferred weight gradients; None if there is none.
 
     Args:
-        mechanism: that overlaps its layers; None asks for any.
+        mechanism: the mechanism that overlaps its layers; None: any.
     """
     seconds = [
         candidate.seconds
@@ -134,37 +134,37 @@ def fastest(tuned: Tuned, defers: bool, mechanism: Mechanism | None = None) -> f
 
 
 def lancet_row(site: Site, model: str, gate: str, nodes: int) -> Row:
-    """One model with one gate on so many nodes."""
+    """One model with one gate on a number of nodes."""
     cluster, limits = (
         site.cluster(nodes),
         SearchLimits(max_partitions=MOST_PARTITIONS, group_seconds=0.0, range_limit=16),
     )
-    words = lancet_words(model, cluster.gpus, site.batch[model], gate)
+    arguments = lancet_arguments(model, cluster.gpus, site.batch[model], gate)
     begun = time.process_time()
-    tuned = tune(words, cluster, limits, **site.options)
+    tuned = tune(arguments, cluster, limits, **site.options)
     searched = time.process_time() - begun
     plain = tuned.plain_seconds
-    kept = [word for word in expand_files(words) if word != HOOKED]
-    deferral = predict([*kept, "--defer-weight-gradients"], cluster, **site.options).predicted.step_seconds
+    unhooked = [word for word in expand_files(arguments) if word != HOOKED]
+    deferral = predict([*unhooked, "--defer-weight-gradients"], cluster, **site.options).predicted.step_seconds
     tutel, partitioned = fastest(tuned, False, "tutel"), fastest(tuned, False)
     assert tuned.chosen.prediction is not None
-    bare = predict(words, cluster, **site.options)
-    exposed = bare.breakdown["exposed_expert_seconds"]
-    left = tuned.chosen.prediction.breakdown["exposed_expert_seconds"]
+    bare = predict(arguments, cluster, **site.options)
+    exposed_plain = bare.breakdown["exposed_expert_seconds"]
+    exposed_chosen = tuned.chosen.prediction.breakdown["exposed_expert_seconds"]
 
     def gain(seconds: float | None) -> float | None:
         return None if seconds is None else plain / seconds
 
     figures = {
         "plain seconds": plain,
-        SHARE: exposed / plain,
-        "all hidden": plain / (plain - exposed),
+        SHARE: exposed_plain / plain,
+        "all hidden": plain / (plain - exposed_plain),
         "best of 2, 4, 8 capacity chunks": gain(tutel),
         "weight gradients alone": gain(deferral),
         "partitions alone": gain(partitioned),
         "chosen": gain(tuned.chosen.seconds),
         "chosen against chunks": None if tutel is None else min(tutel, plain) / tuned.chosen.seconds,
-        "exposed all-to-all less": 1.0 - left / exposed,
+        "exposed all-to-all less": 1.0 - exposed_chosen / exposed_plain,
         "search CPU seconds": searched,
     }
     paper = f"{PAPER_SPEEDUP[site.name, gate]} (against the best baseline); exposed {PAPER_EXPOSED[site.name]}"
@@ -173,7 +173,7 @@ def lancet_row(site: Site, model: str, gate: str, nodes: int) -> Row:
 
 
 def lancet() -> Iterator[Row]:
-    """All clusters, gates, models and numbers of nodes."""
+    """The rows of all clusters, gates, models and numbers of nodes."""
     for site in SITES:
         for gate in ("switch", "batch_prioritized"):
             for model in ("s", "l"):
@@ -184,22 +184,22 @@ def lancet() -> Iterator[Row]:
 # COMET
 
 COMET_MODELS = {"mixtral-8x7b": 8, "qwen2-moe-2.7b": 8, "phi-3.5-moe": 8}
-"""Model -> expert ranks on the 8 GPUs of figure 1(a), which names no layout: that of FasterMoE in figure 9, EP = W."""
+"""Model -> expert ranks on 8 GPUs. Figure 1(a) names no layout, so it is that of FasterMoE in figure 9: EP = W."""
 COMET_TOKENS = (4096, 8192)
-"""Tokens of one sample; the paper's sweep of input lengths, without its layouts of tensor-parallel experts."""
+"""Tokens per sample: the paper's input lengths, without its layouts of tensor-parallel experts."""
 DISPATCHERS = ("alltoall", "allgather")
-"""The paper names none; `allgather` is the default of its Megatron-LM's flags."""
+"""The paper names no dispatcher; `allgather` is the default of its Megatron-LM."""
 
 
 def comet_row(model: str, ranks: int, tokens: int, dispatcher: str) -> Row:
-    """The forward pass of one model: the share in which tokens travel."""
-    words = [
+    """The forward pass of one model: the share of its all-to-alls."""
+    arguments = [
         f"@{ROOT / 'examples' / f'{model}.args'}",
         *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1", "--seq-length", str(tokens)),
         *("--expert-model-parallel-size", str(ranks), "--micro-batch-size", "1", "--global-batch-size", "8"),
         *("--max-position-embeddings", str(tokens), "--moe-token-dispatcher-type", dispatcher),
     ]
-    step = simulated(words, shipped_cluster("H800", 8))
+    step = simulated(arguments, shipped_cluster("H800", 8))
     forward = [
         ran for ran in step.ran(0) if not ran.instruction.in_backward_pass and not ran.instruction.operator.is_update
     ]
@@ -214,7 +214,7 @@ def comet_row(model: str, ranks: int, tokens: int, dispatcher: str) -> Row:
 
 
 def comet() -> Iterator[Row]:
-    """All models and lengths with each dispatcher, and their mean."""
+    """The rows of all models and lengths with each dispatcher, and their mean."""
     for dispatcher in DISPATCHERS:
         cases = itertools.product(COMET_MODELS.items(), COMET_TOKENS)
         rows = [comet_row(model, ranks, tokens, dispatcher) for (model, ranks), tokens in cases]
@@ -228,7 +228,7 @@ def comet() -> Iterator[Row]:
 # The command
 
 WITHOUT_SPACES = {"lancet": lancet, "comet": comet, "alpa-sharding": sharding}
-"""Comparisons that search no spaces."""
+"""Comparisons without searches over spaces."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -257,7 +257,7 @@ def rows_of(name: str, searches: KeptSearches, most_gpus: int) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict what is asked for and print it; 1 where the widest space of a figure has a slower plan than another."""
+    """Predict and print the comparisons; returns 1 if the widest space of a figure has a slower plan than another space."""
     arguments = parser().parse_args(argv)
     searches = KeptSearches(
         path=arguments.kept,

@@ -3,16 +3,17 @@
     tools/benchmark_predictions.py [--namespaces | --emulator] [--timer-compute] [--mbit 300] [--repeats 5]
                                    [--plans irregular "both 2 around" …] [--folder DIR] [--json] [flags of pretrain_moe.py]
 
-Two ranks stand on hosts of their own, joined by links of the given rate; for plans named `pipeline …` four, as two stages of two
-ranks that share their experts, with several micro-batches, and for those named `interleaved …` in two model chunks for each stage
-(timer compute on namespaces alone: four ranks that compute need as many cores, and no link between stages is emulated). They
-measure operators, links and the host's time once for each rate (--folder keeps it); then every plan is predicted from the model's
-captured graph, as tools/predict.py does, and simulated; then all plans run in turn and leave traces, which are compared as
-tools/compare_trace.py does. Spans of an all-to-all last from its start until its rank has waited for it, in both.
+Two ranks, each on its own host, are joined by links of the given rate. Plans named `pipeline …` have four ranks, two stages of
+two ranks that share their experts, and several micro-batches; those named `interleaved …` have two model chunks per stage as
+well. Both need timer compute on namespaces: four computing ranks need four cores, and links between stages are not emulated.
+1. The ranks measure operators, links and the host's time once for each rate (--folder keeps the measurements).
+2. Every plan is predicted from the model's captured graph, as in tools/predict.py, and simulated.
+3. All plans run in turn and leave traces, which are compared as in tools/compare_trace.py.
+Predicted and measured spans of an all-to-all both last from its start to the end of its rank's wait.
 
---timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: this judges the
-                order, the links and the simulator. Otherwise computation is real and predicted operator by operator; the host's
-                overhead per step is measured on two other jobs (tools/bench/machine.py).
+--timer-compute operators sleep for their profiled time, in run and prediction, and there is no update: this tests the order, the
+                links and the simulator. Without it computation is real and predicted operator by operator; the host's overhead
+                per step is measured on two other jobs (tools/bench/machine.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.api import job_operators
@@ -72,7 +73,7 @@ class Shape:
 
     @property
     def flags(self) -> list[str]:
-        """Flags of the job, behind those of the default one."""
+        """Flags of the job, after those of the default job."""
         sizes = job_flags(self.ranks // self.stages, self.micro_batches, 2)
         stages = ["--pipeline-model-parallel-size", str(self.stages)] if self.stages > 1 else []
         layers = ["--num-layers", str(self.stages * self.chunks)] if self.chunks > 1 else []

@@ -4,8 +4,8 @@ Kinds are those of DeepSeek-V3 with prediction layers, as captured (a first run 
 and MoE layers, as they are and recomputed, prediction layer, head.
 
 5,952 strategies (ZeRO 1 to 3 and four offload ratios) times 2,816 shapes: dense layers, layers, recomputed layers, micro-batches
-in flight; a call prices so many of them as the stages of one layout have (LOT). Searches make this call for every layout and
-micro-batch, and predictions for their one strategy. The evaluator is made anew in every repeat.
+in flight; a call prices LOT of them, the number of one layout's stages. Searches make this call for every layout and micro-batch,
+predictions for their single strategy. Every repeat builds a new evaluator.
 A complete stage has all seconds of `pipeline.StageTimes`, those of its optimizer, its bytes by category and their sum.
 """
 
@@ -77,7 +77,7 @@ def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes,
     runs = [replace(part, chunk=0) for part in runs_of(family.parts[0])[0]]
     kinds = list(dict.fromkeys(runs))
     assert len(kinds) == len(family.tables)
-    # A stage with so many dense layers in front, with the embedding if there are any; the first layers are recomputed.
+    # A stage with a number of dense layers first, and the embedding if there are any; its first layers are recomputed.
     names = [table.part.kind for table in family.tables]
     embedding = names.index("embedding")
     of_layers = [row for row, part in enumerate(kinds) if row != embedding and not part.held_once]

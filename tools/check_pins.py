@@ -1,10 +1,10 @@
-"""Fail when no set of packages satisfies setup.py, constraints.txt and the Makefile's torch on a Python that is supported.
+"""Fail if on a supported Python no set of packages satisfies setup.py, constraints.txt and the Makefile's torch.
 
     .venv/bin/python tools/check_pins.py "torch==2.13.0"
 
-pip resolves them as a machine without any wheel of its own would, from the package index alone, for every Python of PYTHONS, and
-downloads only what describes the packages. A CPU build of torch depends on fewer packages, so that it resolves where CUDA's does.
-Without a way to the index the check is skipped, and says so.
+For every Python of PYTHONS, pip resolves the packages from the package index, without local wheels, and downloads only their
+metadata. A CPU build of torch depends on fewer packages, so it resolves if the CUDA build does. Without access to the index the
+check prints that it is skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def index_environment() -> dict[str, str]:
 
 
 def why_unreachable(environment: Mapping[str, str]) -> str | None:
-    """Why the index does not answer; None where it does."""
+    """Why the index does not answer; None if it does."""
     try:
         with urllib.request.urlopen(f"{environment.get('PIP_INDEX_URL', INDEX)}/pip/", timeout=REACH_SECONDS):
             return None
@@ -57,7 +57,7 @@ def resolve(python: str, torch: str, environment: Mapping[str, str], log: Path) 
     command = [sys.executable, "-P", "-m", "pip", "install", "--dry-run", "--ignore-installed", "--progress-bar", "off"]
     command += ["--use-feature", "fast-deps", "--only-binary", ":all:", "--python-version", python]
     command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    # pip asks for a target wherever it resolves for another machine; nothing is written there.
+    # pip requires a target when it resolves for another machine; nothing is written there.
     command += ["--target", str(log.parent), "--constraint", str(ROOT / "constraints.txt")]
     full_command = [*command, *torch.split(), *requirements()]
     with log.open("wb") as file:
@@ -65,14 +65,14 @@ def resolve(python: str, torch: str, environment: Mapping[str, str], log: Path) 
 
 
 def conflict(log: str) -> list[str]:
-    """The lines of pip's output that say which packages exclude each other, without its advice."""
+    """The lines of pip's output on packages that exclude each other, without its advice."""
     _, _, cause = log.partition("The conflict is caused by:\n")
     named = cause.partition("\n\n")[0].splitlines()
     return [line.strip() for line in named] or [line for line in log.splitlines() if line.startswith("ERROR:")]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Resolve for all Pythons, beside each other, as they wait for the network."""
+    """Resolve for all Pythons at the same time, because they wait for the network."""
     (torch,) = argv
     environment = index_environment()
     if reason := why_unreachable(environment):

@@ -1,11 +1,11 @@
 """Loss equality over parallel layouts: `tools/compare_layouts.py [--steps 50] [--write [docs/results.md]] [--json FILE]`.
 
 One process trains a small MoE and saves its weights before the first step; every layout loads them and trains on the same
-samples. All layouts of a world size share one launch. The spread is what a change of summation order alone does: the same
-process with another micro-batch size. A layout agrees when, at every step, its loss lies within 1e-5 (relative) of the
-reference, or, from the second step on, within 3 times the largest spread up to that step. Rounding alone moves the loss by
-less than 1e-6; the first step beyond that is where a routing decision has differed, which one run for the spread need not
-show. From there on a layout that kept to 1e-6 for 20 steps may drift to 1e-4; a wrong gradient is past that within a few steps.
+samples. All layouts of a world size share one launch. The spread is the effect of another order of summation: the same process
+with another micro-batch size. A layout agrees if at every step its loss is within 1e-5 (relative) of the reference, or, from the
+second step on, within 3 times the largest spread up to that step. Rounding changes the loss by less than 1e-6. A larger
+difference shows that a routing decision has differed; the run for the spread may not have this difference. If it first happens
+after 20 steps, differences up to 1e-4 agree. A wrong gradient exceeds them within a few steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` and pretrain_moe.py are one folder up.
+    # Only the folder of a script is on its path: the package `tools` and pretrain_moe.py are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.commands.compare import read_losses, relative_differences
@@ -32,7 +32,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"
 LIMIT = 1e-5
 SPREAD_FACTOR = 3.0
 LARGEST_SPREAD = 1e-2
-"""Beyond it the two runs are not the same training any more, and nothing can be judged by their difference."""
+"""With a larger spread the two runs are different trainings, and their difference is no measure."""
 ROUNDING, SETTLED_STEPS, DRIFT = 1e-6, 20, 1e-4
 """A layout that stays within ROUNDING for SETTLED_STEPS may drift to DRIFT once a routing decision has differed."""
 REFERENCE, SPREAD = "one process", "one process, micro-batch 2"
@@ -109,7 +109,7 @@ class Comparison:
     spread_at_worst: float
     """The spread at that step."""
     decided_at: int | None
-    """First step whose loss shows another routing decision; None where no step does."""
+    """First step whose loss shows another routing decision; None if no step does."""
     agrees: bool
 
 
@@ -132,7 +132,7 @@ def run_layouts(layouts: Sequence[ComparedLayout], steps: int, folder: Path) -> 
             str(world_size),
         ]
         command += [__file__, "--steps", str(steps), "--worker", str(folder), *names]
-        # A rank that a signal ends says where it was; torchrun tells only which signal.
+        # A rank that a signal ends prints its position; torchrun prints only the signal.
         subprocess.run(command, check=True, env=os.environ | {"PYTHONFAULTHANDLER": "1"})
     return {layout.name: losses_of(folder, layout) for layout in layouts}
 
@@ -157,7 +157,7 @@ def compare(losses: Mapping[str, Mapping[int, float]], layouts: Sequence[Compare
         decided_at = next((step for step in sorted(differences) if differences[step] > ROUNDING), None)
         drift = DRIFT if decided_at is not None and decided_at > SETTLED_STEPS else 0.0
         agrees = all(d <= max(LIMIT, SPREAD_FACTOR * reached[step], drift) for step, d in differences.items())
-        # Before the first update nothing may have grown, not the spread either: it would excuse every difference.
+        # Before the first update neither losses nor the spread may differ: a spread there would excuse every difference.
         agrees &= differences[min(differences)] <= LIMIT
         rows.append(Comparison(layout, len(differences), differences[worst], reached[worst], decided_at, agrees))
     return rows

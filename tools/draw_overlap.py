@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.commands.exits import interruptible

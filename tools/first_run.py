@@ -1,18 +1,18 @@
-"""`make train`: a cluster in a box, and on it the whole way from a measurement to a tuned training, in a few minutes.
+"""`make train`: a cluster in a box, and all steps from a measurement to a tuned training, in a few minutes.
 
     python tools/first_run.py [--link auto|namespaces|emulator|none] [--processes 2] [--folder runs/first]
                               [--plain-steps 12] [flags of pretrain_moe.py]
 
-1. link      Every process stands for a GPU on a machine of its own. The link between them gets the rate at which all-to-alls
-             take half as long as computation, as they do on many clusters; computation is measured for that.
+1. link      Every process represents a GPU on its own machine. Computation is measured first; the link between the processes
+             gets the rate at which all-to-alls take half as long as computation, as on many clusters.
 2. measure   operators of this model, collectives on this link, and the host's overhead per step.
 3. tune      `tools/autotune.py --overlap-only`: which overlap hides the all-to-alls best on such a cluster?
-4. train     a few steps of the plain run, then the whole run with the plan, from the same start.
+4. train     a few steps of the plain run, then the complete run with the plan, from the same start.
 5. compare   predicted and measured steps, exposed communication and losses of both.
 
-The model is examples/first-run.args; flags that follow change it. --link: `namespaces` are hosts of their own on this machine
-behind rate-limited exits (root, iproute2); `emulator` limits all-to-alls inside the processes; `auto` takes the first that this
-machine allows; `none` is the bare machine. Everything is written to --folder: cluster.json, plan.json, megatron_args.txt,
+The model is examples/first-run.args; flags that follow change it. --link: `namespaces` are separate hosts on this machine with
+rate-limited exits (root, iproute2); `emulator` limits all-to-alls inside the processes; `auto` takes the first of both that this
+machine allows; `none` has no limit. Everything is written to --folder: cluster.json, plan.json, megatron_args.txt,
 trace.json (a tuned step of every rank, for ui.perfetto.dev), report.html, result.json.
 """
 
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the package `tools` is one folder up.
+    # Only the folder of a script is on its path: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.cli.arguments import expand_files, parse
@@ -59,7 +59,7 @@ RATIO = 0.5
 """The link's rate is chosen for this ratio of all-to-all seconds to computation seconds."""
 PROBED_STEPS, WARM_UP = 5, 2
 SHOWN_STEPS = {"plain": 1, "tuned": 4}
-"""Steps of a training that are shown, besides the first."""
+"""Number of steps of a training that are shown, in addition to the first."""
 MEASURED_PARTITIONS = (2, 4, 8)
 """Operators are measured in the sizes that these numbers of parts leave, too."""
 LIMITS = SearchLimits(max_partitions=MEASURED_PARTITIONS[-1], group_seconds=0.0, range_limit=16)
@@ -94,15 +94,15 @@ REFUSED = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FirstRun:
-    """The run that the command line asks for.
+    """The run of a command line.
 
     Attributes:
         link: namespaces, emulator or none.
-        no_namespaces: why `auto` took the emulator; empty where it did not.
-        ranks: processes, all in one group of expert parallelism.
-        flags: of pretrain_moe.py, files expanded.
-        train_steps: of the tuned run.
-        plain_steps: of the plain run.
+        no_namespaces: why `auto` chose the emulator; empty if it did not.
+        ranks: number of processes, all in one group of expert parallelism.
+        flags: flags of pretrain_moe.py, with files expanded.
+        train_steps: number of steps of the tuned run.
+        plain_steps: number of steps of the plain run.
         folder: an absolute path.
     """
 
@@ -116,7 +116,7 @@ class FirstRun:
 
     @property
     def emulated(self) -> bool:
-        """Whether the link is inside the processes."""
+        """True if the processes emulate the link."""
         return self.link == "emulator"
 
 
@@ -166,7 +166,7 @@ def settled_link(link: str) -> tuple[str, str]:
     """The requested link, or for `auto` the first that this machine allows; and the reason if `auto` could not use namespaces.
 
     Raises:
-        ConfigError: namespaces are asked for and cannot be made.
+        ConfigError: namespaces are requested and cannot be created.
     """
     if link not in ("auto", "namespaces"):
         return link, ""
@@ -229,7 +229,7 @@ def read_command(argv: Sequence[str]) -> FirstRun:
 
 
 def micro_batch_size(flags: Sequence[str]) -> int:
-    """The micro-batch that the flags say, before the batch that depends on it is known."""
+    """The micro-batch of the flags, before the batch that depends on it is known."""
     size = parse(list(expand_files(flags))).config.training.micro_batch_size
     if size is None:
         raise ConfigError("--micro-batch-size", "", "is not given", "add it")
@@ -336,7 +336,7 @@ def make_link(run: FirstRun, ranks: RanksOnBed, console: Console) -> float | Non
 
 
 def operators_of(flags: Sequence[str], ranks: int) -> list[Any]:
-    """Operators of the job, whole and in parts."""
+    """Operators of the job, uncut and in partitions."""
     ways: list[tuple[str, ...]] = [(), ("--defer-weight-gradients",)]
     for parts in MEASURED_PARTITIONS:
         cut = ("--moe-overlap-partitions", str(parts), "--moe-overlap-range", "around", "--defer-weight-gradients")
@@ -361,14 +361,14 @@ def tune_job(run: FirstRun, cluster: Cluster, console: Console) -> Tuned:
 
 
 def plain_words(run: FirstRun) -> list[str]:
-    """Flags of the plain run: it follows the schedule of the whole run, and ends early."""
+    """Flags of the plain run: it follows the schedule of the complete run, and ends early."""
     outputs = ("--log-json", str(run.folder / "plain.jsonl"), "--trace", str(run.folder / "plain_trace.json"))
     ends = ("--eval-iters", "0", "--exit-interval", str(run.plain_steps), "--log-interval", "1")
     return [*without(run.flags, OUTPUTS), *outputs, *ends]
 
 
 def tuned_words(run: FirstRun, tuned: Tuned) -> list[str]:
-    """Flags of the tuned run: the user's own stand behind ours, and win."""
+    """Flags of the tuned run: the user's come last, and win."""
     outputs = ("--log-json", str(run.folder / "tuned.jsonl"), "--trace", str(run.folder / "tuned_trace.json"))
     logging = ("--save", "checkpoints", "--log-interval", "1")
     plan = run.folder / "plan.json"
@@ -379,7 +379,7 @@ def tuned_words(run: FirstRun, tuned: Tuned) -> list[str]:
 def train_job(
     run: FirstRun, flags: Sequence[str], name: str, steps: int, mbit: float | None, console: Console
 ) -> list[dict[str, Any]]:
-    """Step 4: train once. The first step and a few others are shown; the whole output is in NAME.log.
+    """Step 4: train once. The first step and a few others are shown; the complete output is in NAME.log.
 
     Returns:
         What the training has logged of every step.
@@ -446,7 +446,7 @@ def torch_build() -> str:
 
 
 def go(run: FirstRun, console: Console) -> Facts:
-    """The whole way."""
+    """Steps 1 to 5."""
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         for pattern in OWN_FILES:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the packages are one folder up.
+    # Only the folder of a script is on its path: the packages are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.describe.errors import ConfigError
@@ -58,11 +58,11 @@ PROBLEMS = (
         "name another one by make TORCH=… or PYTHON=…",
     ),
 )
-"""Patterns in the output of a pip that failed, each with rule and fix: the first pattern that is found counts."""
+"""Patterns in the output of a failed pip, each with rule and fix; the first match counts."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Install; returns 0, or 2 behind one line that says what stopped it."""
+    """Install; returns 0, or 2 after one line with the reason of a failure."""
     folder, torch = Path(argv[0]), argv[1]
     try:
         require_venv()
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_venv() -> None:
-    """Refuse a Python whose distribution keeps venv, or the pip that it installs, in a package of its own."""
+    """Refuse a Python whose distribution has venv, or the pip that venv installs, in a separate package."""
     for module in ("venv", "ensurepip"):
         if importlib.util.find_spec(module) is None:
             raise ConfigError("python3", sys.executable, f"lacks the module {module}", f"{DEBIAN} python3-venv")

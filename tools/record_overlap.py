@@ -83,11 +83,11 @@ def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run one series.
 
     Args:
-        arguments: follow the series' own.
+        arguments: further arguments, after those of the series.
     Returns:
-        What goes into its file.
+        The content of its file.
     Raises:
-        SystemExit: the benchmark failed, and has said why.
+        SystemExit: the benchmark failed, and has printed the reason.
     """
     command = [PROGRAM, *shlex.split(SERIES[name].flags), *arguments]
     begun = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "load_average": os.getloadavg()[0]}

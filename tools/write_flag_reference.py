@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 
 if __name__ == "__main__":
-    # A script finds only what stands beside it: the packages are one folder up.
+    # Only the folder of a script is on its path: the packages are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.cli.config import Config
@@ -58,7 +58,7 @@ def row(flag: Flag, doc: str, flags: typing.Sequence[Flag]) -> str:
 
 
 def shown_default(flag: Flag) -> str:
-    """The default as one writes it; nothing where a switch is off or the value is derived."""
+    """The default as one writes it; nothing if a switch is off or the value is derived."""
     if flag.kind == "switch" or flag.default is None:
         return ""
     value = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else str(flag.default)

@@ -1,4 +1,4 @@
-"""`TrainingJob`, which the training loop is given: built by the caller and never changed.
+"""`TrainingJob`, the input of the training loop: built by the caller and never changed.
 
 The loop sees the runtime through protocols, `StepRunner` (plan/step.py) and those here: this package imports neither the runtime
 nor the tuner. Each protocol lists only what the loop calls; megatron-core's objects and the runtime's satisfy them as they are.
@@ -44,20 +44,20 @@ class Scheduler(Protocol):
     """Learning rate and weight decay by trained samples."""
 
     def step(self, increment: int) -> None:
-        """Go on by so many samples."""
+        """Advance by a number of samples."""
 
 
 class Checkpoints(Protocol):
     """Saves of a run."""
 
     def claimed(self) -> AbstractContextManager[None]:
-        """The folders of the saves, which no other job may have meanwhile; collective."""
+        """Hold the folders of the saves, so that no other job writes there; collective."""
 
     def save(self, progress: Progress, persistent: bool = True) -> None:
-        """Save everything, complete or not at all, or start to; what is not persistent, the next such save replaces."""
+        """Save everything completely or not at all, or start to; the next save that is not persistent replaces the last such."""
 
     def completed(self, wait: bool) -> Path | None:
-        """The checkpoint that has become complete since the last call; `wait` for one under way."""
+        """The checkpoint that was completed since the last call; with `wait` a save under way is completed first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Machinery:
     Attributes:
         chunks: this rank's model chunks, wrapped in DDP.
         parameter_norm: norm of all parameters of the model; collective.
-        deferral_figures: figures of the deferred weight gradients so far, by the log's names; empty where none are deferred.
+        deferral_figures: figures of the deferred weight gradients so far, by the log's names; empty if none are deferred.
         operation: the operator or communication that runs on this rank, or ran last; None before the first.
     """
 
@@ -82,32 +82,35 @@ class Machinery:
 
 @dataclass(frozen=True, slots=True)
 class LearningSchedule:
-    """How many steps a run has, how large each is, and what this rank executes in it.
+    """The number and the sizes of a run's steps, and this rank's instructions for each.
 
     Attributes:
         global_batch_size: samples of the largest step.
-        batch_sizes: samples of a step, by the samples trained before it.
-        lowered: samples of a step -> this rank's instructions; the same list for the same size.
+        batch_sizes: number of samples trained before a step -> samples of the step.
+        lowered: samples of a step, and whether it begins with the updates that the step before has left -> this rank's
+            instructions; the same list for the same arguments.
+        left_updates: only the updates that a step leaves to the next one, on this rank; None if no rank leaves any.
     """
 
     total_steps: int
     global_batch_size: int
     batch_sizes: BatchSizes
-    lowered: Callable[[int], Sequence[Instruction]]
+    lowered: Callable[[int, bool], Sequence[Instruction]]
+    left_updates: Sequence[Instruction] | None = None
 
     @property
     def instructions(self) -> Sequence[Instruction]:
-        """This rank's instructions of the largest step."""
-        return self.lowered(self.global_batch_size)
+        """This rank's instructions of the largest step, if it is the first."""
+        return self.lowered(self.global_batch_size, False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """The log of a run, and the reports beside it.
+    """The log of a run, and its other reports.
 
     Attributes:
         log: takes the figures of every step.
-        reports: what is reported beside them, each at its interval.
+        reports: the other reports, each at its interval.
         covered_channels: channels whose communication the spans cover.
         flops_per_token: floating-point operations of the model per token, forward and backward.
         write_trace: writes the spans of the last step, by rank, for --trace.
@@ -122,7 +125,7 @@ class Reporting:
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """Everything a run consists of.
+    """All parts of a run.
 
     Attributes:
         batches: micro-batches of a split ("train", "valid", "test") from a number of consumed samples on; None without samples.

@@ -21,6 +21,7 @@ from megatron.training.cli.fused_gradients import gradient_fusion, sums_in_fp32
 from megatron.training.cli.start import StartMachine, this_machine
 from megatron.training.model.fused_gradients import fuse_weight_gradients
 from megatron.training.model.stage_config import weight_type
+from megatron.training.row_optimizer import row_optimizer
 from moe_overlap.plan.plan import Plan
 
 
@@ -31,6 +32,7 @@ def wrap_chunks(
     groups: ProcessGroupCollection,
     bucket_marks: Sequence[torch.nn.Parameter] = (),
     weight_gradients_come_later: bool = False,
+    wrapper: Any = DistributedDataParallel,
 ) -> list[DistributedDataParallel]:
     """Wrap every chunk in DDP: gradient buffers that the data-parallel ranks reduce, and the sums of fused products.
 
@@ -38,6 +40,7 @@ def wrap_chunks(
         plan: gives the precision.
         bucket_marks: parameters that begin a new bucket each; the instruction list then starts reductions and gathers, not DDP.
         weight_gradients_come_later: whether modules announce their weights' gradients themselves, after their backward pass.
+        wrapper: DDP, or what takes its place with the arguments of its constructor.
     """
     parallel = config.parallel
     # With marks the instruction list starts every reduction and every gather. DDP's hooks would start them again, in the
@@ -56,7 +59,7 @@ def wrap_chunks(
     )
     with _alone_in_their_buckets(bucket_marks):
         wrapped = [
-            DistributedDataParallel(
+            wrapper(
                 config=get_model_config(chunk),
                 ddp_config=ddp_config,
                 module=chunk,
@@ -93,7 +96,7 @@ def _alone_in_their_buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterato
 def make_optimizer(
     config: Config, plan: Plan, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
 ) -> Any:
-    """megatron-core's distributed optimizer (ZeRO-1, also at one data-parallel rank)."""
+    """megatron-core's distributed optimizer (ZeRO-1, also at one data-parallel rank), or that of parameter stores."""
     flags, dtype = config.optimizer, weight_type(config, plan)
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -115,17 +118,20 @@ def make_optimizer(
         **(_loss_scale_fields(config) if dtype == torch.float16 else {}),
         **_gpu_fields(config),
     )
-    optimizer = get_megatron_optimizer(
-        optimizer_config,
-        list(chunks),
-        config_overrides=get_standard_config_overrides(optimizer_config),
-        use_gloo_process_groups=False,
-        pg_collection=groups,
-    )
-    for sharded in optimizer.chained_optimizers:
-        if not sharded.is_stub_optimizer and any(g["is_expert_parallel"] for g in sharded.optimizer.param_groups):
-            # The norm counts parameters once per rank of this group; megatron-core gives experts the dense layers' group.
-            sharded.tp_group = groups.expt_tp
+    if not isinstance(chunks[0], DistributedDataParallel):
+        optimizer: Any = row_optimizer(optimizer_config, chunks, groups)
+    else:
+        optimizer = get_megatron_optimizer(
+            optimizer_config,
+            list(chunks),
+            config_overrides=get_standard_config_overrides(optimizer_config),
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
+        for sharded in optimizer.chained_optimizers:
+            if not sharded.is_stub_optimizer and any(g["is_expert_parallel"] for g in sharded.optimizer.param_groups):
+                # The norm counts parameters once per rank of this group; megatron-core gives experts the dense layers' group.
+                sharded.tp_group = groups.expt_tp
     if flags.optimizer == "sgd":
         _step_by_sgd(optimizer, flags, next(chunks[0].parameters()).device)
     return optimizer

@@ -17,10 +17,10 @@ from megatron.training.plan_flags import precision_of, refuse_flag, require_worl
 from megatron.training.plan_model import require_model_of_flags
 from megatron.training.plan_values import (
     CHUNK_FIELDS,
-    alone,
     layout_values,
     recompute_values,
     says_recomputation,
+    single_stage_plan,
     with_values,
 )
 from moe_overlap.describe.errors import ConfigError
@@ -62,7 +62,7 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
         require_world(plan, source, world_size, "world size", "start")
     written = parsed.written_fields()
     # Flags can describe one shape only: with stages of different shape, that of the first as if it were the only stage.
-    said_by_flags = alone(plan, 0) if plan.transfers else plan
+    said_by_flags = single_stage_plan(plan, 0) if plan.transfers else plan
     values = layout_values(said_by_flags, parsed.config.model.mtp_num_layers or 0)
     if plan.transfers:
         _require_no_layout_flags(plan, source, parsed, written)
@@ -77,7 +77,7 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
         del values["parallel.sequence_parallel"]
     if parsed.config.training.step_batch_size_schedule is not None:
         del values["training.global_batch_size"]
-    lists = plan.transfers and parsed.config.moe.num_experts
+    lists = (plan.transfers or plan.has_stores) and parsed.config.moe.num_experts
     if lists or any(layer.dispatcher == "irregular" for stage in plan.stages for layer in stage.overlap.layers):
         values["moe.moe_token_dispatcher_type"] = "irregular"
     config = with_values(parsed.config, {path: value for path, value in values.items() if path not in written})

@@ -1,7 +1,7 @@
-"""The plan of a run, and the flags that say a plan.
+"""The plan of a run, from its flags or from its plan file.
 
     plan_from_flags    flags -> plan: stages of one shape, the same overlap on every layer
-    plan_of_run        the plan that a run builds and executes: of its flags, or of --plan FILE, checked
+    plan_of_run        the plan that a run builds and executes, from its flags or from --plan FILE, checked
 
 `plan_argument.py` completes the flags of a command line by its --plan.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.training.cli.config import Config, OverlapConfig
+from megatron.training.cli.flags.table import spelling
 from megatron.training.cli.rules.moe import (
     listed_run,
     overlap_flag,
@@ -23,10 +24,10 @@ from megatron.training.cli.rules.moe import (
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from megatron.training.cli.validation import validate
 from megatron.training.plan_values import (
-    alone,
     config_of_stage,
     recompute_values,
     says_recomputation,
+    single_stage_plan,
     with_values,
 )
 from moe_overlap.describe.errors import ConfigError, require
@@ -53,7 +54,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
 
     Args:
         model: `describe_model` of the same configuration.
-        world_size: processes of the run; stage s owns the s-th of PP equal ranges of ranks, as in megatron-core.
+        world_size: number of processes; stage s owns the s-th of PP equal ranges of ranks, as in megatron-core.
             With --use-tp-pp-dp-mapping it owns the s-th of PP equal shares of each replica's range instead.
     """
     layout = parallel_layout(config, world_size)
@@ -79,7 +80,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
 
 
 def precision_of(config: Config) -> Precision:
-    """The precision that flags choose; the narrowest product names it."""
+    """The precision of the flags, named after the narrowest products."""
     precision = config.precision
     if precision.fp4 is not None:
         return "nvfp4"
@@ -111,13 +112,13 @@ def _stage_ranks(layout: ParallelLayout, index: int, by_replica: bool) -> tuple[
     if not by_replica:
         return tuple(range(index * size, (index + 1) * size))
     per_replica = layout.tensor * layout.context
-    # A replica's stages are neighbours; a stage collects its ranks from all replicas, tensor and context ranks fastest.
+    # The stages of a replica are neighbours; a stage has ranks of all replicas, with tensor and context ranks fastest.
     firsts = range(index * per_replica, layout.world_size, per_replica * layout.pipeline)
     return tuple(first + place for first in firsts for place in range(per_replica))
 
 
 def gradient_chunk_bytes(config: Config, layout: ParallelLayout) -> int:
-    """Bucket size of the executor's gradient reductions: --ddp-bucket-size, or upstream's default for it; 0 without them."""
+    """Bytes of a bucket of the executor's gradient reductions: --ddp-bucket-size or upstream's default; 0 without reductions."""
     if not config.parallel.overlap_grad_reduce:
         return 0
     parameters = config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data * layout.context)
@@ -129,7 +130,7 @@ def _overlapped(
 ) -> StagePlan:
     overlap = config.overlap
     partitions = 1 if overlap.moe_overlap_partitions is None else overlap.moe_overlap_partitions
-    asked = OverlapWords(
+    overlap_words = OverlapWords(
         partitions=partitions,
         range_word=overlap.moe_overlap_range,
         capacity_chunks=1 if overlap.moe_overlap_capacity_chunks is None else overlap.moe_overlap_capacity_chunks,
@@ -140,7 +141,10 @@ def _overlapped(
         micro_batches=overlap.moe_overlap_micro_batches,
         sends_late=overlap.moe_overlap_forward_send == "late",
     )
-    if asked.partitions == asked.capacity_chunks == asked.micro_batches == 1 and not asked.defer:
+    if (
+        overlap_words.partitions == overlap_words.capacity_chunks == overlap_words.micro_batches == 1
+        and not overlap_words.defer
+    ):
         return stage
     chunked = StageOverlap(
         gradient_chunk_bytes=gradient_chunk_bytes(config, layout),
@@ -148,7 +152,7 @@ def _overlapped(
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
     stage, ends = dataclasses.replace(stage, overlap=chunked), (index == 0, index == layout.pipeline - 1)
-    decided = overlap_from_words(asked, stage, model, holds_embedding=ends[0], holds_head=ends[1])
+    decided = overlap_from_words(overlap_words, stage, model, holds_embedding=ends[0], holds_head=ends[1])
     return dataclasses.replace(stage, overlap=decided)
 
 
@@ -157,7 +161,7 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
     if parallel.recompute_granularity is None:
         return Recompute()
     if parallel.recompute_granularity == "selective":
-        # Selective recomputation is of every layer, which a plan says by the number of layers of the longest chunk.
+        # Selective recomputation covers every layer; a plan writes it as the number of layers of the longest chunk.
         longest = max(1, *(last - first for first, last in chunks))
         return Recompute(layers=longest, granularity="selective", modules=parallel.recompute_modules or ("core_attn",))
     assert parallel.recompute_num_layers is not None
@@ -168,15 +172,15 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
 # The plan of a run
 
 _DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh", "search_limits", "host_runs_ahead"})
-"""Fields of a plan that say where it comes from, not what runs."""
+"""Fields of a plan that describe its origin, not its execution."""
 
 
 def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Plan:
     """The plan of a validated configuration, from which model, groups, optimizer and data are built.
 
     Raises:
-        ConfigError: the file is no valid plan of this model, asks for what the runtime cannot do yet, or disagrees with the
-            flags (which `with_plan` completes by it).
+        ConfigError: the file is no valid plan of this model, uses a field that the runtime does not execute, or disagrees with
+            the flags (which `with_plan` completes by it).
     """
     source = config.overlap.plan
     if source is None:
@@ -195,13 +199,15 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     if plan.transfers:
         hold_unlike_stages(plan, source, config, model)
         return plan
-    from_flags = plan_from_flags(config, model, world_size)
+    # No flag says another ZeRO level than 1.
+    from_flags = _with_fields_of(plan, plan_from_flags(config, model, world_size), "zero_level")
     if not says_recomputation(plan):
         require_each_recomputation(plan, config, world_size)
         from_flags = _with_fields_of(plan, from_flags, "recompute")
     if overlap_flag(config) is None:
         _require_gate(source, plan, config)
-        # Flags without overlap say nothing against the plan's. All else must agree, overlap included where flags name one.
+        # Flags without overlap do not contradict the plan's overlap. All other fields must agree, and the overlap if flags name
+        # one.
         from_flags = _with_fields_of(plan, from_flags, "overlap")
     _require_flags_of_overlap(source, plan, config)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
@@ -210,15 +216,15 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
 
 
 def hold_unlike_stages(plan: Plan, source: str, config: Config, model: ModelDescription) -> None:
-    """Hold stages of unlike shape against the rules across flags one by one: flags say one shape for all.
+    """Check stages of different shape one by one against the rules across flags, because flags describe one shape.
 
     Raises:
-        ConfigError: a stage breaks a rule across flags, or flags say something else of what all stages share.
+        ConfigError: a stage breaks a rule across flags, or the flags contradict a field that all stages share.
     """
     for index, stage in enumerate(plan.stages):
         of_stage, ranks = config_of_stage(config, plan, index), len(stage.devices.ranks)
         validate(of_stage, ranks)
-        require_each_recomputation(alone(plan, index), of_stage, ranks)
+        require_each_recomputation(single_stage_plan(plan, index), of_stage, ranks)
         from_flags = plan_from_flags(of_stage, model, ranks)
         for field in ("sequence_length", "global_batch_size", "precision", "static_capacity_factor"):
             _require_equal(f"{source} {field}", getattr(plan, field), getattr(from_flags, field))
@@ -236,12 +242,12 @@ def hold_unlike_stages(plan: Plan, source: str, config: Config, model: ModelDesc
 
 
 def _exchanging(config: Config) -> Config:
-    """A dense model's configuration with the dispatcher of lists, which decides nothing there."""
+    """A dense model's configuration with the dispatcher of lists, which has no effect without experts."""
     return with_values(config, {"moe.moe_token_dispatcher_type": "irregular"})
 
 
 def _require_exchangeable(plan: Plan, source: str) -> None:
-    """Refuse ends of the pipeline that cannot exchange the gradients of a tied embedding."""
+    """Refuse first and last stages that cannot sum the gradients of a tied embedding."""
     for index in (0, plan.loss_stage):
         size = plan.stages[index].overlap.gradient_chunk_bytes
         if size:
@@ -250,7 +256,7 @@ def _require_exchangeable(plan: Plan, source: str) -> None:
 
 
 def _require_alike_balance(plan: Plan, source: str, config: Config) -> None:
-    """Refuse a balancing loss that is a mean over other samples on other stages: it would be another one.
+    """Refuse a balancing loss that averages over different numbers of samples on different stages.
 
     Losses of single sequences do not depend on the micro-batch.
     """
@@ -269,19 +275,19 @@ def _require_alike_balance(plan: Plan, source: str, config: Config) -> None:
 
 
 def require_world(plan: Plan, source: str, world_size: int | None, subject: str, verb: str) -> None:
-    """ConfigError where a plan is for another number of processes; None is any number."""
+    """Raise ConfigError if a plan is for another number of processes; None stands for any number."""
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     fits = world_size in (None, plan.world_size)
     require(fits, subject, world_size, f"{source} is for {processes}", f"{verb} {plan.world_size}")
 
 
 def _require_pairs_in_every_step(config: Config, plan: Plan, subject: str) -> None:
-    """Require every batch, the smallest and an evaluation's too, to hold the micro-batches that the plan interleaves."""
+    """Require that every batch, also the smallest and the evaluation's, has the micro-batches that the plan interleaves."""
     evaluated = config.training.eval_global_batch_size
     for stage in plan.stages:
         sizes, in_flight = batch_sizes(config, stage.data).sizes, stage.overlap.micro_batches_in_flight
-        # The smallest of the ramp-up and the evaluation's: fewer
-        # micro-batches than are in flight leave a turn without a partner.
+        # The smallest of the ramp-up's and the evaluation's batches: with fewer micro-batches than are in flight, one would have
+        # no partner.
         smallest = min(sizes if evaluated is None else (*sizes, evaluated))
         count = smallest // (stage.micro_batch_size * stage.data)
         rule = f"a step of {smallest} samples has {count} micro-batch on each data-parallel rank"
@@ -290,10 +296,10 @@ def _require_pairs_in_every_step(config: Config, plan: Plan, subject: str) -> No
 
 
 def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
-    """Require the flags that the executor of an overlapping plan needs, as they build the model."""
+    """Require the flags that the executor of an overlapping plan needs in the model."""
     overlaps = [stage.overlap for stage in plan.stages]
     layers = [layer for overlap in overlaps for layer in overlap.layers]
-    if plan.follows_lists:
+    if plan.runs_lists:
         why = f"{source} has stages of unlike shape, whose list" if plan.transfers else source
         require_executable(config if config.moe.num_experts else _exchanging(config), why)
         at_the_end = not any(overlap.gradient_chunk_bytes for overlap in overlaps)
@@ -308,41 +314,60 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
         sent, rule = config.overlap.moe_overlap_forward_send, f"{source} sends early (sends_late false)"
         late = all(overlap.sends_late for overlap in overlaps)
         require(sent == "early" or late, "--moe-overlap-forward-send", sent, rule, "drop it")
-        behind = not all(overlap.overlap_param_gather for overlap in overlaps)
+        gathers_late = not all(overlap.overlap_param_gather for overlap in overlaps)
         rule = f"{source} gathers weights at the end of the step (overlap_param_gather false)"
-        require(not (config.parallel.overlap_param_gather and behind), "--overlap-param-gather", "", rule, "drop it")
+        require(
+            not (config.parallel.overlap_param_gather and gathers_late), "--overlap-param-gather", "", rule, "drop it"
+        )
         _require_bytes(source, plan, config)
+    if plan.has_stores:
+        _require_flags_of_stores(source, config)
     if any(layer.mechanism == "partitioned" for layer in layers):
         require_cuttable(listed_run(config))
 
 
-def refuse_flag(subject: str, planned: Any, flag: str, said: Any) -> None:
-    """ConfigError for a flag that says something else than a plan's field."""
-    shown = " ".join(map(str, said)) if isinstance(said, tuple) else said
-    rule = f"{flag} is written" if said is True else f"{flag} says {shown}"
+def _require_flags_of_stores(source: str, config: Config) -> None:
+    """Refuse flags of megatron-core's DDP and distributed optimizer, whose place parameter stores take."""
+    rule = f"{source} has another ZeRO level than 1, whose states megatron-core's optimizer does not hold"
+    for path in (
+        "optimizer.grad_reduce_in_bf16",
+        "precision.use_precision_aware_optimizer",
+        "device.optimizer_cpu_offload",
+        "overlap.moe_overlap_cuda_graphs",
+    ):
+        group, field = path.split(".")
+        require(not getattr(getattr(config, group), field), spelling(path), "", rule, "drop it")
+
+
+def refuse_flag(subject: str, planned: Any, flag: str, flag_value: Any) -> None:
+    """Raise ConfigError for a flag that contradicts a plan's field."""
+    shown = " ".join(map(str, flag_value)) if isinstance(flag_value, tuple) else flag_value
+    rule = f"{flag} is written" if flag_value is True else f"{flag} says {shown}"
     raise ConfigError(subject, planned, rule, "drop the flag or correct the plan")
 
 
 def _require_bytes(source: str, plan: Plan, config: Config) -> None:
-    """Hold the bytes of gradient reductions and of deferred weight gradients against flags that were set to other ones."""
+    """Compare the bytes of gradient reductions and of deferred weight gradients with the flags that are set."""
     parameters, bound = config.parallel.ddp_bucket_size, config.overlap.max_deferred_bytes
     for s, stage in enumerate(plan.stages):
         subject, overlap = f"{source} stages[{s}].overlap", stage.overlap
         if parameters is not None and overlap.gradient_chunk_bytes not in (0, parameters * GRADIENT_BYTES):
-            said = f"{parameters} parameters of {GRADIENT_BYTES} bytes"
-            refuse_flag(f"{subject}.gradient_chunk_bytes", overlap.gradient_chunk_bytes, "--ddp-bucket-size", said)
+            flag_value = f"{parameters} parameters of {GRADIENT_BYTES} bytes"
+            refuse_flag(
+                f"{subject}.gradient_chunk_bytes", overlap.gradient_chunk_bytes, "--ddp-bucket-size", flag_value
+            )
         if bound != OverlapConfig().max_deferred_bytes and overlap.max_deferred_bytes not in (0, bound):
             refuse_flag(f"{subject}.max_deferred_bytes", overlap.max_deferred_bytes, BYTES_FLAG, bound)
 
 
 def gate_of_run(config: Config, plan: Plan) -> str | None:
-    """The gate of every MoE layer: the named one, else the one that a layer of the plan needs; None is megatron-core's router."""
+    """The gate of every MoE layer: that of --moe-gate, else that of the plan's layers; None is megatron-core's router."""
     planned = [layer.gate for stage in plan.stages for layer in stage.overlap.layers if layer.gate is not None]
     return config.overlap.moe_gate or next(iter(planned), None)
 
 
 def _require_gate(source: str, plan: Plan, config: Config) -> None:
-    """Hold the gates of a plan's layers against --moe-gate, or against the gate that needs no name."""
+    """Compare the gates of a plan's layers with --moe-gate, or with the default gate if it is not set."""
     named = config.overlap.moe_gate
     for s, stage in enumerate(plan.stages):
         for n, layer in enumerate(stage.overlap.layers):
@@ -353,8 +378,8 @@ def _require_gate(source: str, plan: Plan, config: Config) -> None:
 
 
 def _with_fields_of(plan: Plan, flagged: Plan, field: str) -> Plan:
-    """The plan of flags that say nothing of a field of the stages, with that field of another plan."""
-    # `_require_equal` then names the difference.
+    """The plan of flags that leave a field of the stages open, with that field from another plan."""
+    # The caller's `_require_equal` names the difference.
     if len(plan.stages) != len(flagged.stages):
         return flagged
     pairs = zip(flagged.stages, plan.stages, strict=True)
@@ -363,24 +388,24 @@ def _with_fields_of(plan: Plan, flagged: Plan, field: str) -> Plan:
 
 
 def require_each_recomputation(plan: Plan, config: Config, world_size: int) -> None:
-    """Hold the rules across flags against what every stage recomputes: a stage runs under flags of its own.
+    """Check every stage's recomputation against the rules across flags.
 
     Raises:
         ConfigError: the first rule that a stage breaks.
     """
     for recompute in dict.fromkeys(stage.recompute for stage in plan.stages):
-        # Flags give every stage one number of layers, which the smallest must have; a plan's were held against each stage.
-        one = dataclasses.replace(recompute, layers=1) if recompute.granularity == "full" else recompute
-        validate(with_values(config, recompute_values(one)), world_size)
+        # Flags limit one number of layers by the smallest stage; a plan's numbers were checked for each stage.
+        one_layer = dataclasses.replace(recompute, layers=1) if recompute.granularity == "full" else recompute
+        validate(with_values(config, recompute_values(one_layer)), world_size)
 
 
 def _require_equal(place: str, planned: Any, flagged: Any) -> None:
-    for where, value, said in _differences(place, planned, flagged):
-        raise ConfigError(where, value, f"the flags say {said}", "make the flags and the plan agree")
+    for where, value, flag_value in _differences(place, planned, flagged):
+        raise ConfigError(where, value, f"the flags say {flag_value}", "make the flags and the plan agree")
 
 
 def _differences(place: str, planned: Any, flagged: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The first place where two plans, or two values of one field, differ, and both values."""
+    """The places where two plans, or two values of one field, differ, with both values."""
     both_are_dicts = isinstance(planned, dict) and isinstance(flagged, dict)
     if both_are_dicts and planned.keys() == flagged.keys():
         for name, value in planned.items():
@@ -388,7 +413,7 @@ def _differences(place: str, planned: Any, flagged: Any) -> Iterator[tuple[str, 
                 inside = f"{place} {name}" if " " not in place else f"{place}.{name}"
                 yield from _differences(inside, value, flagged[name])
     elif isinstance(planned, (list, tuple)) and isinstance(flagged, (list, tuple)) and len(planned) == len(flagged):
-        for index, (value, said) in enumerate(zip(planned, flagged, strict=True)):
-            yield from _differences(f"{place}[{index}]", value, said)
+        for index, (value, flag_value) in enumerate(zip(planned, flagged, strict=True)):
+            yield from _differences(f"{place}[{index}]", value, flag_value)
     elif planned != flagged:
         yield place, planned, flagged

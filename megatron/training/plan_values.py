@@ -91,8 +91,8 @@ def layout_values(plan: Plan, predictions: int) -> Values:
     }
 
 
-def alone(plan: Plan, index: int) -> Plan:
-    """A stage of a plan as a run of its own, with all layers: flags can describe stages of different shape only one by one."""
+def single_stage_plan(plan: Plan, index: int) -> Plan:
+    """One stage as the plan of a separate run, with all layers: flags can describe stages of different shape only one by one."""
     stage = plan.stages[index]
     layers = (0, max(last for other in plan.stages for _, last in other.chunks))
     ranks = tuple(range(len(stage.devices.ranks)))
@@ -103,7 +103,7 @@ def alone(plan: Plan, index: int) -> Plan:
 
 def config_of_stage(config: Config, plan: Plan, index: int) -> Config:
     """The configuration of one stage of different shape: the run's, with the sizes of this stage only."""
-    values = layout_values(alone(plan, index), config.model.mtp_num_layers or 0)
+    values = layout_values(single_stage_plan(plan, index), config.model.mtp_num_layers or 0)
     return with_values(
         config, {path: value for path, value in values.items() if not path.startswith(_PRECISION_GROUPS)}
     )

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluation, saving, stopping.
 
-The loop knows a step runner and its instruction lists (job.py), and nothing else of the model. Every rank must take the same
-decisions (a step's size, a save, an evaluation, an end), since all of them are collective.
+The loop knows a step runner and its instruction lists (megatron/training/job.py); only figures of memory read the model. Every
+rank must take the same decisions (a step's size, a save, an evaluation, an end), since all of them are collective.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class TrainingLoop:
         self._peak_bytes = 0
         self._peak_is_known = False  # known once a step has created the optimizer's state
         self._stopped_by_signal = False
+        self._left_updates = False
         if job.config.training.exit_signal_handler:
             signal.signal(job.config.training.exit_signal, self._on_signal)
 
@@ -120,6 +121,7 @@ class TrainingLoop:
                 if reason is not None:
                     self.reason = reason
                     break
+        self._flush()
         return spans
 
     def _last_reports(self, spans: Sequence[Span]) -> None:
@@ -146,14 +148,15 @@ class TrainingLoop:
         """
         self._enter(f"step {iteration}")
         machinery, schedule = self.job.machinery, self.job.schedule
-        # On a CPU the peak is tracked tensor by tensor, which is slow. It stays the same once the optimizer has its state.
+        # On a CPU the peak is tracked tensor by tensor, which is slow. The peak stays the same once the optimizer has its state.
         tracker = None if self._peak_is_known else self._memory_tracker()
         size = schedule.batch_sizes.at(self.progress.train_samples)
-        instructions = schedule.lowered(size)
+        instructions = schedule.lowered(size, self._left_updates)
         begin = time.perf_counter()
         with tracker or contextlib.nullcontext():
             result = machinery.runner.run(instructions, feed, iteration)
         seconds = time.perf_counter() - begin
+        self._left_updates = schedule.left_updates is not None
         if tracker is not None:
             self._peak_bytes, self._peak_is_known = tracker.peak_bytes, result.updated
         # `result` is equal on every rank, so all stop here and none waits in the next step's collectives.
@@ -168,6 +171,13 @@ class TrainingLoop:
         self.progress = replace(self.progress, iteration=iteration, train_samples=samples, skipped=skipped)
         self._report(result, size, seconds, learning_rate)
         return result.spans
+
+    def _flush(self) -> None:
+        """Make the updates that the last step has left to the next one: what follows reads the weights."""
+        if self._left_updates:
+            assert self.job.schedule.left_updates is not None
+            self.job.machinery.runner.flush(self.job.schedule.left_updates)
+            self._left_updates = False
 
     def _report(self, result: StepResult, samples: int, seconds: float, learning_rate: float) -> None:
         """Log the step that `progress` has just counted."""
@@ -224,6 +234,7 @@ class TrainingLoop:
             flops_per_second = self.job.reporting.flops_per_token * tokens_per_second
             figures["model_tflops_per_device"] = flops_per_second / dist.get_world_size() / 1e12
         if logging.log_params_norm:
+            self._flush()
             figures["params_norm"] = self.job.machinery.parameter_norm()
         if self._config.precision.fp16:
             figures["loss_scale"] = float(self.job.machinery.optimizer.get_loss_scale())
@@ -233,7 +244,7 @@ class TrainingLoop:
         return figures
 
     def evaluate(self, split: str) -> None:
-        """Mean loss over --eval-iters global batches of a split; nothing where the split has no samples.
+        """Mean loss over --eval-iters global batches of a split; nothing if the split has no samples.
 
         Raises:
             ConfigError: no token of these batches counts in the loss.
@@ -245,8 +256,9 @@ class TrainingLoop:
         if feed is None:
             return
         self._enter(f"evaluation after step {self.progress.iteration}")
+        self._flush()
         loss = tokens = 0.0
-        instructions = job.schedule.lowered(size)
+        instructions = job.schedule.lowered(size, False)
         for _ in range(iterations):
             result = job.machinery.runner.evaluate(instructions, feed, self.progress.iteration)
             # Weighted by tokens: batches may have different numbers of tokens that count.
@@ -269,6 +281,7 @@ class TrainingLoop:
         if self._config.checkpoint.save is None:
             return
         self._enter(f"save after step {self.progress.iteration}")
+        self._flush()
         self._say_what_is_saved(wait=True)
         # One save at a time: the previous one has ended, since the writers of both would share a process group.
         self.job.checkpoints.save(self.progress, persistent)

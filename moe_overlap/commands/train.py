@@ -2,7 +2,7 @@
 
 Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts, so
 mistakes in flags are reported immediately. With `--nproc-per-node` this process checks the command line and starts the ranks;
-torchrun and Slurm can start them as well.
+torchrun and srun can start them as well.
 
 This command connects the training package and the runtime, which do not import each other: `main` parses and checks flags,
 `train` starts and ends the process, `assemble` builds a training loop from plan, model, data, checkpoint and reports.
@@ -10,6 +10,7 @@ This command connects the training package and the runtime, which do not import 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -36,6 +37,7 @@ from moe_overlap.commands.exits import (
     speak,
 )
 from moe_overlap.commands.missing import says_what_is_missing
+from moe_overlap.commands.slurm_tasks import take_slurm_ranks
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.describe.model import require_bounded_layers
@@ -63,6 +65,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; 1 for a failed run, 2 for a user's mistake."""
     rank = 0
     try:
+        # With --nproc-per-node a task of srun starts the ranks of its node.
+        if not any(argument.replace("_", "-").startswith("--nproc-per-node") for argument in argv):
+            take_slurm_ranks(os.environ)
         rank, world_size = place_among_ranks(os.environ)
         require_our_portion()
         from megatron.training.checkpoint.arguments import with_checkpoint_arguments
@@ -167,7 +172,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     from megatron.training import cpu_backend
-    from megatron.training.cli.packages import require_packages
+    from megatron.training.cli.packages import require_importable_libraries, require_packages
     from megatron.training.cli.start import quiet_libraries
 
     end_with_launcher()
@@ -175,6 +180,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     settle_environment(parsed.config, os.environ, has_unlike_stages=parsed.layout_world is not None)
     quiet_libraries()
     require_usable_gpu()
+    require_importable_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
     import torch
@@ -248,7 +254,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.plan_values import config_of_stage
     from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
-    from moe_overlap.plan.lowering.lower import lower, lower_together
+    from moe_overlap.plan.lowering.lower import lower, lower_together, lower_updates
     from moe_overlap.runtime.build import build_context
 
     config = parsed.config
@@ -267,17 +273,19 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         config = config_of_stage(config, plan, plan.stage_of(rank))
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
 
-    lists = lower_together(plan, model, rank)  # A plan that cannot be lowered is refused before anything is built.
-    lists_by_size = {plan.global_batch_size: lists[rank]}
+    # A plan that cannot be lowered is refused before anything is built.
+    lists = lower_together(plan, model, rank, updates=False)
+    lists_by_size = {(plan.global_batch_size, False): lists[rank]}
 
-    def lowered(size: int) -> Sequence[Instruction]:
-        if size not in lists_by_size:
-            lists_by_size[size] = lower(plan.with_global_batch(size), model, rank)
-        return lists_by_size[size]
+    def lowered(size: int, updates: bool = False) -> Sequence[Instruction]:
+        if (size, updates) not in lists_by_size:
+            lists_by_size[size, updates] = lower(plan.with_global_batch(size), model, rank, updates)
+        return lists_by_size[size, updates]
 
     blocks = _nccl_blocks(config, plan, lists)
     total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
-    schedule = LearningSchedule(total_steps, plan.global_batch_size, sizes, lowered)
+    left_updates = lower_updates(plan, model, rank) if plan.is_decoupled else None
+    schedule = LearningSchedule(total_steps, plan.global_batch_size, sizes, lowered, left_updates)
     context = build_context(plan, model, settings_of(config, plan, blocks), builders_of(config, model, plan))  # 2
     machinery = machinery_of(config, context, total_steps)
     batches = batches_of(config, context, tokenizer, total_steps)  # 3
@@ -290,7 +298,9 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         plan,
         model_fingerprint(config, vocabulary),
         {SAMPLES: plan.global_batch_size, DIGEST: batches.digest, ORDER: batches.order},
-        context.optimizer.gather if context.weight_gathers is not None else lambda: None,
+        contextlib.nullcontext
+        if context.weight_gathers is None and context.stores is None
+        else context.optimizer.whole_weights,
     )
     progress = checkpoints.load() or Progress()
     reporting = reporting_of(parsed, context, rank, total_steps, batches.description)  # 4
@@ -332,7 +342,7 @@ def _nccl_blocks(config: Config, plan: Plan, lists: Lists) -> BlockLimits | None
     if not torch.cuda.is_available() or config.parallel.distributed_backend != "nccl":
         return None
     multiprocessors = torch.cuda.get_device_properties().multi_processor_count
-    communicators = communicators_of(lists, plan) if plan.follows_lists else None
+    communicators = communicators_of(lists, plan) if plan.runs_lists else None
     return nccl_blocks(config, os.environ, multiprocessors, plan, communicators)
 
 

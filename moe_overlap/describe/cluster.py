@@ -37,6 +37,8 @@ class Gpu:
     fp4_tflops: float | None
     memory_gib: float
     memory_gb_per_s: float
+    usable_gib: float | None = None
+    """Memory that CUDA reports; None if nobody has read it."""
     multiprocessors: int | None = None
     """Streaming multiprocessors; each executes one thread block of a fused kernel. None if unknown."""
 
@@ -232,6 +234,7 @@ _GPU_FIELDS = {
     "memory_gib": (int, float),
     "memory_gb_per_s": (int, float),
 }
+_OPTIONAL_GPU_FIELDS: dict[str, Any] = {"usable_gib": (int, float, type(None)), "multiprocessors": int}
 
 
 _RANGES = {"tflops": (1e-6, 100_000, "TFLOP/s"), "gib": (1e-6, 50_000, "GiB"), "gb_per_s": (1e-6, 100_000, "GB/s")}
@@ -256,7 +259,7 @@ def _group(row: Any, subject: str) -> NodeGroup:
     _require_fields(row, _GROUP_FIELDS, subject)
     _require_units(row, subject)
     if isinstance(row["gpu"], dict):
-        optional: dict[str, Any] = {"multiprocessors": int} if "multiprocessors" in row["gpu"] else {}
+        optional = {name: kind for name, kind in _OPTIONAL_GPU_FIELDS.items() if name in row["gpu"]}
         _require_fields(row["gpu"], _GPU_FIELDS | optional, f"{subject}.gpu")
         _require_units(row["gpu"], f"{subject}.gpu")
         gpu = Gpu(**row["gpu"])

@@ -64,12 +64,10 @@ LOWERED = Limits(
 EXECUTED = Limits(
     plan=(Limit("precision", lambda value: value != "nvfp4", "not executed", "use bf16, fp8 or mxfp8"),),
     stage=(
-        Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
         Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
         Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
         Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
         Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),
     ),
     layer=(
         Limit(
@@ -102,7 +100,6 @@ UNLIKE_FIELDS = (*SHAPE_FIELDS, "expert", "expert_tensor")
 """Fields in which stages may differ if transfers join them."""
 UNIFORM_FIELDS = (
     *UNLIKE_FIELDS,
-    "zero_level",
     "offload",
     "overlap.gradient_chunk_bytes",
     "overlap.reduce_at_once",
@@ -110,7 +107,21 @@ UNIFORM_FIELDS = (
     "overlap.micro_batches_in_flight",
     "overlap.sends_late",
 )
-"""Fields with one value for all stages; only the layers of a stage and its recomputation may differ."""
+"""Fields with one value for all stages; the layers of a stage, its recomputation and its ZeRO level may differ."""
+STORED = Limits(
+    plan=(
+        Limit("precision", _only("fp32", "bf16"), "executed with ZeRO 1 alone", "use bf16, or write zero_level 1"),
+        Limit(
+            "mtp_stage", _only(None), "executed with ZeRO 1 alone", "write zero_level 1, or drop the prediction layers"
+        ),
+    ),
+    stage=(
+        Limit("overlap.gradient_chunk_bytes", _only(0), "buckets are executed with ZeRO 1 alone", "write 0"),
+        Limit("overlap.overlap_param_gather", _only(False), "executed with ZeRO 1 alone", "write false"),
+    ),
+    layer=(),
+)
+"""Limits of plans in which a stage has another ZeRO level than 1, in addition to those of the runtime."""
 
 
 def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None:
@@ -190,6 +201,17 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     for index, transfer in enumerate(plan.transfers):
         rule = "the ranks of a stage are sequence-parallel: each keeps what it receives"
         require(transfer.all_gather is None, f"{source} transfers[{index}].all_gather", "", rule, "write null")
+    if plan.has_stores:
+        _refuse_limits(plan, STORED, source)
+        for path, stage in _stages(plan):
+            rule = "the stage has one replica, nothing to shard"
+            require(
+                stage.zero_level < 2 or stage.is_replicated,
+                f"{source} {path}.zero_level",
+                stage.zero_level,
+                rule,
+                "write 1",
+            )
     if not plan.follows_lists:
         _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 

@@ -95,6 +95,11 @@ class StagePlan:
         return self.zero_level > 1 or self.offload != Offload()
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether another rank holds a copy of a parameter."""
+        return self.data * self.context > 1 or self.expert_data > 1
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Numbers of the stage's layers, chunk after chunk."""
         return tuple(layer for first, last in self.chunks for layer in range(first, last))
@@ -208,9 +213,26 @@ class Plan:
 
     @property
     def follows_lists(self) -> bool:
-        """Whether the executor runs the step: the plan overlaps, or has stages of unlike shape, which megatron-core's schedules
-        do not support. The step of such a plan is simulated; it has no closed form."""
+        """Whether the lists have the waits of the executor: the plan overlaps, or has stages of unlike shape, which
+        megatron-core's schedules do not support. Predictions of such a plan simulate its lists; its closed form only orders
+        candidates."""
         return self.is_listed or bool(self.transfers)
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether parameter stores (runtime/state/store.py) hold the states of every stage, not DDP and its optimizer: a stage
+        has another ZeRO level than 1, or offloads."""
+        return any(stage.zero_level != 1 or stage.is_decoupled for stage in self.stages)
+
+    @property
+    def runs_lists(self) -> bool:
+        """Whether the executor runs the step, and no schedule of megatron-core."""
+        return self.follows_lists or self.has_stores
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether a step leaves updates of a stage to the next one."""
+        return any(stage.is_decoupled for stage in self.stages)
 
     @property
     def sums_gradients(self) -> bool:

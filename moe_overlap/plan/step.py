@@ -41,7 +41,7 @@ class StepResult:
 class StepRunner(Protocol[Batch]):
     """Executes instruction lists on this rank. The training loop knows nothing else of the model.
 
-    Both calls are collective: every rank passes its own list of the same step.
+    All calls are collective: every rank passes its own list of the same step.
     """
 
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
@@ -52,6 +52,13 @@ class StepRunner(Protocol[Batch]):
             step: number of the step in the run; gates that draw take it into their draws.
         Raises:
             CommunicationFailed: a peer is gone. Every rank that needs it raises within the groups' timeout.
+        """
+
+    def flush(self, instructions: Sequence[Instruction]) -> None:
+        """Execute the updates alone that the last step has left to the next one. Collective, as the other calls.
+
+        Args:
+            instructions: the list of these updates; empty on ranks whose stage updates at the end of its own step.
         """
 
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:

@@ -74,14 +74,18 @@ def changes_of(
         old, new = before.get(decision, {}), after.get(decision, {})
         if {**DEFAULTS, **old} == {**DEFAULTS, **new}:
             continue
-        kept = {name: values for name, values in flags.items() if name not in old} | dict(new)
-        alone, rule = None, ""
+        changed = {name: values for name, values in flags.items() if name not in old} | dict(new)
+        prediction, rule = None, ""
         try:
-            problem = problem_of([word for name, values in kept.items() for word in (name, *values)], cluster, options)
-            newly_broken = (e for e in errors_of_upstreams_own(values_of(kept), cluster.gpus) if str(e) not in broken)
+            problem = problem_of(
+                [word for name, values in changed.items() for word in (name, *values)], cluster, options
+            )
+            newly_broken = (
+                e for e in errors_of_upstreams_own(values_of(changed), cluster.gpus) if str(e) not in broken
+            )
             if (error := next(newly_broken, None)) is not None:
                 raise error
-            alone = predict_plan(problem.plan, problem)
+            prediction = predict_plan(problem.plan, problem)
         except ConfigError as error:
             rule = (
                 f"{error.subject} {error.value}: {error.rule}"
@@ -94,7 +98,7 @@ def changes_of(
                 name=decision,
                 before={name: values for name, values in old.items() if name not in same},
                 after={name: values for name, values in new.items() if name not in same},
-                prediction=alone,
+                prediction=prediction,
                 rule=rule,
             )
         )
@@ -103,8 +107,8 @@ def changes_of(
 
 def by_decision(flags: Flags) -> dict[str, dict[str, tuple[str, ...]]]:
     """The flags of a layout, by the decision that they belong to."""
-    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    decided: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, values in flags.items():
         decisions = (decision for decision, prefixes in DECISIONS if name.startswith(prefixes))
-        found.setdefault(next(decisions, PIPELINE), {})[name] = values
-    return found
+        decided.setdefault(next(decisions, PIPELINE), {})[name] = values
+    return decided

@@ -1,7 +1,7 @@
-"""The end of a search: the order of the plans that are left, and the error where none is.
+"""The end of a search: simulated steps of the finalists, their order, and the error where no plan fits.
 
-Plans are ordered by their simulated steps, ties by what they ask of a machine. Plans whose closed form is only an estimate
-(`Finalist.lacks_lists`) are predicted anew by their lists, and dropped where those do not fit.
+Simulated steps order the plans; of equally fast ones the one with the least memory leads. Plans whose closed form is only an
+estimate (`Finalist.lacks_lists`) are predicted again by their instruction lists, and dropped where those do not fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import islice
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.processes import in_processes
-from moe_overlap.plan_search.results import Finalist
+from moe_overlap.plan_search.results import TIE, Finalist
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import listed_seconds
@@ -24,8 +24,6 @@ from moe_overlap.tuner.search.shares import LayoutShare
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 
-TIE = 0.01
-"""Share of a step below which predictions tell no plan from another."""
 SIMULATED = 0.1
 """Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
 of a plan whose states stay on the device was found to differ from its prediction by a tenth
@@ -47,14 +45,14 @@ def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.in
     Raises:
         ConfigError: none fits, as its lists say.
     """
-    left = [*finalists]
-    while left:
-        fastest = min(finalist.seconds for finalist in left)
-        near = [index for index, finalist in enumerate(left) if finalist.seconds <= fastest * (1.0 + SIMULATED)]
-        result = _simulated_at(left, near, deadline, min(jobs, len(near)))
+    remaining = [*finalists]
+    while remaining:
+        fastest = min(finalist.seconds for finalist in remaining)
+        near = [index for index, finalist in enumerate(remaining) if finalist.seconds <= fastest * (1.0 + SIMULATED)]
+        result = _simulated_at(remaining, near, deadline, min(jobs, len(near)))
         if any(result[index] is not None for index in near):
             return [finalist for finalist in result if finalist is not None]
-        left = [finalist for finalist in result if finalist is not None]
+        remaining = [finalist for finalist in result if finalist is not None]
     raise _none_is_left()
 
 
@@ -65,7 +63,7 @@ def _simulated_at(
 
     def simulated(share: LayoutShare) -> list[tuple[float | None, Prediction] | None]:
         tried = (_simulated(finalists[index], deadline) for index in places[share.index :: share.count])
-        return [None if each is None else (each.simulated, each.prediction) for each in tried]
+        return [None if finalist is None else (finalist.simulated, finalist.prediction) for finalist in tried]
 
     result: list[Finalist | None] = [*finalists]
     for index, outcomes in enumerate(in_processes(simulated, jobs)):
@@ -98,27 +96,27 @@ def simulated_until_ahead(
     """
     known: list[Finalist | None] = [*finalists]
     by_prediction = sorted(range(len(known)), key=lambda index: finalists[index].seconds)
-    ahead, asked, unlike = math.inf, 0, 0
+    fastest, simulations, unlike = math.inf, 0, 0
     for index in by_prediction:
         finalist = finalists[index]
-        if math.isfinite(ahead) and asked >= most:
+        if math.isfinite(fastest) and simulations >= most:
             break
         is_rough = finalist.lacks_lists and not _is_unlike(finalist)
-        if finalist.seconds > ahead * (1.0 + (MOVED if is_rough else TIE)):
+        if finalist.seconds > fastest * (1.0 + (MOVED if is_rough else TIE)):
             continue
         if _is_unlike(finalist) and (unlike == UNLIKE or time.monotonic() >= deadline):
             continue
-        asked, unlike = asked + 1, unlike + _is_unlike(finalist)
+        simulations, unlike = simulations + 1, unlike + _is_unlike(finalist)
         simulated = known[index] = _simulated(finalist, deadline)
-        ahead = min(ahead, math.inf if simulated is None else simulated.simulated_seconds)
-    left = [finalist for finalist in known if finalist is not None and not _is_unlike(finalist)]
-    if not left:
-        # Behind the deadline, too, one is needed.
+        fastest = min(fastest, math.inf if simulated is None else simulated.simulated_seconds)
+    fitting = [finalist for finalist in known if finalist is not None and not _is_unlike(finalist)]
+    if not fitting:
+        # One is needed even after the deadline.
         untried = (finalists[index] for index in by_prediction if known[index] is not None)
-        left = [*islice(filter(None, map(_with_lists, untried)), 1)]
-    if not left:
+        fitting = [*islice(filter(None, map(_with_lists, untried)), 1)]
+    if not fitting:
         raise _none_is_left()
-    return left
+    return fitting
 
 
 def listed_alone(finalists: Sequence[Finalist]) -> list[Finalist]:
@@ -158,8 +156,8 @@ def _none_is_left() -> ConfigError:
 def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
     """The fastest first, as simulated; but of those within TIE of it the one that needs the least memory leads.
 
-    Before that, one that needs no library of its own for dispatching tokens. Predictions that were not simulated stand behind
-    simulated steps: among many the one that errs the furthest would lead.
+    A plan without a dispatch library comes before one with it. Unsimulated plans rank after simulated ones: among many
+    candidates the most underestimated would win.
     """
     known = [finalist for finalist in finalists if finalist.plan.follows_lists or finalist.simulated is not None]
     known = sorted(known or finalists, key=lambda finalist: finalist.simulated_seconds)
@@ -178,7 +176,7 @@ def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
 
 
 def does_not_fit(
-    found: UniformSearch,
+    uniform: UniformSearch,
     cluster: Cluster,
     refused: Sequence[tuple[str, str]],
     certainty: str,
@@ -191,22 +189,22 @@ def does_not_fit(
         commonest: the rule by which the target runs the fewest layouts.
     """
     gpu = cluster.group_of(0).gpu
-    if found.solution.status is Status.TIME_LIMIT:
-        rule = f"ended before a plan that fits was found, after {found.counts.evaluated} layouts"
+    if uniform.solution.status is Status.TIME_LIMIT:
+        rule = f"ended before a plan that fits was found, after {uniform.counts.evaluated} layouts"
         return ConfigError("--time-limit", "", rule, "give more time")
-    subject = f"{cluster.gpus} × {gpu.name}"
+    subject, room = f"{cluster.gpus} × {gpu.name}", f"what CUDA and NCCL leave of {gpu.memory_gib:g} GiB"
     if refused:
         return ConfigError(
             "the search", "", f"every plan that fits is refused, {refused[0][0]} for: {refused[0][1]}", "change it"
         )
-    if found.smallest is None and found.counts.evaluated:
-        rule = f"the target refuses each of the {found.counts.evaluated:,} layouts that may fit"
+    if uniform.smallest is None and uniform.counts.evaluated:
+        rule = f"the target refuses each of the {uniform.counts.evaluated:,} layouts that may fit"
         rule += "" if commonest is None else f", most of them for: {commonest}"
         return ConfigError("--target", "", rule, "change that, or use another target")
-    if found.smallest is None:
-        rule = f"none of {found.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"
+    if uniform.smallest is None:
+        rule = f"none of {uniform.counts.layouts:,} layouts fits {room}, by a lower bound of their bytes"
         return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
-    least = found.smallest.needed_bytes / GIB
-    rule = f"no plan fits {gpu.memory_gib:g} GiB with {certainty} certainty; "
-    rule += f"the smallest needs {least:.1f} ({found.smallest.name})"
+    least = uniform.smallest.needed_bytes / GIB
+    rule = f"no plan fits {room} with {certainty} certainty; "
+    rule += f"the smallest needs {least:.1f} ({uniform.smallest.name})"
     return ConfigError("--num-gpus", subject, rule, "use more GPUs, or a shorter sequence")

@@ -68,7 +68,7 @@ def without_layout(arguments: Sequence[str], target: Target) -> tuple[list[str],
         name: DECIDED for name in flags if name == "--plan" or (name.startswith(BY_HAND) and name not in OF_DEVICE)
     }
     gone = layout_flags()
-    kept = [
+    remaining = [
         (name, values)
         for name, values in flags.items()
         if name not in gone and name not in dropped and not is_format_of_fsdp(name, values)
@@ -76,7 +76,7 @@ def without_layout(arguments: Sequence[str], target: Target) -> tuple[list[str],
     if "--global-batch-size" not in flags:
         # The default is a micro-batch on every rank: it would depend on what is searched.
         raise ConfigError("--global-batch-size", "", "is not among the flags", "add it: a plan is for one batch")
-    return [word for name, values in kept for word in (name, *values)], dropped
+    return [word for name, values in remaining for word in (name, *values)], dropped
 
 
 def with_precision(arguments: Sequence[str], precision: Precision | None) -> list[str]:
@@ -85,9 +85,9 @@ def with_precision(arguments: Sequence[str], precision: Precision | None) -> lis
         return list(arguments)
     values = dataclasses.asdict(PRECISIONS[precision])
     fields = {f"precision.{name}": value for name, value in values.items() if name.startswith(("fp8", "fp4", "fp16"))}
-    said = arguments_of({**fields, "optimizer.bf16": precision != "fp16"})
-    others = {name: each for name, each in grouped(arguments).items() if not name.startswith(OF_PRECISION)}
-    return [*(word for name, each in others.items() for word in (name, *each)), *said]
+    replacement = arguments_of({**fields, "optimizer.bf16": precision != "fp16"})
+    others = {name: values for name, values in grouped(arguments).items() if not name.startswith(OF_PRECISION)}
+    return [*(word for name, values in others.items() for word in (name, *values)), *replacement]
 
 
 def as_priced(arguments: Sequence[str], target: Target) -> list[str]:
@@ -108,12 +108,12 @@ class PlanFlags:
 
     Attributes:
         arguments: the flags of the whole run, as far as flags say the plan.
-        said: those among them that stand in the written file for the plan.
-        in_file: those that a plan's file says in their place, as flags cannot say what its stages recompute.
+        plan_arguments: those that express the plan in the written file.
+        in_file: those that plan.json replaces, because flags cannot express the recomputation of single stages.
     """
 
     arguments: list[str]
-    said: tuple[str, ...]
+    plan_arguments: tuple[str, ...]
     in_file: tuple[str, ...] = ()
 
 
@@ -152,16 +152,21 @@ class PlansAsFlags:
             return self._in_file(plan, model)
         values = layout_values(plan, model.mtp_layers)
         layout = arguments_of({path: value for path, value in values.items() if path not in PRECISION_FIELDS})
-        # The precision is said as the user says it: a plan knows no recipe.
-        precise = [(name, each) for name, each in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
-        others = [word for name, each in precise for word in (name, *each)]
-        others += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
+        # The precision keeps the user's flags: a plan has no recipe.
+        precise = [(name, values) for name, values in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
+        others = [word for name, values in precise for word in (name, *values)]
+        # Plans with parameter stores run on instruction lists, whatever dispatcher was priced.
+        on_lists = plan.has_stores and self._target != "megatron-lm"
+        others += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher and not on_lists else ()
         others += PAIRED if paired else ()
+        bare: Sequence[str] = self._bare
         if self._target == "megatron-lm":
             for error in unsayable(plan):
                 raise error
-        arguments = argument_file(self._bare, plan, [*layout, *others], self._target).arguments
-        if says_recomputation(plan):
+        elif on_lists and model.num_experts:
+            bare, _ = arguments_to_run(bare, plan, parse(list(bare)).config)
+        arguments = argument_file(bare, plan, [*layout, *others], self._target).arguments
+        if says_recomputation(plan) and not on_lists:
             return PlanFlags(arguments, (*layout, *others))
         return PlanFlags(arguments, tuple(others), tuple(layout))
 
@@ -236,7 +241,7 @@ class PlansAsFlags:
             problem=problem,
             prediction=estimate_plan(problem.plan, problem),
             arguments=tuple(flags.arguments),
-            plan_arguments=flags.said,
+            plan_arguments=flags.plan_arguments,
             in_file=flags.in_file,
             is_staged=is_staged,
             lacks_lists=moves_states(problem.plan),

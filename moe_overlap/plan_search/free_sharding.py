@@ -44,14 +44,14 @@ def search_sharding(
     try:
         captured = _on_one_rank(task)
         for number in range(problem.plan.stages[0].gradient_accumulation_steps, batch + 1):
-            left = ends - time.monotonic()
-            if left <= 0.0:
+            remaining_seconds = ends - time.monotonic()
+            if remaining_seconds <= 0.0:
                 break
             if batch % number:
                 continue
             workload = workload_of(problem, number)
             levels = task.space.zero_levels
-            answer = intra_only(captured, workload, problem.cluster, seconds=left, zero_levels=levels)
+            answer = intra_only(captured, workload, problem.cluster, seconds=remaining_seconds, zero_levels=levels)
             searched = SearchedSharding(answer=answer, micro_batches=number, samples=workload.samples)
             if answer.solution.status is not Status.INFEASIBLE:
                 break

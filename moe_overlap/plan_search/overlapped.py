@@ -1,9 +1,9 @@
 """The overlap of a plan search (for this runtime, or any): which of its plans is the fastest once all-to-alls are hidden.
 
 1. The overlap of the first few plans that this runtime executes is decided, as --overlap-only decides it.
-2. Layouts that plain steps rule out may be faster with their all-to-alls hidden (tuner/search/hidden.py). Each is read as flags,
-   and the simplest plan of its way to overlap is simulated: that takes a second, deciding its overlap several.
-3. The overlap of the fastest of those of each way is decided too, if what a decision gains may make them the best so far.
+2. Layouts whose plain step is too slow may be faster with their all-to-alls hidden (tuner/search/hidden.py). Each is read as
+   flags, and the simplest plan of its way to overlap is simulated, which takes a second; deciding its overlap takes several.
+3. The overlap of the fastest layout of each way is decided as well, if the gain of a decision can make it the best so far.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Overlapped:
     @property
     def graphs(self) -> GraphsChoice | None:
         """The graphs of the plan, where its lists are replayed; else of the fastest that would be, with its layout."""
-        own = None if self.tuned is None else self.tuned.graphs
-        return own if own is not None and own.is_on else self.other_graphs
+        graphs = None if self.tuned is None else self.tuned.graphs
+        return graphs if graphs is not None and graphs.is_on else self.other_graphs
 
     @property
     def seconds(self) -> float:
@@ -153,20 +153,20 @@ def _decisions(
     # Step 2. What was decided above is not looked at again.
     decided = {finalist.name for finalist in first}
     known = {finalist.name: finalist for finalist in executed}
-    wanted = [layout for layout in hidden(bar=best.seconds) if layout.ranked.name not in decided]
+    promising = [layout for layout in hidden(bar=best.seconds) if layout.ranked.name not in decided]
     # Late layouts may be missing among them.
     yield best
     screened: list[tuple[Screened, Finalist | None]] = []
-    for layout in wanted:
+    for layout in promising:
         screened.append(_screened(layout, known.get(layout.ranked.name), search))
         screened.sort(key=lambda pair: pair[0].order)
         best = replace(best, screened=tuple(outcome for outcome, _ in screened))
         yield best
     # Step 3.
     for way in dict.fromkeys(outcome.way for outcome, _ in screened):
-        outcome, further = next(pair for pair in screened if pair[0].way == way)
-        if further is not None and outcome.seconds is not None and outcome.seconds < GAINED * best.seconds:
-            best = _faster(best, further, search, options)
+        outcome, simulated = next(pair for pair in screened if pair[0].way == way)
+        if simulated is not None and outcome.seconds is not None and outcome.seconds < GAINED * best.seconds:
+            best = _faster(best, simulated, search, options)
             yield best
     yield replace(best, is_late=False)
 
@@ -183,9 +183,9 @@ def _faster(best: Overlapped, finalist: Finalist, search: OverlapSearch, options
         # The rules of overlap refuse the plan; it stays what it is.
         return replace(best, why_plain=str(error)) if finalist is best.chosen else best
     if tuned.graphs is not None and not tuned.graphs.is_on and tuned.graphs.other is not None:
-        own = replace(tuned.graphs, name=f"{finalist.name}, {tuned.graphs.name}")
-        known = [own] if best.other_graphs is None else [best.other_graphs, own]
-        best = replace(best, other_graphs=min(known, key=lambda choice: choice.order))
+        choice = replace(tuned.graphs, name=f"{finalist.name}, {tuned.graphs.name}")
+        choices = [choice] if best.other_graphs is None else [best.other_graphs, choice]
+        best = replace(best, other_graphs=min(choices, key=lambda choice: choice.order))
     overlaps = tuned.chosen.name != PLAIN and tuned.chosen.fits
     if overlaps and not finalist.is_staged:
         best = replace(best, equal_stages_seconds=min(best.equal_stages_seconds, tuned.chosen.seconds))

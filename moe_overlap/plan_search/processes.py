@@ -6,21 +6,60 @@ ends no task before it is done, and `multiprocessing.Pool` waits forever for a p
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.process import end_with_parent
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.shares import LayoutShare, SharedBar
-from moe_overlap.tuner.search.uniform import UniformSearch, joined_uniform
+from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, joined_uniform
 
 Answer = TypeVar("Answer")
 Refused = list[tuple[str, str]]
 """Names of plans that a rule refuses, with the rule."""
+Candidate = RankedLayout | StagedPlan | MeshPlan
+Progress = Callable[[int, int, Candidate | None], None]
+"""Called with layouts done, layouts in all, and the best so far."""
+
+
+def silent(done: int, total: int, best: Candidate | None) -> None:
+    """No progress: one process reports for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchBudget:
+    """The limits of a search.
+
+    Attributes:
+        deadline: of `time.monotonic`, after which the best so far is the answer.
+        jobs: processes of this host that share the search; the best plans do not depend on their number.
+    """
+
+    deadline: float = math.inf
+    jobs: int = 1
+    progress: Progress = silent
+
+    def progress_of(self, share: LayoutShare, incumbent: Candidate | None = None) -> Progress:
+        """The progress of a share: the first process reports, and shows the incumbent until the share has a plan."""
+        if share.index > 0:
+            return silent
+        return lambda done, total, best: self.progress(done, total, best or incumbent)
+
+    def after(self, uniform: UniformSearch) -> SearchBudget:
+        """The budget of a search that follows: no time where the search of uniform plans reached its deadline."""
+        return replace(self, deadline=-math.inf) if uniform.solution.status is Status.TIME_LIMIT else self
+
+
+UNLIMITED = SearchBudget()
 
 
 def shared_search(
@@ -39,7 +78,7 @@ def shared_search(
     if len(answers) == 1:
         return answers[0]
     refused = dict.fromkeys(refusal for _, of_share in answers for refusal in of_share)
-    return joined_uniform([found for found, _ in answers], keep), list(refused)
+    return joined_uniform([uniform for uniform, _ in answers], keep), list(refused)
 
 
 def in_processes(search: Callable[[LayoutShare], Answer], jobs: int) -> list[Answer]:

@@ -19,6 +19,7 @@ from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.job import Job, named_by, read_job, without_graphs
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.flags import Target, as_priced, flags_of, with_precision, without_layout
+from moe_overlap.plan_search.processes import Progress, SearchBudget, silent
 from moe_overlap.plan_search.task import layouts_of, run_of, task_of, with_dispatcher_of
 from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
 from moe_overlap.tuner.capture.library import Libraries
@@ -26,10 +27,7 @@ from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.limits import PLAN_SEARCH_LIMITS
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import FIRST
-from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
-from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.space import DEFAULT_SPACE, REMOVED_SPACES, SEARCH_SPACES, Run, SearchSpace, UniformLayout
-from moe_overlap.tuner.search.uniform import RankedLayout
 from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
@@ -62,7 +60,7 @@ class SearchSettings:
     changes_micro_batch: bool = False
     frees_dispatcher: bool = False
     jobs: int = 1
-    progress: Callable[[int, int, RankedLayout | StagedPlan | MeshPlan | None], None] = lambda done, total, best: None
+    progress: Progress = silent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +95,11 @@ class SearchRequest:
     run: Run
     layouts: list[UniformLayout]
     replays: bool
+
+    @property
+    def budget(self) -> SearchBudget:
+        """The limits of the searches of wider spaces."""
+        return SearchBudget(self.deadline, self.settings.jobs, self.settings.progress)
 
     def task(self, job: Job, space: SearchSpace) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
         """Prices and bounds of the plans of a space, for this job or for it with another dispatcher."""

@@ -34,6 +34,8 @@ from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 MEASURE = "--pipeline-model-parallel-size"
 SHARED = 1e-6
 """Largest difference of two shardings that count as equally fast, as a share of the step."""
+TIE = 0.01
+"""Share of a step below which predictions tell no plan from another."""
 APART = 0.01
 """Largest difference between simulation and prediction that is not reported, as a share of the predicted step."""
 
@@ -339,6 +341,9 @@ class PlanSearch:
         if self.plan.transfers:
             # The plan's file has the layout; no flag expresses it.
             arguments, in_file = self.chosen.arguments, ()
+        elif self.plan.has_stores and not self.is_upstream:
+            # The user's dispatcher is not that of instruction lists.
+            arguments = self.chosen.arguments
         if self.tuned is not None and self.tuned.chosen.name != PLAIN:
             plan_file, arguments, plan_arguments, in_file = (
                 "plan.json",

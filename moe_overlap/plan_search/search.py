@@ -1,16 +1,23 @@
-"""Search the plan of a run: from its Megatron flags without a layout, or in spite of theirs, to the flags of the fastest plan.
+"""Search the plan of a run: from its Megatron flags, whose layout is only a baseline, to the flags of the fastest plan.
 
-1. `read_request` takes from the user's flags what a plan decides. What is left describes model, batch, precision and features.
-2. Uniform plans are searched with that (tuner/search/uniform.py), under the rules of the target: what this runtime executes, or
-   what unmodified Megatron-LM accepts.
-3. The fastest are written as flags and read again as any command line is: what rules across flags refuse is no answer, and each
-   is predicted as tools/predict.py predicts it. Those near the fastest are simulated, and the simulated steps order them. Of
-   those within `TIE` of the fastest the one that needs the least memory leads.
-4. For this runtime the overlap of the first few is decided, and of layouts that are fast with overlap only
-   (overlapped.py); the shortest step is the answer.
+`search_plan` is the whole search:
 
-`--target any` takes the fastest plan whoever runs it: plans that nothing runs (free.py), those of Megatron-LM with its
-overlap, and those of this runtime with its own.
+1. `read_request` separates what a plan decides from the user's flags. The rest describes model, batch, precision and features.
+2. `SearchRules.of` prepares the prices of layouts, captures what most of them share, and has the rules of the target: this
+   runtime, or unmodified Megatron-LM.
+3. `_search_uniform` searches uniform plans under every dispatcher (tuner/search/uniform.py).
+4. `_search_wider` adds plans with unlike stages (free.py); for Megatron-LM states that it shards or offloads
+   (upstream_states.py); for `--target any` plans that nothing executes.
+5. `_finalists` writes the fastest as flags and reads those like any command line, so that rules across flags refuse them here and
+   not at the start of the run. Each is predicted as tools/predict.py predicts it.
+6. `_simulated` simulates the finalists near the fastest. Simulated steps order them; of those within `TIE` of the fastest the one
+   that needs the least memory leads.
+7. `_overlapped` decides the overlap of the first few for this runtime, and of layouts that are fast only with overlap
+   (overlapped.py). The shortest step is the answer.
+8. `_answer` assembles the result; `_with_changes` lists what it changes in the user's own layout.
+
+A measured machine repeats steps 2 to 5 until predictions have nothing new to measure, five times at most
+(`_search_until_measured`).
 """
 
 from __future__ import annotations
@@ -26,8 +33,8 @@ from typing import Unpack
 from moe_overlap.api import Options, machine_for, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.host_launches import launching_of
 from moe_overlap.job import Job, without_graphs
-from moe_overlap.launching import launching_of
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search.changes import changes_of
 from moe_overlap.plan_search.finalists import (
@@ -45,7 +52,6 @@ from moe_overlap.plan_search.free import (
     narrow_space,
     search_beyond,
     search_freed,
-    silent,
     with_sub_meshes,
 )
 from moe_overlap.plan_search.free_sharding import search_sharding
@@ -54,6 +60,7 @@ from moe_overlap.plan_search.processes import Refused, shared_search
 from moe_overlap.plan_search.request import SearchRequest, SearchSettings, read_request
 from moe_overlap.plan_search.results import Finalist, PlanSearch, is_paired
 from moe_overlap.plan_search.task import (
+    Refusals,
     accepted,
     captured_ahead,
     commonest_refusal,
@@ -67,6 +74,7 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.profile.database import Database
+from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import (
     LIBRARIES,
     DispatcherOutcome,
@@ -82,7 +90,7 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.shares import LayoutShare, SharedBar, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, SearchSpace, UniformLayout
-from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
@@ -91,8 +99,7 @@ REFUSALS = 1000
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
 MESH_GPUS = 32
-"""Most GPUs on whose sub-meshes stages are searched by default, for dense models. Mixtral on 64 takes 40 % longer with them, and
-gains nothing: no overlap is searched between stages of unlike shape."""
+"""Most GPUs on whose sub-meshes stages are searched by default, for dense models."""
 MOST_SEARCHES = 5
 """Most searches on a machine that measures operators meanwhile: two to four were needed."""
 STAGED = 3
@@ -109,253 +116,114 @@ def search_plan(
     """The fastest plan of a run on a cluster.
 
     Args:
-        arguments: Megatron flags, or `@FILE`; what they say of the layout is a baseline, and binds nothing.
+        arguments: Megatron flags, or `@FILE`; their layout is a baseline and constrains nothing.
         libraries: captures that several searches share; default those of the cache.
     Raises:
         ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
     """
     begun = time.monotonic()
+    # 1. Read the flags without their layout.
     request = read_request(arguments, cluster, settings, begun + settings.seconds, libraries, **options)
-    outcome = _search_until_measured(request)
-    search, wider, is_interrupted = outcome.search, outcome.wider, outcome.is_interrupted
-    uniform, staged, finalists = wider.uniform, wider.staged, outcome.finalists
-    deadline = -math.inf if uniform.solution.status is Status.TIME_LIMIT or is_interrupted else request.deadline
-    finalists, answered = search.decided(uniform, finalists, deadline)
-    chosen, tuned, shards = answered.chosen, answered.tuned, request.space.shards_operators
-    plan, prediction = (
-        (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
-    )
-    assert prediction is not None
-    baseline = _baseline(request) if settings.has_baseline else None
-    answer = PlanSearch(
-        target=settings.target,
-        space=request.space.name,
-        cluster=cluster,
-        arguments=tuple(as_priced(request.bare, "megatron-lm") if is_paired(chosen) else request.bare),
-        chosen=chosen,
-        tuned=tuned,
-        why_plain=answered.why_plain,
-        screened=answered.screened,
-        equal_stages_seconds=answered.equal_stages_seconds if staged is not None else None,
-        graphs=answered.graphs,
-        others=tuple(finalist for finalist in finalists if finalist is not chosen),
-        uniform=uniform,
-        refused=tuple(search.reader.refused),
-        baseline=None if baseline is None else baseline[0],
-        wider_space="" if baseline is None else _wider_space(baseline[1], settings),
-        dropped=request.dropped,
-        kept_micro_batch=request.run.micro_batch,
-        sharding=search_sharding(chosen.problem, wider.task, deadline, answered.is_interrupted) if shards else None,
-        seconds=time.monotonic() - begun,
-        staged=staged,
-        is_interrupted=is_interrupted or answered.is_interrupted,
-        is_late=answered.is_late,
-        dispatchers=outcome.dispatchers,
-    )
-    step = prediction.predicted.step_seconds
-    launching = launching_of(plan, answer.problem, step, request.job.flags, replays_lists=False)
-    answer = dataclasses.replace(answer, launching=launching)
+    # 2 to 5. Search, and predict the best plans.
+    plans = _search_until_measured(request)
+    # A search that ended early leaves no time for the later steps.
+    ended = plans.uniform.solution.status is Status.TIME_LIMIT or plans.is_interrupted
+    deadline = -math.inf if ended else request.deadline
+    # 6. Order them by simulated steps.
+    finalists, is_interrupted = _simulated(plans.finalists, request, deadline)
+    # 7. Decide the overlap of the first few.
+    if is_interrupted:
+        overlapped = dataclasses.replace(undecided(finalists), is_interrupted=True)
+    else:
+        overlapped = _overlapped(finalists, plans, request, deadline, options)
+    # 8. Assemble the answer, and list what it changes in the user's own layout.
+    answer = _answer(plans, finalists, overlapped, request, deadline, begun)
     return _with_changes(answer, request)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Wider:
-    """The plans of the whole space.
+class SearchRules:
+    """Prices of layouts in the narrow space, and which plans the target runs.
 
     Attributes:
-        job, layouts: under the dispatcher of the best plan of the narrow space, which a wider one keeps.
-        task: of the whole space.
+        task, bounds: prices and bounds of layouts.
+        paired: the task with Megatron-LM's overlap of all-to-alls; None where that is not searched.
+        refusal: the rule by which the target does not run a plan; `accepts` whether it does.
+        reader: reads plans as flags; `upstream_reader` those of Megatron-LM's overlap, which `--target any` evaluates as well.
+        admits: whether the flags of a plan are accepted.
     """
 
+    task: UniformTask
+    bounds: Callable[[UniformLayout], Bounds]
+    paired: UniformTask | None
+    refusal: Refusals
+    reader: PlansAsFlags
+    upstream_reader: PlansAsFlags
+    admits: Callable[[RankedLayout], bool]
+
+    @classmethod
+    def of(cls, request: SearchRequest) -> SearchRules:
+        """The rules of a request."""
+        target, bare = request.settings.target, request.bare
+        task, bounds = request.task(request.job, narrow_space(request.space))
+        if request.graphs == request.libraries.graphs:
+            task = captured_ahead(task, request.job, request.layouts, request.libraries, request.settings.jobs)
+        pairs = target == "megatron-lm" or (target == "any" and request.space.overlaps)
+        reader = PlansAsFlags(task, bare, target, request.cluster.gpus)
+        upstream_reader = PlansAsFlags(task, as_priced(bare, "megatron-lm"), "megatron-lm", request.cluster.gpus)
+        admits: Callable[[RankedLayout], bool] = reader.is_read
+        if target == "any":
+            admits = lambda plan: not plan.layout.paired or upstream_reader.is_read(plan)  # noqa: E731
+        return cls(
+            task=task,
+            bounds=bounds,
+            paired=paired_task(task, bare) if pairs else None,
+            refusal=refusals(task, target, bare),
+            reader=reader,
+            upstream_reader=upstream_reader,
+            admits=admits,
+        )
+
+    @property
+    def accepts(self) -> Accepts:
+        """Whether the target runs a plan."""
+        return accepted(self.refusal)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SearchedPlans:
+    """One search of the whole space.
+
+    Attributes:
+        uniform, staged: the searches over uniform plans and over unlike stages; `staged` is None where the space has none.
+        task: of the whole space, under the dispatcher of the narrow space's best plan.
+        job, layouts: under that dispatcher too where the space is wider; else those of the request.
+        finalists: the best plans, predicted, in the order of the search.
+    """
+
+    rules: SearchRules
     uniform: UniformSearch
     staged: StageSearch | None
     job: Job
     layouts: Sequence[UniformLayout]
     task: UniformTask
+    dispatchers: tuple[DispatcherOutcome, ...] = ()
+    finalists: tuple[Finalist, ...] = ()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C ended one of the searches."""
+        return self.uniform.is_interrupted or (self.staged is not None and self.staged.is_interrupted)
 
-class _Search:
-    """A search of plans for a request: it prices, accepts and reads them.
-
-    Attributes:
-        task, bounds: of the narrow space; `listed` is the task for plans with instruction lists.
-        paired: the task with Megatron-LM's overlap of all-to-alls, where that is searched, too.
-        reader: reads plans as flags; `upstream` those of Megatron-LM's overlap, which another target may look at, too.
-    """
-
-    def __init__(self, request: SearchRequest) -> None:
-        self.request, target, bare = request, request.settings.target, request.bare
-        task, self.bounds = request.task(request.job, narrow_space(request.space))
-        if request.graphs == request.libraries.graphs:
-            task = captured_ahead(task, request.job, request.layouts, request.libraries, request.settings.jobs)
-        self.task = task
-        pairs = target == "megatron-lm" or (target == "any" and request.space.overlaps)
-        self.paired = paired_task(task, bare) if pairs else None
-        self.listed = dataclasses.replace(
-            task, features=dataclasses.replace(task.features, listed_graphs=request.replays)
-        )
-        self.refusal = refusals(task, target, bare)
-        self.accepts = accepted(self.refusal)
-        self.reader = PlansAsFlags(task, bare, target, request.cluster.gpus)
-        self.upstream = PlansAsFlags(task, as_priced(bare, "megatron-lm"), "megatron-lm", request.cluster.gpus)
-        self.admits: Callable[[RankedLayout], bool] = self.reader.is_read
-        if target == "any":
-            self.admits = lambda plan: not plan.layout.paired or self.upstream.is_read(plan)
-
-    def uniform(self) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
-        """Uniform plans of the narrow space, under all dispatchers that are searched."""
-        request, settings = self.request, self.request.settings
-
-        def search(share: LayoutShare, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
-            layouts, costs, bounds = share_of(request.layouts, share), UniformCosts(self.task), self.bounds
-            if self.paired is not None:
-                layouts, costs = [*with_paired(layouts)], CostsOfBoth(self.task, self.paired)
-                bounds = costs.bounds(self.bounds)
-            uniform = search_uniform(
-                layouts,
-                costs,
-                bounds,
-                self.accepts,
-                self.admits,
-                KEPT,
-                request.deadline,
-                progress=settings.progress if share.index == 0 else silent,
-                shared=None if bar is None else (bar, share.index),
-            )
-            return uniform, self.reader.refused
-
-        def side(dispatcher: Dispatcher) -> Side:
-            task, bounds = request.task(with_dispatcher_of(request.job, dispatcher), narrow_space(request.space))
-            task = dataclasses.replace(task, modules=self.task.modules)
-            # Megatron-LM runs its overlap with all-to-alls and with libraries of their own.
-            pairs = self.paired is not None and dispatcher in LIBRARIES
-            return Side(task=task, bounds=bounds, paired=paired_task(task, request.bare) if pairs else None)
-
-        uniform, self.reader.refused = shared_search(search, settings.jobs, KEPT)
-        rules = self.accepts, self.admits
-        return search_dispatchers(
-            uniform,
-            request.layouts,
-            self.task,
-            request.other_dispatchers,
-            side,
-            KEPT,
-            *rules,
-            request.deadline,
-            settings.progress,
-            paired=self.paired,
+    @property
+    def has_plan(self) -> bool:
+        """Whether any plan fits."""
+        return self.uniform.solution.value is not None or (
+            self.staged is not None and self.staged.solution.value is not None
         )
 
-    def beyond(self, uniform: UniformSearch) -> _Wider:
-        """The plans of the whole space, where it is wider than the narrow one."""
-        request, settings = self.request, self.request.settings
-        if request.space == narrow_space(request.space) and settings.target != "any":
-            staged, task = self.freed(uniform) if request.space.frees_stages else (None, self.task)
-            return _Wider(uniform=uniform, staged=staged, job=request.job, layouts=request.layouts, task=task)
-        job, layouts, uniform = _of_one_dispatcher(request.job, request.layouts, uniform)
-        task, bounds = request.task(job, request.space)
-        staged = None
-        jobs, progress = settings.jobs, settings.progress
-        if settings.target == "any":
-            # Beyond what runs whole layers are recomputed.
-            operators = (task if layouts[0].dispatcher else self.task).operators
-            task = dataclasses.replace(task, modules=(), operators=operators)
-            free = search_beyond(uniform, layouts, task, bounds, KEPT, request.deadline, progress, request.run, jobs)
-            uniform, staged = free.uniform, free.staged
-        elif uniform.solution.status is not Status.TIME_LIMIT:
-            rules = self.accepts, self.admits
-            uniform = search_states(uniform, layouts, task, bounds, rules, KEPT, request.deadline, jobs, progress)
-        return _Wider(uniform=uniform, staged=staged, job=job, layouts=layouts, task=task)
 
-    def freed(self, uniform: UniformSearch) -> tuple[StageSearch, UniformTask]:
-        """Plans whose stages differ in layers, recomputation or shape, under the best uniform plan's dispatcher; their task."""
-        request, settings = self.request, self.request.settings
-        job, layouts, uniform = _of_one_dispatcher(request.job, request.layouts, uniform)
-        task, _ = request.task(job, request.space)
-        task = dataclasses.replace(task, modules=self.task.modules)
-        if not layouts[0].dispatcher:
-            task = dataclasses.replace(task, operators=self.task.operators)
-        going = request.deadline, settings.progress, settings.jobs
-        staged = search_freed(uniform, layouts, UniformCosts(task), *going)
-        if request.space.meshes and request.run.gpus <= MESH_GPUS and not request.job.model.num_experts:
-            whole_layers = dataclasses.replace(task, modules=())
-            staged = with_sub_meshes(uniform, staged, whole_layers, request.run, *going)
-        return staged, task
-
-    def finalists(self, wider: _Wider) -> list[Finalist]:
-        """The ranked plans, predicted, in the order of the search.
-
-        Raises:
-            ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
-        """
-        request = self.request
-        if request.settings.target != "any":
-            staged = () if wider.staged is None else wider.staged.ranked[:STAGED]
-            # Lists carry tokens by the irregular dispatcher, whichever the search has found for others.
-            extrapolating = machine_for(request.job, request.cluster, request.options)[1]
-            flags = partial(self.reader.read, "")
-            unlike = partial(free_finalist, task=wider.task, flags=flags, extrapolating=extrapolating)
-            return _finalists(wider.uniform, staged, self.reader, unlike, request.cluster, request.options)
-        dispatcher = wider.layouts[0].dispatcher
-        extrapolating = machine_for(wider.job, request.cluster, request.options)[1]
-        name = dispatcher or wider.task.features.dispatcher
-        extrapolating = (*extrapolating, *uncalibrated(name, request.cluster.group_of(0).gpu.name))
-        read = partial(self.reader.read, dispatcher)
-        paired = partial(self.upstream.finalist, cluster=request.cluster, options=request.options)
-        free = FreeSearch(uniform=wider.uniform, staged=wider.staged)
-        return free_finalists(free, wider.task, KEPT, read, paired, extrapolating)
-
-    def decided(
-        self, uniform: UniformSearch, finalists: list[Finalist], deadline: float
-    ) -> tuple[list[Finalist], Overlapped]:
-        """The finalists in the order of their simulated steps, and the fastest with its overlap."""
-        request, settings, options = self.request, self.request.settings, self.request.options
-        try:
-            if settings.target == "any":
-                finalists = simulated_until_ahead(finalists, deadline)
-            else:
-                finalists = simulated_finalists(finalists, deadline, settings.jobs)
-            # A search that takes all micro-batches for their mean answers with what it takes for the best.
-            finalists = finalists if settings.averages else in_order(finalists)
-        except KeyboardInterrupt:
-            finalists = listed_alone(finalists)
-            return finalists, dataclasses.replace(undecided(finalists), is_interrupted=True)
-        overlaps = OverlapSearch(
-            read=partial(self.reader.finalist, cluster=request.cluster, options=options),
-            cluster=request.cluster,
-            limits=settings.overlap_limits,
-            solver_seconds=settings.solver_seconds,
-            deadline=deadline,
-            replays=request.replays,
-        )
-        if overlaps.is_late or settings.target == "megatron-lm" or not request.space.overlaps:
-            return finalists, dataclasses.replace(undecided(finalists), is_late=overlaps.is_late)
-        hidden = partial(
-            search_hidden,
-            uniform,
-            request.layouts,
-            self.listed,
-            self.bounds,
-            SCREENED,
-            accepts=accepted(refusals(self.task, "moe-overlap", request.bare)),
-            admits=self.reader.is_read,
-        )
-        hidden = partial(hidden, deadline=deadline, progress=settings.progress)
-        return finalists, decide_overlaps(finalists, hidden, overlaps, **options)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Outcome:
-    """One search of the whole space, with its best plans predicted, in the order of the search."""
-
-    search: _Search
-    wider: _Wider
-    dispatchers: tuple[DispatcherOutcome, ...]
-    finalists: list[Finalist]
-    is_interrupted: bool
-
-
-def _search_until_measured(request: SearchRequest) -> _Outcome:
+def _search_until_measured(request: SearchRequest) -> SearchedPlans:
     """The last of the searches that a measured machine needs; any other cluster needs one.
 
     A search prices operators that the machine has not measured by its peak rates, and predictions of its best plans measure
@@ -364,11 +232,11 @@ def _search_until_measured(request: SearchRequest) -> _Outcome:
     """
     operators = _measured_operators(request.cluster)
     for _ in range(MOST_SEARCHES):
-        outcome = _search_once(request)
+        plans = _search_once(request)
         before, operators = operators, _measured_operators(request.cluster)
-        if operators == before or outcome.is_interrupted or time.monotonic() > request.deadline:
+        if operators == before or plans.is_interrupted or time.monotonic() > request.deadline:
             break
-    return outcome
+    return plans
 
 
 def _measured_operators(cluster: Cluster) -> int:
@@ -376,103 +244,257 @@ def _measured_operators(cluster: Cluster) -> int:
     return 0 if cluster.measured is None else len(Database.load(Path(cluster.measured.database)).operators)
 
 
-def _search_once(request: SearchRequest) -> _Outcome:
-    """Search the whole space and predict its best plans.
+def _search_once(request: SearchRequest) -> SearchedPlans:
+    """Steps 2 to 5: search the whole space and predict its best plans.
 
     Raises:
         ConfigError: no plan fits.
-        KeyboardInterrupt: Ctrl-C came before any plan was found.
+        KeyboardInterrupt: Ctrl-C came before any plan was known.
     """
-    search = _Search(request)
-    uniform, dispatchers = search.uniform()
-    wider = search.beyond(uniform)
-    uniform, staged = wider.uniform, wider.staged
-    is_interrupted = uniform.is_interrupted or (staged is not None and staged.is_interrupted)
-    if uniform.solution.value is None and (staged is None or staged.solution.value is None):
-        if is_interrupted:
+    rules = SearchRules.of(request)
+    uniform, dispatchers = _search_uniform(rules, request)
+    plans = dataclasses.replace(_search_wider(uniform, rules, request), dispatchers=dispatchers)
+    if not plans.has_plan:
+        if plans.is_interrupted:
             raise KeyboardInterrupt
-        commonest = commonest_refusal(search.refusal, request.layouts[:REFUSALS])
-        certainty = search.task.machine.memory.certainty
-        raise does_not_fit(uniform, request.cluster, search.reader.refused, certainty, commonest)
-    return _Outcome(
-        search=search,
-        wider=wider,
-        dispatchers=dispatchers,
-        finalists=search.finalists(wider),
-        is_interrupted=is_interrupted,
+        commonest = commonest_refusal(rules.refusal, request.layouts[:REFUSALS])
+        certainty = rules.task.machine.memory.certainty
+        raise does_not_fit(plans.uniform, request.cluster, rules.reader.refused, certainty, commonest)
+    return dataclasses.replace(plans, finalists=tuple(_finalists(plans, request)))
+
+
+def _search_uniform(rules: SearchRules, request: SearchRequest) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
+    """Step 3: uniform plans of the narrow space, under every dispatcher that is searched."""
+
+    def search(share: LayoutShare, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
+        layouts, costs, bounds = share_of(request.layouts, share), UniformCosts(rules.task), rules.bounds
+        if rules.paired is not None:
+            layouts, costs = [*with_paired(layouts)], CostsOfBoth(rules.task, rules.paired)
+            bounds = costs.bounds(rules.bounds)
+        uniform = search_uniform(
+            layouts,
+            costs,
+            bounds,
+            rules.accepts,
+            rules.admits,
+            KEPT,
+            request.deadline,
+            progress=request.budget.progress_of(share),
+            shared=None if bar is None else (bar, share.index),
+        )
+        return uniform, rules.reader.refused
+
+    def side(dispatcher: Dispatcher) -> Side:
+        task, bounds = request.task(with_dispatcher_of(request.job, dispatcher), narrow_space(request.space))
+        task = dataclasses.replace(task, modules=rules.task.modules)
+        # Megatron-LM overlaps all-to-alls and dispatch libraries only.
+        pairs = rules.paired is not None and dispatcher in LIBRARIES
+        return Side(task=task, bounds=bounds, paired=paired_task(task, request.bare) if pairs else None)
+
+    uniform, rules.reader.refused = shared_search(search, request.settings.jobs, KEPT)
+    return search_dispatchers(
+        uniform,
+        request.layouts,
+        rules.task,
+        request.other_dispatchers,
+        side,
+        KEPT,
+        rules.accepts,
+        rules.admits,
+        request.deadline,
+        request.settings.progress,
+        paired=rules.paired,
     )
 
 
-def _with_changes(answer: PlanSearch, request: SearchRequest) -> PlanSearch:
-    """The answer with what it changes in the user's own layout."""
-    if answer.baseline is None or answer.refusal is not None:
-        return answer
-    precise = Options(**{**request.options, "precision": request.user_options.get("precision")})
-    user_flags = flags_of(request.arguments)
-    # For this fork flags of Megatron-LM's overlap make way, as `dropped` says.
-    decided = PAIRED if answer.is_upstream else ()
-    planned = answer.written.flags
-    if "--plan" in planned:
-        # The file beside the flags says the layout; a comparison needs the flags that would say it.
-        predictions = int(user_flags.get("--mtp-num-layers", ("0",))[0])
-        planned = {**flags_of_layout(answer.plan, predictions), **planned}
-    changes = changes_of(user_flags, planned, answer.baseline, answer.cluster, decided, **precise)
-    return dataclasses.replace(answer, changes=changes)
+def _search_wider(narrow: UniformSearch, rules: SearchRules, request: SearchRequest) -> SearchedPlans:
+    """Step 4: the plans of the whole space. A wider space keeps the dispatcher of the narrow space's best plan."""
+    is_narrow = request.space == narrow_space(request.space)
+    if is_narrow and request.settings.target != "any" and not request.space.frees_stages:
+        return SearchedPlans(
+            rules=rules, uniform=narrow, staged=None, job=request.job, layouts=request.layouts, task=rules.task
+        )
+    job, layouts, uniform = _of_one_dispatcher(request.job, request.layouts, narrow)
+    task, bounds = request.task(job, request.space)
+    # The first dispatcher's operator tables exist; another dispatcher has its own.
+    operators = task.operators if layouts[0].dispatcher else rules.task.operators
+    staged = None
+    if request.settings.target == "any":
+        # Plans that nothing executes recompute whole layers only, no modules.
+        task = dataclasses.replace(task, modules=(), operators=operators)
+        free = search_beyond(uniform, layouts, task, bounds, KEPT, request.budget, request.run)
+        uniform, staged = free.uniform, free.staged
+    elif is_narrow:
+        task = dataclasses.replace(task, modules=rules.task.modules, operators=operators)
+        staged = search_freed(uniform, layouts, UniformCosts(task), request.budget)
+        # No overlap is searched between stages of unlike shape: Mixtral on 64 H100 takes 40 % longer and gains nothing.
+        if request.space.meshes and request.run.gpus <= MESH_GPUS and not request.job.model.num_experts:
+            whole_layers = dataclasses.replace(task, modules=())
+            staged = with_sub_meshes(uniform, staged, whole_layers, request.run, request.budget)
+        # The uniform plans keep all dispatchers.
+        uniform, job, layouts = narrow, request.job, request.layouts
+    elif uniform.solution.status is not Status.TIME_LIMIT:
+        uniform = search_states(uniform, layouts, task, bounds, (rules.accepts, rules.admits), KEPT, request.budget)
+    return SearchedPlans(rules=rules, uniform=uniform, staged=staged, job=job, layouts=layouts, task=task)
 
 
 def _of_one_dispatcher(
     job: Job, layouts: list[UniformLayout], uniform: UniformSearch
 ) -> tuple[Job, list[UniformLayout], UniformSearch]:
-    """The search with the dispatcher of its best plan alone: wider spaces keep it."""
+    """Job, layouts and search with the dispatcher of the best plan only."""
     if uniform.solution.value is None:
         return job, layouts, uniform
     name = uniform.solution.value.layout.dispatcher
-    under = [dataclasses.replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
+    of_dispatcher = [dataclasses.replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
     ranked = tuple(plan for plan in uniform.ranked if plan.layout.dispatcher == name)
-    return with_dispatcher_of(job, name), under, dataclasses.replace(uniform, ranked=ranked)
+    return with_dispatcher_of(job, name), of_dispatcher, dataclasses.replace(uniform, ranked=ranked)
 
 
-def _finalists(
-    uniform: UniformSearch,
-    staged: Sequence[StagedPlan | MeshPlan],
-    reader: PlansAsFlags,
-    unlike: Callable[[MeshPlan], Finalist],
-    cluster: Cluster,
-    options: Options,
-) -> list[Finalist]:
-    """The ranked plans, read from their flags and predicted, in the order of the search.
+def _finalists(plans: SearchedPlans, request: SearchRequest) -> list[Finalist]:
+    """Step 5: the ranked plans, predicted, in the order of the search.
 
     Raises:
-        ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
+        ConfigError: none fits, as measured operators of a machine may be slower or larger than the search expected.
     """
-    finalists = []
-    for ranked in sorted((*uniform.ranked, *staged), key=lambda plan: plan.seconds):
+    rules, cluster, options = plans.rules, request.cluster, request.options
+    extrapolating = machine_for(plans.job, cluster, options)[1]
+    if request.settings.target == "any":
+        dispatcher = plans.layouts[0].dispatcher
+        name = dispatcher or plans.task.features.dispatcher
+        extrapolating = (*extrapolating, *uncalibrated(name, cluster.group_of(0).gpu.name))
+        free = FreeSearch(uniform=plans.uniform, staged=plans.staged)
+        flags = partial(rules.reader.read, dispatcher)
+        paired = partial(rules.upstream_reader.finalist, cluster=cluster, options=options)
+        return free_finalists(free, plans.task, KEPT, flags, paired, extrapolating)
+    # Instruction lists use the irregular dispatcher, whichever the search has chosen for other plans.
+    of_meshes = partial(
+        free_finalist, task=plans.task, flags=partial(rules.reader.read, ""), extrapolating=extrapolating
+    )
+    finalists, refused = [], rules.reader.refused
+    staged = () if plans.staged is None else plans.staged.ranked[:STAGED]
+    for ranked in sorted((*plans.uniform.ranked, *staged), key=lambda plan: plan.seconds):
         try:
             if isinstance(ranked, MeshPlan):
-                finalist = unlike(ranked)
-                if finalist.refusal is not None:
-                    reader.refused.append((ranked.name, finalist.refusal))
-                    continue
+                finalist = of_meshes(ranked)
             elif isinstance(ranked, StagedPlan):
-                finalist = reader.staged_finalist(ranked, cluster, options)
+                finalist = rules.reader.staged_finalist(ranked, cluster, options)
             else:
-                finalist = reader.finalist(ranked, cluster, options)
+                finalist = rules.reader.finalist(ranked, cluster, options)
         except ConfigError as error:
             if isinstance(ranked, RankedLayout):
                 raise
-            reader.refused.append((ranked.name, str(error)))
+            refused.append((ranked.name, str(error)))
             continue
-        if not finalist.prediction.fits:
-            reader.refused.append((ranked.name, finalist.prediction.overflow[0]))
-            continue
-        finalists.append(finalist)
+        if finalist.refusal is not None:
+            refused.append((ranked.name, finalist.refusal))
+        elif not finalist.prediction.fits:
+            refused.append((ranked.name, finalist.prediction.overflow[0]))
+        else:
+            finalists.append(finalist)
     if not finalists:
-        raise ConfigError("the search", "", f"no plan is left: {reader.refused[-1][1]}", "use more GPUs")
+        raise ConfigError("the search", "", f"no plan is left: {refused[-1][1]}", "use more GPUs")
     return finalists
 
 
+def _simulated(finalists: Sequence[Finalist], request: SearchRequest, deadline: float) -> tuple[list[Finalist], bool]:
+    """Step 6: the finalists in the order of their simulated steps; and whether Ctrl-C ended that."""
+    settings = request.settings
+    try:
+        if settings.target == "any":
+            simulated = simulated_until_ahead(finalists, deadline)
+        else:
+            simulated = simulated_finalists(finalists, deadline, settings.jobs)
+    except KeyboardInterrupt:
+        return listed_alone(finalists), True
+    # With --no-imbalance the order of the search stays: it reproduces papers, which answer with the best of their objective.
+    return simulated if settings.averages else in_order(simulated), False
+
+
+def _overlapped(
+    finalists: Sequence[Finalist], plans: SearchedPlans, request: SearchRequest, deadline: float, options: Options
+) -> Overlapped:
+    """Step 7: the fastest plan with its overlap decided."""
+    rules, settings = plans.rules, request.settings
+    overlaps = OverlapSearch(
+        read=partial(rules.reader.finalist, cluster=request.cluster, options=request.options),
+        cluster=request.cluster,
+        limits=settings.overlap_limits,
+        solver_seconds=settings.solver_seconds,
+        deadline=deadline,
+        replays=request.replays,
+    )
+    if overlaps.is_late or settings.target == "megatron-lm" or not request.space.overlaps:
+        return dataclasses.replace(undecided(finalists), is_late=overlaps.is_late)
+    features = dataclasses.replace(rules.task.features, listed_graphs=request.replays)
+    hidden = partial(
+        search_hidden,
+        plans.uniform,
+        request.layouts,
+        dataclasses.replace(rules.task, features=features),
+        rules.bounds,
+        SCREENED,
+        accepts=accepted(refusals(rules.task, "moe-overlap", request.bare)),
+        admits=rules.reader.is_read,
+        deadline=deadline,
+        progress=settings.progress,
+    )
+    return decide_overlaps(finalists, hidden, overlaps, **options)
+
+
+def _answer(
+    plans: SearchedPlans,
+    finalists: Sequence[Finalist],
+    overlapped: Overlapped,
+    request: SearchRequest,
+    deadline: float,
+    begun: float,
+) -> PlanSearch:
+    """Step 8: the answer, with the prediction of the user's own layout and the cost of launches.
+
+    Args:
+        begun: `time.monotonic` at the start of the search.
+    """
+    settings, chosen, tuned = request.settings, overlapped.chosen, overlapped.tuned
+    plan, prediction = (
+        (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
+    )
+    assert prediction is not None
+    baseline = _baseline(request) if settings.has_baseline else None
+    sharding = None
+    if request.space.shards_operators:
+        sharding = search_sharding(chosen.problem, plans.task, deadline, overlapped.is_interrupted)
+    answer = PlanSearch(
+        target=settings.target,
+        space=request.space.name,
+        cluster=request.cluster,
+        arguments=tuple(as_priced(request.bare, "megatron-lm") if is_paired(chosen) else request.bare),
+        chosen=chosen,
+        tuned=tuned,
+        why_plain=overlapped.why_plain,
+        screened=overlapped.screened,
+        equal_stages_seconds=overlapped.equal_stages_seconds if plans.staged is not None else None,
+        graphs=overlapped.graphs,
+        others=tuple(finalist for finalist in finalists if finalist is not chosen),
+        uniform=plans.uniform,
+        refused=tuple(plans.rules.reader.refused),
+        baseline=None if baseline is None else baseline[0],
+        wider_space="" if baseline is None else _wider_space(baseline[1], settings),
+        dropped=request.dropped,
+        kept_micro_batch=request.run.micro_batch,
+        sharding=sharding,
+        seconds=time.monotonic() - begun,
+        staged=plans.staged,
+        is_interrupted=plans.is_interrupted or overlapped.is_interrupted,
+        is_late=overlapped.is_late,
+        dispatchers=plans.dispatchers,
+    )
+    step = prediction.predicted.step_seconds
+    launching = launching_of(plan, answer.problem, step, request.job.flags, replays_lists=False)
+    return dataclasses.replace(answer, launching=launching)
+
+
 def _baseline(request: SearchRequest) -> tuple[Prediction, Plan] | None:
-    """The user's own layout, where the flags have one that runs on these GPUs, with its prediction."""
+    """The prediction of the user's own layout and the layout, where the flags have one that runs on these GPUs."""
     # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
     for arguments in (request.arguments, without_graphs(request.arguments)[0]):
         try:
@@ -489,5 +511,22 @@ def _wider_space(plan: Plan, settings: SearchSettings) -> str:
     offloads = any(stage.offload.activations for stage in plan.stages)
     name = "offload" if offloads else "zero" if shards else ""
     row = None if isinstance(settings.space, SearchSpace) else SEARCH_SPACES[settings.space]
-    is_narrow = row is not None and row.moe_overlap is not None
-    return name if settings.target == "megatron-lm" and is_narrow else ""
+    is_run_here = row is not None and row.moe_overlap is not None
+    return name if settings.target == "megatron-lm" and is_run_here else ""
+
+
+def _with_changes(answer: PlanSearch, request: SearchRequest) -> PlanSearch:
+    """The answer with what it changes in the user's own layout."""
+    if answer.baseline is None or answer.refusal is not None:
+        return answer
+    precise = Options(**{**request.options, "precision": request.user_options.get("precision")})
+    user_flags = flags_of(request.arguments)
+    # This fork drops the flags of Megatron-LM's overlap (`dropped`), so they are no decision of its plan.
+    decided = PAIRED if answer.is_upstream else ()
+    planned = answer.written.flags
+    if "--plan" in planned:
+        # The file beside the flags says the layout; a comparison needs the flags that would say it.
+        predictions = int(user_flags.get("--mtp-num-layers", ("0",))[0])
+        planned = {**flags_of_layout(answer.plan, predictions), **planned}
+    changes = changes_of(user_flags, planned, answer.baseline, answer.cluster, decided, **precise)
+    return dataclasses.replace(answer, changes=changes)

@@ -9,9 +9,8 @@ from typing import Unpack
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan_search.finalists import TIE
 from moe_overlap.plan_search.request import SearchSettings
-from moe_overlap.plan_search.results import BothTargets, ScalingRow
+from moe_overlap.plan_search.results import TIE, BothTargets, ScalingRow
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder
 from moe_overlap.tuner.capture.library import Libraries
@@ -31,8 +30,8 @@ def search_both(
     of_upstream = dataclasses.replace(settings, target="megatron-lm", has_baseline=False)
     upstream = search_plan(arguments, cluster, of_upstream, libraries, **options)
     of_this_runtime = dataclasses.replace(settings, target="moe-overlap")
-    here = search_plan(arguments, cluster, of_this_runtime, libraries, **options)
-    return BothTargets(upstream=upstream, runtime=here, tie=TIE)
+    runtime = search_plan(arguments, cluster, of_this_runtime, libraries, **options)
+    return BothTargets(upstream=upstream, runtime=runtime, tie=TIE)
 
 
 def search_numbers(
@@ -45,7 +44,7 @@ def search_numbers(
     Args:
         clusters: of the same machines, the smallest first.
     Raises:
-        ConfigError: none has a plan; the reason of the largest one is said.
+        ConfigError: none has a plan; the error has the reason of the largest.
     """
     libraries = Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     rows: list[ScalingRow] = []

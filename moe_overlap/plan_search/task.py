@@ -207,8 +207,8 @@ def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals
     Plans with Megatron-LM's overlap are run by Megatron-LM, whatever the target.
     """
 
-    said = grouped(bare)
-    recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
+    flags = grouped(bare)
+    recipe = flags.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in flags else None
 
     @cache
     def settings_by(dispatcher: str, paired: bool) -> Mapping[str, Any]:
@@ -223,7 +223,7 @@ def refusals(task: UniformTask, target: Target, bare: Sequence[str]) -> Refusals
         if target == "megatron-lm" or layout.paired:
             return next(iter(upstream_plan_errors(plan, settings_by(layout.dispatcher, layout.paired))), None)
         try:
-            refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
+            refuse_unsupported(plan if plan.has_stores else dataclasses.replace(plan, precision="fp32"))
         except ConfigError as error:
             return error.with_traceback(None)
         if shares_scales(recipe, len(plan.stages)):

@@ -1,7 +1,8 @@
 """The answer about one plan in about ten lines, for predictions and searches alike; all details are in `--verbose`.
 
     plan        the plan in one sentence
-    step        seconds with their interval, tokens per second and GPU, MFU
+    step        seconds, with the error and the interval of compared runs of this kind
+    speed       tokens per second and GPU, MFU, the software release
     training    days and GPU-hours for a number of tokens
     memory      bytes that the fullest stage needs, against its GPU's capacity
     waiting     exposed communication by kind, the pipeline's bubble, and launches from the host
@@ -23,9 +24,16 @@ from moe_overlap.describe.figures import VISIBLE_BYTES, difference
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import Mechanism
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
-from moe_overlap.plan_search.results import Leeway
+from moe_overlap.plan_search.results import TIE, Leeway
 from moe_overlap.report.balance import balance_of
-from moe_overlap.report.prediction import change_advice, change_name, figure, interval_text
+from moe_overlap.report.prediction import (
+    available_text,
+    change_advice,
+    change_name,
+    figure,
+    interval_text,
+    missed_texts,
+)
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import WORTH_A_LOOK, Launching
@@ -132,6 +140,7 @@ def figure_lines(answer: Answer, name: str = "plan") -> list[str]:
     return [
         line(name, answer.chosen or plan_sentence(answer.plan)),
         line("step", _step(answer)),
+        line("speed", _speed(answer)),
         *([line("training", _training(answer))] if answer.train_tokens else []),
         line("memory", _memory(answer.prediction)),
     ]
@@ -146,17 +155,19 @@ def line(name: str, text: str) -> str:
 
 
 def plan_sentence(plan: Plan) -> str:
-    """A plan in one sentence: parallel sizes, micro-batches, states, recomputation, offloading and overlap."""
+    """A plan in one sentence: sizes whose product is the number of GPUs, micro-batches, states, recomputation, offloading and
+    overlap."""
     stage = plan.stages[0]
-    parts = [_sizes(plan, stage), f"micro-batch {stage.micro_batch_size} × {stage.gradient_accumulation_steps}"]
-    parts += [f"ZeRO-{stage.zero_level}", _recomputations(plan)]
+    count, size = stage.gradient_accumulation_steps, stage.micro_batch_size
+    batches = f"{count} micro-batch{'es' if count > 1 else ''} of {size} sample{'s' if size > 1 else ''}"
+    parts = [*_sizes(plan, stage), batches, f"ZeRO-{stage.zero_level}", _recomputations(plan)]
     if stage.offload != Offload():
         shares = {name: getattr(stage.offload, name) for name in ("weights", "gradients", "optimizer", "activations")}
         parts += [f"{100 * share:.0f} % of {name} on the host" for name, share in shares.items() if share]
     overlap = _overlap(plan)
     parts += [f"overlap: {' and '.join(overlap)}"] if overlap else []
     unlike = len({(other.tensor, other.data, other.zero_level, other.offload) for other in plan.stages}) > 1
-    return ", ".join(parts) + (" (stage 0; other stages differ)" if unlike else "")
+    return "; ".join(parts) + (" (stage 0; other stages differ)" if unlike else "")
 
 
 def stages_sentence(plan: Plan) -> str:
@@ -198,17 +209,25 @@ def _overlap(plan: Plan) -> list[str]:
     )
 
 
-def _sizes(plan: Plan, stage: StagePlan) -> str:
-    virtual = f" with {len(stage.chunks)} chunks each" if len(stage.chunks) > 1 else ""
-    sizes = {
-        "TP": stage.tensor,
-        "CP": stage.context,
-        "EP": stage.expert,
-        "ETP": stage.expert_tensor if stage.expert_tensor != stage.tensor else 1,
-        "DP": stage.data,
-    }
-    named = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "DP")
-    return f"{named}, {len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}{virtual}"
+def _sizes(plan: Plan, stage: StagePlan) -> list[str]:
+    """`64 GPUs = 4 pipeline stages × TP 2 × DP 8`, and how the experts are spread over the GPUs of a stage."""
+    stages, chunks = len(plan.stages), len(stage.chunks)
+    named = {"TP": stage.tensor, "CP": stage.context, "DP": stage.data}
+    axes = [f"{name} {size}" for name, size in named.items() if size > 1] or ["DP 1"]
+    virtual = f" of {chunks} chunks" if chunks > 1 else ""
+    piped = [f"{stages} pipeline stages{virtual}"] if stages > 1 else []
+    gpus = f"{plan.world_size} GPU{'s' if plan.world_size > 1 else ''}"
+    if stages * stage.tensor * stage.context * stage.data == plan.world_size:
+        sizes = [f"{gpus} = {' × '.join([*piped, *axes])}"]
+    else:
+        # Stages of unlike shape have different numbers of GPUs.
+        sizes = [f"{gpus} in {stages} pipeline stages, the first of {' × '.join(axes)}"]
+    if stage.expert * stage.expert_tensor == 1:
+        return sizes
+    of_experts = {"EP": stage.expert, "ETP": stage.expert_tensor}
+    spread = " × ".join(f"{name} {size}" for name, size in of_experts.items() if size > 1)
+    replicas = f" × {stage.expert_data} replicas" if stage.expert_data > 1 else ""
+    return [*sizes, f"experts over {spread}{replicas}"]
 
 
 def _recomputation(stage: StagePlan) -> str:
@@ -226,17 +245,21 @@ def _recomputation(stage: StagePlan) -> str:
 
 
 def _step(answer: Answer) -> str:
-    prediction, predicted = answer.prediction, answer.prediction.predicted
-    seconds, expected = predicted.step_seconds, prediction.expected_error
-    interval = ""
-    if expected is not None:
-        interval = f" ± {expected.relative * 100:.0f} % in the mean ({interval_text(prediction)})"
-    tokens, tflops = figure(predicted.tokens_per_second_per_gpu), figure(predicted.model_tflops_per_gpu)
-    rate = f"{tokens} tokens/s and {tflops} TFLOP/s per GPU"
-    software = prediction.software
-    which = " (the median)" if software.is_median else ""
-    release = f", release {software.release}{which}" if software.release else ""
-    return f"{seconds:.3f} s{interval}, {rate}, MFU {_share(prediction.mfu)} on {devices(answer.cluster)}{release}"
+    prediction = answer.prediction
+    step, expected = f"{prediction.predicted.step_seconds:.3f} s", prediction.expected_error
+    if expected is None:
+        return f"{step} on {devices(answer.cluster)}"
+    compared = f"from {expected.rows} published runs of {expected.group}"
+    return f"{step} ± {100 * expected.relative:.0f} % on average, {interval_text(prediction)} ({compared})"
+
+
+def _speed(answer: Answer) -> str:
+    prediction, software = answer.prediction, answer.prediction.software
+    tokens = figure(prediction.predicted.tokens_per_second_per_gpu)
+    rate = f"{tokens} tokens/s and {figure(prediction.predicted.model_tflops_per_gpu)} TFLOP/s per GPU"
+    assumed = "assumed" if software.is_median else "as requested"
+    release = f"; NVIDIA software release {software.release} {assumed}" if software.release else ""
+    return f"{rate}, MFU {_share(prediction.mfu)} on {devices(answer.cluster)}{release}"
 
 
 def devices(cluster: Cluster) -> str:
@@ -284,17 +307,19 @@ def _gib(size: float) -> str:
 
 
 def _memory(prediction: Prediction) -> str:
-    fullest, capacity = prediction.fullest, _gib(prediction.capacity_bytes)
-    where = f"stage {fullest.stage} needs" if len(prediction.predicted.stages) > 1 else "needs"
-    most = f"most of it {fullest.category} ({_gib(fullest.category_bytes)})"
-    quantile = f"with {prediction.memory.certainty} certainty no more than {_gib(fullest.high_bytes)}"
-    text = f"{prediction.memory_verdict}: {where} {_gib(fullest.needed_bytes)} of {capacity} GiB, {quantile}; {most}"
+    fullest = prediction.fullest
+    where = f"stage {fullest.stage}, the fullest, needs" if len(prediction.predicted.stages) > 1 else "a GPU needs"
+    most = f"largest part: {fullest.category}, {_gib(fullest.category_bytes)}"
+    needed = (
+        f"{where} {_gib(fullest.needed_bytes)} GiB, at most {_gib(fullest.high_bytes)} ({prediction.memory.certainty})"
+    )
+    text = f"{prediction.memory_verdict}: {needed}, of {available_text(prediction)}; {most}"
     return text if len(prediction.overflow) < 2 else f"{text}; {_overflowing(prediction)}"
 
 
 def _overflowing(prediction: Prediction) -> str:
     """`5 stages do not fit, 4 more may not`, by the quantiles of the memory margin."""
-    surely, perhaps = overflow_counts(prediction.predicted.stages, prediction.capacity_bytes, prediction.memory)
+    surely, perhaps = overflow_counts(prediction.predicted.stages, prediction.available_bytes, prediction.memory)
     if not surely:
         return f"{perhaps} stages may not fit"
     fits = "1 stage does not fit" if surely == 1 else f"{surely} stages do not fit"
@@ -340,9 +365,10 @@ def _beware(prediction: Prediction) -> list[str]:
     if prediction.not_run:
         more = _more(prediction.not_run)
         texts.append(f"Megatron-LM with megatron-core 0.16.1 does not run this: {prediction.not_run[0]}{more}")
+    texts += missed_texts(prediction.missed)
     # The first reason, and the substitution of the user's release, if any.
     reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
-    texts += [f"extrapolating: {reason}" for reason in reasons]
+    texts += [f"{reason}; expect larger errors" for reason in reasons]
     others = [reason for reason in prediction.extrapolating if reason not in reasons]
     if others:
         texts[-1] += _more((texts[-1], *others))
@@ -389,10 +415,9 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
 def _runner_up(other: RunnerUp, answer: Answer) -> str:
     if other.seconds is None:
         return f"{other.name}: {other.why}"
-    expected = answer.prediction.expected_error
     change = other.seconds / answer.prediction.predicted.step_seconds - 1
-    # A smaller difference than the expected error is a tie.
-    tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
+    # Plans of one job share most of the prediction's error, so a tie is much smaller than it.
+    tie = ", a tie" if abs(change) <= TIE else ""
     # Among tied plans the one that needs the least memory is chosen.
     tells_memory = bool(tie) and change < 0 and other.more_bytes >= VISIBLE_BYTES
     more = f", needs {other.more_bytes / GIB:.1f} GiB more" if tells_memory else ""
@@ -484,12 +509,12 @@ def _less_recomputation(plan: Plan, prediction: Prediction) -> list[str]:
 
     The breakdown does not show recomputation: its seconds are part of the computation.
     """
-    spare = prediction.capacity_bytes - prediction.fullest.high_bytes
-    if spare <= prediction.capacity_bytes / 2 or all(
+    spare = prediction.available_bytes - prediction.fullest.high_bytes
+    if spare <= prediction.available_bytes / 2 or all(
         stage.recompute.granularity not in ("full", "uniform") for stage in plan.stages
     ):
         return []
-    free = f"{spare / GIB:.1f} of {prediction.capacity_bytes / GIB:.1f} GiB stay free"
+    free = f"{spare / GIB:.1f} of {prediction.available_bytes / GIB:.1f} GiB stay free"
     return [f"less recomputation: whole layers are computed again, and {free}; tools/autotune.py finds how little fits"]
 
 

@@ -21,7 +21,7 @@ from moe_overlap.report.answer import Answer, answer_lines, devices, term_words
 from moe_overlap.report.drawings import Point, chart, stacked_bars, stages_and_devices
 from moe_overlap.report.picture import draw, step_of
 from moe_overlap.report.plan import format_plan
-from moe_overlap.report.prediction import prediction_text
+from moe_overlap.report.prediction import available_text, prediction_text
 from moe_overlap.tuner.cost.feasibility import needed_bytes
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 
@@ -172,13 +172,13 @@ def _memory(report: Report) -> Iterator[str]:
     prediction = report.answer.prediction
     peaks = [dataclasses.asdict(stage.peak_bytes_by_category) for stage in prediction.predicted.stages]
     bars = {f"stage {index}": {name: size / GIB for name, size in peak.items()} for index, peak in enumerate(peaks)}
-    yield stacked_bars(bars, "GiB", prediction.capacity_bytes / GIB, "memory of every stage")
+    yield stacked_bars(bars, "GiB", prediction.available_bytes / GIB, "memory of every stage")
     rows = [
         [PageCell(f"stage {index}"), *map(_gib, peak.values()), _gib(stage.peak_bytes), _gib(needed_bytes(stage))]
         for index, (peak, stage) in enumerate(zip(peaks, prediction.predicted.stages, strict=True))
     ]
     yield _table("memory-table", ["GiB", *peaks[0], "peak", "needed"], rows)
-    verdict = f"{prediction.memory_verdict}: a GPU has {prediction.capacity_bytes / GIB:.1f} GiB"
+    verdict = f"{prediction.memory_verdict}: a plan may have {available_text(prediction)}"
     most = f"{prediction.fullest.high_bytes / GIB:.1f}"
     quantile = f"with {prediction.memory.certainty} certainty the fullest stage needs no more than {most}"
     yield f"<p>{escape(verdict)}; {escape(quantile)}. Fragmentation is given back before an allocation fails.</p>"
@@ -234,7 +234,7 @@ def _candidates(report: Report) -> Iterator[str]:
         if row.seconds is not None and row.needed_bytes is not None
     ]
     if points:
-        capacity = report.answer.prediction.capacity_bytes / GIB
+        capacity = report.answer.prediction.available_bytes / GIB
         yield chart(points, ("GiB needed", "seconds a step"), joined=False, limit=capacity)
     rows = [
         [

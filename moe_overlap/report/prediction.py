@@ -9,12 +9,14 @@ from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.figures import VISIBLE_BYTES
 from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.expected_error import LEVEL
+from moe_overlap.tuner.cost.expected_error import LEVEL, ExpectedError, Neighbours
 from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryChange, Remedy
+from moe_overlap.tuner.cost.hardware import precision_of, release_order
 from moe_overlap.tuner.write.memory_changes import RUN_BY_MEGATRON_LM, change_flags
 
 WHOLE_FROM = 10.0
 """Smallest figure that is shown as a whole number."""
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
@@ -33,12 +35,14 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "cheapest_change_that_fits": None if prediction.remedy is None else _remedy_json(prediction.remedy),
         "changes_tried": [change_name(change) for change in prediction.tried],
         "capacity_bytes": prediction.capacity_bytes,
+        "available_bytes": prediction.available_bytes,
         "extrapolating": bool(prediction.extrapolating),
         "extrapolating_because": list(prediction.extrapolating),
         "not_modelled": list(prediction.not_modelled),
         "software": software_json(prediction),
         "expected_error": dataclasses.asdict(prediction.expected_error) if prediction.expected_error else None,
         "interval": interval_json(prediction),
+        "missed": missed_texts(prediction.missed),
         "not_modelled_effects": {flag: effect_of(flag) for flag in prediction.not_modelled},
         "assumed": list(prediction.assumed),
         "not_run": list(prediction.not_run),
@@ -75,8 +79,41 @@ def interval_text(prediction: Prediction) -> str:
     expected = prediction.expected_error
     if expected is None:
         return ""
-    low, high = expected.interval(prediction.predicted.step_seconds)
-    return f"{low:.3f} to {high:.3f} s in {LEVEL * 10:.0f} of 10 cases"
+    low, high = map(seconds_text, expected.interval(prediction.predicted.step_seconds))
+    return f"{low} to {high} s in {LEVEL * 10:.0f} of 10 runs"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three significant digits: `0.0345`, `3.74`, `37.4`, `3,741`."""
+    return f"{seconds:#.3g}".rstrip(".") if seconds < 1e3 else f"{seconds:,.0f}"
+
+
+def missed_texts(missed: Neighbours | None) -> list[str]:
+    """The warning about compared runs whose steps lie outside the interval; empty if predictions hold them."""
+    if missed is None:
+        return []
+    runs, count = missed.runs, len(missed.runs)
+    number = NUMBERS[count - 1] if count <= len(NUMBERS) else f"{count}"
+    kind = "MoE" if runs[0].routing else "dense"
+    gpus = " and ".join(sorted({run.gpu for run in runs}))
+    subject = {
+        "model and GPU": "of this model on this GPU",
+        "model": f"of this model on {gpus}",
+        "GPU": f"of {kind} models on this GPU",
+    }[missed.kind]
+    named = sorted({name for run in runs for name in run.release.split()}, key=release_order)
+    releases = f" (release{'s' if len(named) > 1 else ''} {', '.join(named)})" if named else ""
+    precision = precision_of(runs[0].precision)
+    published = f"{number} published {precision} run{'s' if count > 1 else ''} {subject}{releases}"
+    return [f"{published} took {missed.ratio:.2g} times what is predicted"]
+
+
+def available_text(prediction: Prediction) -> str:
+    """The memory that a plan may have: `73.7 GiB that CUDA and NCCL leave of 80`."""
+    available, capacity = prediction.available_bytes / GIB, prediction.capacity_bytes / GIB
+    if not prediction.reserved_bytes:
+        return f"{capacity:.3g} GiB"
+    return f"{available:.1f} GiB that CUDA and NCCL leave of {capacity:.3g}"
 
 
 def expected_error_text(prediction: Prediction) -> str:
@@ -95,15 +132,10 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
         "",
     ]
     if expected := prediction.expected_error:
-        lines.insert(
-            2,
-            f"error         of the step, in the mean of {expected.rows} calibration runs left out of the fit ({expected.group}); "
-            f"{interval_text(prediction)}",
-        )
+        lines.insert(2, f"error         {_error_text(expected)}; {interval_text(prediction)}")
     if (software := prediction.software).release:
         which = f", the median release of {cluster.group_of(0).gpu.architecture}" if software.is_median else ""
-        loss = f"time lost beyond peak rates × {software.constants.loss:.2f} of the reference release's"
-        lines.insert(-1, f"software      {software.release}{which}; {loss}")
+        lines.insert(-1, f"software      {software.release}{which}: {_loss_text(software.constants.loss)}")
     for name, part in prediction.breakdown.items():
         lines.append(f"  {name.removesuffix('_seconds').replace('_', ' '):<20}{part:>10.3f} s {part / seconds:>7.1%}")
     lines += ["", f"  {'stage':<7}{'micro-batch s':>14}{'peak GiB':>10}  of it"]
@@ -114,12 +146,29 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     lines.append("")
     lines += prediction.overflow
     lines += _remedy_lines(prediction)
+    lines += missed_texts(prediction.missed)
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
     lines += [f"assumed: {text}" for text in prediction.assumed]
     lines += [f"not run: {text}" for text in prediction.not_run]
     lines += [f"not modelled: {flag}: {effect_of(flag)}" for flag in prediction.not_modelled]
     lines += [f"computed early: {text}" for text in prediction.computed_early]
     return "\n".join(lines).rstrip()
+
+
+def _error_text(expected: ExpectedError) -> str:
+    """The origin of an expected error."""
+    held_out = expected.rows - expected.tested
+    return (
+        f"average over published runs of {expected.group}, the larger of two: {expected.tested} to which nothing was fitted, "
+        f"and {held_out} that were held out when the constants were fitted"
+    )
+
+
+def _loss_text(loss: float) -> str:
+    """The efficiency of a software release."""
+    if f"{loss:.2f}" == "1.00":
+        return "as efficient as the reference release"
+    return f"loses {loss:.2f} times as many seconds beyond peak rates as the reference release"
 
 
 def _remedy_lines(prediction: Prediction) -> list[str]:

@@ -140,7 +140,7 @@ def _staged_json(staged: StageSearch) -> dict[str, Any]:
     return {
         "layouts": staged.layouts,
         "candidates": staged.candidates,
-        "kept": staged.kept,
+        "kept": staged.on_frontier,
         "objective": None if solution.value is None else solution.objective,
         "bound": None if math.isinf(solution.bound) else solution.bound,
         "gap": None if solution.value is None else solution.gap,
@@ -176,11 +176,11 @@ def search_sentence(search: PlanSearch) -> str:
     if not search.is_upstream:
         return sentence
     overlap = (
-        ", overlap: two micro-batches at a time"
+        "; overlap: two micro-batches at a time"
         if PAIRED[0] in (*search.arguments, *search.chosen.plan_arguments)
         else ""
     )
-    return f"{sentence}{overlap}, for unmodified Megatron-LM"
+    return f"{sentence}{overlap}; for unmodified Megatron-LM"
 
 
 def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
@@ -319,8 +319,8 @@ def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str])
         )
     if staged is not None and staged.layouts:
         priced = (
-            f"{staged.candidates:,} candidates for their stages, {staged.kept:,} of them not worse than another in both time and "
-            f"memory, {staged.solution.status.value}"
+            f"{staged.candidates:,} candidates for their stages, {staged.on_frontier:,} of them not worse than another in both "
+            f"time and memory, {staged.solution.status.value}"
         )
         outcome = priced if staged.candidates else "none can be faster, by lower bounds of their steps"
         lines.append(line("", f"{staged.layouts} layouts with stages that differ: {outcome}"))

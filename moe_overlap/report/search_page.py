@@ -47,7 +47,7 @@ def search_report(search: PlanSearch, plans: Sequence[Competitor], train_tokens:
         network_sensitivity(plans),
         *([skew_sensitivity(plans)] if plans[0].problem.model.num_experts else []),
         *(
-            [memory_sensitivity(frontier, prediction.capacity_bytes, prediction.memory.high, chosen.name)]
+            [memory_sensitivity(frontier, prediction.available_bytes, prediction.memory.high, chosen.name)]
             if frontier
             else []
         ),

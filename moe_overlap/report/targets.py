@@ -29,7 +29,7 @@ def both_lines(both: BothTargets, folder: Path | None, files: Sequence[str], tra
     """
     lines = []
     for name, search in ((UPSTREAM_FOLDER, both.upstream), (both.runtime.target, both.runtime)):
-        chosen = search_sentence(search) if search is both.upstream else f"{search_sentence(search)}, for this runtime"
+        chosen = search_sentence(search) if search is both.upstream else f"{search_sentence(search)}; for this runtime"
         answer = Answer(
             plan=search.plan,
             prediction=search.prediction,

@@ -259,7 +259,7 @@ def _decisions(chosen: Candidate) -> list[str]:
                 f"weight gradients of stage {chunk.stage}, chunk {chunk.chunk}: {solution.value * 1e3:.3f} ms under all-to-alls, "
                 f"greedy {solution.greedy_value * 1e3:.3f}, at most {solution.bound * 1e3:.3f} (gap {solution.gap:.1%})"
             )
-        for index, seconds in enumerate(chosen.schedule.behind_seconds):
+        for index, seconds in enumerate(chosen.schedule.bubble_slot_seconds):
             if seconds > 0:
                 lines.append(
                     f"weight gradients of stage {index}: {seconds * 1e3:.3f} ms after its sends to the previous stage"

@@ -11,7 +11,8 @@ import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -33,6 +34,7 @@ from moe_overlap.runtime.megatron_core.runner import MegatronStepRunner
 from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
+from moe_overlap.runtime.state.stored_chunk import ReplicaWires, StoredChunk, Stores
 from moe_overlap.runtime.state.tied_embedding import TiedEmbedding
 from moe_overlap.runtime.step import Batch
 from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
@@ -73,12 +75,14 @@ class WrapChunks(Protocol):
         bucket_marks: Sequence[torch.nn.Parameter],
         *,
         weight_gradients_come_later: bool,
+        wrapper: Callable[..., Any],
     ) -> Sequence[DistributedDataParallel]:
         """Wrap them.
 
         Args:
             bucket_marks: parameters that begin a gradient bucket each.
             weight_gradients_come_later: whether some modules announce their gradients themselves, after their backward pass.
+            wrapper: DDP, or what takes its place and the arguments of its constructor.
         """
 
 
@@ -108,7 +112,8 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     3. Weight gradients: linear layers are split before DDP wraps them, because DDP registers its hooks when it is built.
     4. DDP: a gradient bucket begins at every parameter group that the plan reduces separately. Gradients are summed, not
        averaged, where stages have different numbers of replicas. DDP is built on the stream that captures graphs later.
-    5. Optimizer: shards the buffers of DDP, hence last.
+       Parameter stores take its place where a stage has another ZeRO level than 1.
+    5. Optimizer: shards the buffers of DDP or of the stores, hence last.
     """
     groups = build_groups(plan, settings.timeout, settings.block_limits)  # 1
     overlap = plan.stages[groups.stage].overlap
@@ -124,9 +129,16 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     deferred = _split_deferred_products(modules, overlap, queue)
     marks = _bucket_marks(modules, overlap)  # 4
     stream = torch.cuda.Stream() if settings.captures_graphs else None
+    wrapper: Callable[..., Any] = DistributedDataParallel
+    if plan.has_stores:
+        level = plan.stages[groups.stage].zero_level
+        wrapper = partial(StoredChunk, zero_level=level, sums_gradients=plan.sums_gradients, wires=ReplicaWires())
     with _current(stream):
-        chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred)
-    if plan.sums_gradients:
+        chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred, wrapper=wrapper)
+    stores: Stores | None = None
+    if plan.has_stores:
+        stores = Stores(cast(Sequence[StoredChunk], chunks), groups, plan.stages[groups.stage].is_decoupled)
+    elif plan.sums_gradients:
         _sum_gradients(chunks)
     gathers = _weight_gathers(overlap, chunks)
     optimizer = MegatronLayerwiseOptimizer(  # 5
@@ -135,6 +147,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
         settings.clip_grad,
         settings.counts_zero_gradients,
         gathers_later=gathers is not None or any(chunk.ddp_config.overlap_param_gather for chunk in chunks),
+        stores=stores,
     )
     return RunContext(
         plan=plan,
@@ -148,6 +161,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
         weight_gradients=queue,
         bucket_reduction=_bucket_reduction(plan, chunks),
         weight_gathers=gathers,
+        stores=stores,
         graph_stream=stream,
     )
 
@@ -166,12 +180,13 @@ def _current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def make_runner(context: RunContext) -> StepRunner[Batch]:
-    """The runner of a plan: megatron-core's schedules without overlap, the executor of instruction lists with it.
+    """The runner of a plan: megatron-core's schedules without overlap, the executor of instruction lists with it or with
+    parameter stores.
 
-    If one stage overlaps, every stage uses the executor: the two runners name and order their transfers differently, so stages
+    If one stage needs the executor, every stage uses it: the two runners name and order their transfers differently, so stages
     on different runners would wait for each other for ever.
     """
-    if not context.plan.follows_lists:
+    if not context.plan.runs_lists:
         if context.graph_stream is not None:
             rule = "captures the operators of instruction lists, and this run follows none"
             raise ConfigError("--moe-overlap-cuda-graphs", "", rule, "drop it, or overlap something")
@@ -245,7 +260,7 @@ def _bucket_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> 
 
 
 def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> BucketReduction | None:
-    """The reductions that the list places between passes; None where every stage reduces its gradients after its last pass."""
+    """The reductions that the list places between passes; None if every stage reduces its gradients after its last pass."""
     if not any(stage.overlap.gradient_chunk_bytes for stage in plan.stages):
         return None
     from moe_overlap.runtime.state.buckets import GradientBuckets
@@ -254,7 +269,7 @@ def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> 
 
 
 def _weight_gathers(overlap: StageOverlap, chunks: Sequence[DistributedDataParallel]) -> WeightGathering | None:
-    """The weight gathers that the list places before passes; None where the update or DDP's hooks gather."""
+    """The weight gathers that the list places before passes; None if the update or DDP's hooks gather."""
     if not overlap.overlap_param_gather:
         return None
     from moe_overlap.runtime.state import weight_gathers

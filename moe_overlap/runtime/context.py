@@ -20,6 +20,7 @@ from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
+from moe_overlap.runtime.state.stored_chunk import Stores
 from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 
 
@@ -48,14 +49,15 @@ class RunContext:
         plan: the plan that is executed; `stage` is this rank's share of it.
         model: sizes of the whole model.
         groups: this rank's place in the plan and its process groups.
-        chunks: this rank's model chunks (virtual stages), wrapped in DDP.
+        chunks: this rank's model chunks (virtual stages), wrapped in DDP or in `StoredChunk`.
         models: the GPTModel inside each of them.
         optimizer: steps the parameters of the chunks layer by layer.
         recorder: records the spans of layers, transfers, runner and optimizer.
         clock: seed and micro-batch of the gates' draws; gates that draw hold the same object.
-        weight_gradients: queue of the weight gradients that the list computes later; stays empty where none are deferred.
-        bucket_reduction: reduces gradients between passes; None where DDP reduces them after the last pass.
-        weight_gathers: gathers weights during the first passes of a step; None where the update or DDP's hooks gather them.
+        weight_gradients: queue of the weight gradients that the list computes later; stays empty if none are deferred.
+        bucket_reduction: reduces gradients between passes; None if DDP reduces them after the last pass.
+        weight_gathers: gathers weights during the first passes of a step; None if the update or DDP's hooks gather them.
+        stores: hold the states of this rank instead of DDP; None: DDP and megatron-core's distributed optimizer hold them.
         graph_stream: stream on which DDP was built and segments of static shapes are captured as CUDA graphs; None: no captures.
     """
 
@@ -70,6 +72,7 @@ class RunContext:
     weight_gradients: WeightGradQueue
     bucket_reduction: BucketReduction | None
     weight_gathers: WeightGathering | None = None
+    stores: Stores | None = None
     graph_stream: torch.cuda.Stream | None = None
 
     @property
@@ -84,7 +87,7 @@ class RunContext:
         return parameter.device
 
     def deferral_figures(self) -> dict[str, int]:
-        """Figures of the deferred weight gradients so far, by the log's names; empty where the plan defers none."""
+        """Figures of the deferred weight gradients so far, by the log's names; empty if the plan defers none."""
         deferred = any(layer.weight_gradient_slots for layer in self.stage.overlap.layers)
         return self.weight_gradients.figures() if deferred else {}
 

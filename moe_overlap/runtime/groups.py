@@ -172,7 +172,7 @@ def build_groups(
     fields["intra_expt_dp"] = fields["expt_dp"]
     fields["inter_dist_opt"] = None
     collection = ProcessGroupCollection(**fields)
-    transfers = _transfer_groups(plan, timeout, limits) if plan.follows_lists else {}
+    transfers = _transfer_groups(plan, timeout, limits) if plan.runs_lists else {}
     return StageGroups(
         stage=stage_index,
         collection=collection,
@@ -272,7 +272,7 @@ def _create(
 def _own_group(
     rank_sets: Sequence[tuple[int, ...]], name: str, options: Any, timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup | None:
-    """Create the groups of disjoint rank sets; returns the one with this rank, None where there is none.
+    """Create the groups of disjoint rank sets; returns the one with this rank, None if there is none.
 
     Over NCCL `new_group` splits the world once per set, even for a set of one rank: hundreds of ranks would make thousands of
     splits before the first step, each of them a collective. Here one split has a colour for every set. Not yet run on hardware.

@@ -226,7 +226,7 @@ class SpanRecorder:
         Args:
             blocks: whether the caller waits at once, so that the operator's span ends here and continues after the wait.
         Returns:
-            None where the channel is not covered, and where no operator computes: the collective is then part of the
+            None if the channel is not covered, and where no operator computes: the collective is then part of the
                 communication that is being recorded.
         """
         current = self._current

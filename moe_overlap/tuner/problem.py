@@ -1,7 +1,7 @@
-"""The problem that the tuner is given: everything about a run but the plan that is priced.
+"""The problem of the tuner: everything about a run except the plan to price.
 
-A plan decides layout and overlap; a problem says of which model, on which machine and under which settings. Every function that
-prices, simulates or searches takes a plan and a problem. A problem is made once (`moe_overlap/api.py`) and never changes.
+A plan decides layout and overlap; a problem has the model, the machine and the settings. Every function that prices, simulates or
+searches takes a plan and a problem. A problem is created once (`moe_overlap/api.py`) and never changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_overlap.tuner.cost.hardware import Features, Refined
 from moe_overlap.tuner.cost.machine import Machine
 
 OURS = ListedRun(gate="topk")
-"""Settings that go with every overlap."""
+"""Settings that allow every overlap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +26,12 @@ class Problem:
     """A run whose plans are priced.
 
     Attributes:
-        plan: the baseline, as the flags decide; candidates keep its parallel layout.
-        graphs: the captured model of every stage.
-        features: what of the flags changes speed or memory beside the plan.
+        plan: the baseline, from the flags; candidates keep its parallel layout.
+        graphs: stage -> its captured model.
+        features: the flags outside of the plan that change speed or memory.
         machine: the cluster with its constants, measurements and refined prices.
-        extrapolating: why predictions go beyond what the constants were fitted to.
-        listed: the settings on which overlap depends beside the plan.
+        extrapolating: reasons why predictions extrapolate beyond the calibration.
+        listed: the settings outside of the plan on which overlap depends.
     """
 
     model: ModelDescription
@@ -48,9 +48,9 @@ class Problem:
         return self.machine.cluster
 
     def run_by(self, plan: Plan) -> Problem:
-        """The same problem as a run of a plan meets it.
+        """The problem with the features of a run of a plan.
 
-        A run that follows instruction lists gathers weights under its first passes only where they say so.
+        A run that follows instruction lists gathers weights under its first passes only if the lists contain the gathers.
         """
         if not plan.follows_lists:
             return self
@@ -58,9 +58,9 @@ class Problem:
         return replace(self, features=replace(self.features, overlap_param_gather=gathers))
 
     def replaying(self, is_on: bool) -> Problem:
-        """The same problem whose instruction lists are replayed as CUDA graphs, or are not."""
+        """The problem with the replay of instruction lists as CUDA graphs switched on or off."""
         return replace(self, features=replace(self.features, listed_graphs=is_on))
 
     def refined_by(self, refined: Refined) -> Problem:
-        """The same problem at prices that traces refine."""
+        """The problem with refined prices."""
         return replace(self, machine=replace(self.machine, refined=refined))

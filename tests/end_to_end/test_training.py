@@ -151,7 +151,8 @@ def test_torch_trace_is_written_though_the_run_ends_before_its_last_step(undistu
 
 
 def test_same_seed_twice_is_bitwise_the_same(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    again = Ranks([*SMALL, "--log-json", str(tmp_path / "again.jsonl")], tmp_path)
+    """The second time its ranks know their place from Slurm, as tasks of srun without torchrun do."""
+    again = Ranks([*SMALL, "--log-json", str(tmp_path / "again.jsonl")], tmp_path, by_srun=True)
     assert [ended.status for ended in again.wait()] == [0, 0]
     assert compare_losses(["--bitwise", str(undisturbed.losses), str(tmp_path / "again.jsonl")]) == 0
     assert len(rows(tmp_path / "again.jsonl")) == STEPS

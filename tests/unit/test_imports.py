@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("moe_overlap", "megatron.training", "pretrain_moe", "tools", "tests")
 TUNER = ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.tuner")
-SEARCH = ("moe_overlap.api", "moe_overlap.job", "moe_overlap.launching", "moe_overlap.plan_search")
+SEARCH = ("moe_overlap.api", "moe_overlap.job", "moe_overlap.host_launches", "moe_overlap.plan_search")
 ALLOWED = {
     "moe_overlap/describe": ("moe_overlap.describe",),
     "moe_overlap/plan": ("moe_overlap.describe", "moe_overlap.plan"),

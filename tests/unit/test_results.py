@@ -74,7 +74,9 @@ def test_a_model_has_the_name_of_its_file() -> None:
 
 def test_a_prediction_is_read_shown_and_written(tmp_path: Path) -> None:
     run = predict(MIXTRAL, gpu="H100", num_gpus=64)
-    assert repr(run).startswith("plan        TP 2 EP 8 DP 8, 4 stages") and "\nmemory      fits: " in repr(run)
+    assert repr(run).startswith(
+        "plan        64 GPUs = 4 pipeline stages × TP 2 × DP 8; "
+    ) and "\nmemory      fits: " in repr(run)
     (row,) = run.frame.to_dict("records")
     assert row["step_seconds"] == run.step_seconds and row["optimizer_seconds"] == run.breakdown["optimizer_seconds"]
     assert run.interval == (row["low_seconds"], row["high_seconds"]) and row["low_seconds"] < run.step_seconds
@@ -123,7 +125,7 @@ def test_mistakes() -> None:
         predict(MIXTRAL)
     with pytest.raises(ConfigError, match=r"^cluster H100-8: stands beside gpu or num_gpus"):
         predict(MIXTRAL, H100, gpu="H100")
-    with pytest.raises(ConfigError, match=r"^gpu H1000: unknown GPU; did you mean H100\?"):
+    with pytest.raises(ConfigError, match=r"^gpu H1000: unknown GPU; did you mean H100-80GB or H800\?"):
         tune(SMALL, gpu="H1000", num_gpus=8)
     with pytest.raises(ConfigError, match=r"^time_limit 0: must be greater than 0 seconds"):
         tune(SMALL, gpu="H100", num_gpus=8, time_limit=0)

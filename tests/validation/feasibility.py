@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
+from moe_overlap.tuner.calibrate.fit.published_rows import scored_rows
 from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.feasibility import needed_bytes
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
-from tests.validation.published_rows import scored_rows
 
 
 def executed_runs() -> list[MeasuredRow]:

@@ -27,17 +27,16 @@ import numpy as np
 import pandas as pd
 
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.plan_search.finalists import TIE
 from moe_overlap.plan_search.request import SearchSettings
-from moe_overlap.plan_search.results import PlanSearch
+from moe_overlap.plan_search.results import TIE, PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
+from moe_overlap.tuner.calibrate.fit.published_rows import scored_rows
 from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, measured_rows
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import shipped_constants
 from tests.validation.errors import spearman
-from tests.validation.published_rows import scored_rows
 from tests.validation.ranking import SETS, best_found, measured_cost, predicted_cost
 
 NEAR = 0.03

@@ -54,7 +54,7 @@ class Run:
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether parameter groups step by themselves, so that its closed form is one of plays."""
+        """Whether parameter groups step by themselves, so that its closed form only ranks."""
         return self.zero_level > 1 or any(dataclasses.astuple(self.offload))
 
     def problem(self, layers: int | None = None, sequence: int | None = None) -> Problem:

@@ -12,11 +12,11 @@ from typing import Any
 import pandas as pd
 
 from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
+from moe_overlap.tuner.calibrate.fit.published_rows import scored_rows
 from moe_overlap.tuner.calibrate.fit.recorded_figures import recorded_cases
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from tests.validation.errors import spearman
-from tests.validation.published_rows import scored_rows
 from tests.validation.ranking import ranking_rows, rankings
 from tests.validation.recorded_lines import recorded_lines
 

@@ -36,12 +36,12 @@ def test_error_on_unseen_rows(host: Host) -> None:
     used = used_samples(samples, alone)
     test = used.mixed_N & samples.is_test_N
     assert (used.noisy, used.slower_than_serial, test.sum()) == (
-        host.noisy, host.slower_than_serial, host.whole.test_rows,
+        host.noisy, host.slower_than_serial, host.all_groups.test_rows,
     )  # fmt: skip
     error = {level: np.zeros(len(test)) for level in ("host", "place", "group", "longest")}
     for group, own in host.groups.items():
         at = samples.groups_N == group
-        levels = {"host": host.whole, "place": host.places.get(place_of(group), host.whole), "group": own}
+        levels = {"host": host.all_groups, "place": host.places.get(place_of(group), host.all_groups), "group": own}
         for level, fitted in levels.items():
             seconds = Interference(fitted.factors).seconds(*alone[:, at])
             error[level][at] = 100 * np.abs(seconds / samples.seconds_N[at] - 1)
@@ -49,7 +49,7 @@ def test_error_on_unseen_rows(host: Host) -> None:
         assert own.test_error_percent <= GROUP_PERCENT[host.gpu]
     error["longest"] = 100 * np.abs(alone.max(axis=0) / samples.seconds_N - 1)
     mean = {level: float(errors[test].mean()) for level, errors in error.items()}
-    assert abs(mean["host"] - host.whole.test_error_percent) < 1e-3
+    assert abs(mean["host"] - host.all_groups.test_error_percent) < 1e-3
     assert mean["group"] <= mean["place"] <= mean["host"] <= TARGET_PERCENT[host.gpu]
     assert mean["host"] < mean["longest"] / 2
 
@@ -59,7 +59,7 @@ def test_factors_of_a_group_are_those_in_the_file() -> None:
     host = next(host for host in measured_hosts() if "merged-l4" in host.source)
     samples, alone = samples_of(host.source)
     chosen = used_samples(samples, alone).mixed_N & ~samples.is_test_N & (samples.groups_N == "1x4")
-    fitted = fit_interference.fit_factors(alone[:, chosen], samples.seconds_N[chosen], host.whole.factors)
+    fitted = fit_interference.fit_factors(alone[:, chosen], samples.seconds_N[chosen], host.all_groups.factors)
     assert {word: tuple(values) for word, values in fitted.items()} == host.groups["1x4"].factors
 
 
@@ -78,11 +78,11 @@ def test_error_on_groups_that_were_not_measured(host: Host) -> None:
     for group in host.groups:
         here = samples.groups_N == group
         known = mixed & ~samples.is_test_N & (place == place_of(group)) & ~here
-        factors = fit_interference.fit_factors(alone[:, known], samples.seconds_N[known], host.whole.factors)
+        factors = fit_interference.fit_factors(alone[:, known], samples.seconds_N[known], host.all_groups.factors)
         test = mixed & samples.is_test_N & here
         error = fit_interference.mean_error(Interference(factors), alone[:, test], samples.seconds_N[test])
         total += 100 * error * test.sum()
-    assert total / host.whole.test_rows <= UNMEASURED_PERCENT[Path(host.source).stem]
+    assert total / host.all_groups.test_rows <= UNMEASURED_PERCENT[Path(host.source).stem]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import moe_overlap.api as api
 from moe_overlap.commands.predict import main
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import effect_of
+from moe_overlap.tuner.calibrate.fit.rows import DATA
 from tests.unit.tuner.cost.test_cost_predict import by_hand
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ VOCABULARIES = {"deepseek-v3": 129280, "qwen3-30b-a3b": 151936}
 @cache
 def recipes() -> dict[str, tuple[list[str], str, int]]:
     """Arguments of Megatron-LM's MoE recipes, with their type and number of GPUs."""
-    with (ROOT / "tests/validation/data/moe_recipes.csv").open(encoding="utf-8", newline="") as lines:
+    with (DATA / "moe_recipes.csv").open(encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
     return {
         f"recipe {number}": (recipe_words(row), row["gpu"], int(row["n_gpus"])) for number, row in enumerate(rows, 1)

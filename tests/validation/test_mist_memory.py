@@ -32,8 +32,8 @@ from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.memory import part_bytes
 from moe_overlap.tuner.cost.operators import tabulate
 from tests.unit.tuner.cost.part_memory import peak_bytes
-from tests.validation.published_rows import DATA
 
+DATA = Path(__file__).resolve().parent / "data"
 S = 2048
 CASES = [("gpt", size, 1) for size in ("1.3b", "2.7b", "7b", "13b", "22b")] + [
     ("llama", size, 1) for size in ("1.3b", "7b")

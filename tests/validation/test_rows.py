@@ -19,6 +19,7 @@ from moe_overlap.plan.plan import PeakBytes, Predicted, PredictedStage, Provenan
 from moe_overlap.tuner.calibrate.fit.grid import START, fit
 from moe_overlap.tuner.calibrate.fit.left_out import memory_errors
 from moe_overlap.tuner.calibrate.fit.priced_runs import PricedRuns
+from moe_overlap.tuner.calibrate.fit.published_rows import published_rows, scored_rows
 from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, measured_rows
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
@@ -32,7 +33,6 @@ from moe_overlap.tuner.cost.hardware import (
 )
 from tests.validation.errors import spearman
 from tests.validation.feasibility import executed_runs, feasibility_lines
-from tests.validation.published_rows import published_rows, scored_rows
 from tests.validation.ranking import SETS, best_found, wrong_pairs
 
 FILE = Path(owner.__file__).with_name("constants.json")

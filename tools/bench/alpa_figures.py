@@ -1,7 +1,7 @@
-"""Alpa's comparisons as searches: the parts of its space against all of it, search time over GPUs; and two searches of full size.
+"""Alpa's comparisons as searches: parts of its space against all of it, search time over GPUs; and two full-size searches.
 
-GPT and MoE grow with the GPUs as in the paper's evaluation, on nodes of p3.16xlarge: eight V100 of 16 GB, 25 Gb/s a node. Alpa
-offloads nothing, so the spaces here do not either, but for the last, the full one. No V100 was calibrated under Megatron: it gets
+GPT and MoE grow with the GPUs as in the paper's evaluation, on nodes of p3.16xlarge: eight V100 of 16 GB, 25 Gb/s per node. Alpa
+offloads nothing, and neither do these spaces, except the last one, `full`. The V100 was not calibrated under Megatron, so it gets
 the A100's efficiencies.
 """
 
@@ -39,14 +39,14 @@ PAPER = {
         64: "37, DeepSpeed fails, intra-only 0.2, inter-only out of memory",
     },
 }
-"""Family -> GPUs -> figures of the paper's artifact: Alpa's plan, beside others."""
+"""Family -> GPUs -> figures of the paper's artifact, among them those of Alpa's plan."""
 
 ALPA = SearchSpace("Alpa's", recomputes=True, zero_levels=LEVELS, frees_stages=True, meshes=(Restriction.FREE,))
 SPACES = (
     Space(name="data", space=PAPER_SPACES["data"]),
     Space(name="ZeRO-2", space=PAPER_SPACES["zero2"]),
     Space(name="ZeRO-3", space=PAPER_SPACES["zero3"]),
-    # The plan alone: what a best sharding of every operator would gain is another question.
+    # Only the plan: the gain of the best sharding of every operator is a separate question.
     Space(name="intra-only", space=replace(PAPER_SPACES["intra-only"], shards_operators=False)),
     Space(name="inter-only", space=PAPER_SPACES["inter-only"]),
     Space(name="equal layer", space=replace(PAPER_SPACES["equal-layer"], offloads=())),
@@ -57,12 +57,12 @@ SPACES = (
 
 
 def job(family: str, size: str, gpus: int) -> PaperCase:
-    """A model of the evaluation on so many V100."""
+    """A model of the evaluation on a number of V100."""
     machines = Machines(gpu=V100, gpus=gpus, network_gb_per_s=25 / 8 / 8, like="A100")
     flags = (f"@{EXAMPLES / f'alpa-{family}-{size}.args'}",)
     name = f"{family.upper() if family == 'gpt' else 'MoE'}-{size.upper()}, {gpus} V100"
     paper = PAPER[family].get(gpus, "") if {**GPT, **MOE}.get(size) == gpus else ""
-    return PaperCase(name=name, words=flags, machines=machines, paper=paper)
+    return PaperCase(name=name, arguments=flags, machines=machines, paper=paper)
 
 
 def sizes_of(family: str) -> tuple[PaperCase, ...]:
@@ -90,13 +90,13 @@ def large() -> Figure:
     cases = (
         PaperCase(
             name="GPT-22B, 32 L4",
-            words=(f"@{EXAMPLES / 'mist-gpt-22b.args'}",),
+            arguments=(f"@{EXAMPLES / 'mist-gpt-22b.args'}",),
             machines=Machines(gpu="L4", gpus=32),
             paper="goal: 120 s and 6 GB; Mist's released tuner about 2,300 CPU s, extrapolated",
         ),
         PaperCase(
             name="DeepSeek-V3, 1024 H100",
-            words=(f"@{EXAMPLES / 'deepseek-v3.args'}",),
+            arguments=(f"@{EXAMPLES / 'deepseek-v3.args'}",),
             machines=Machines(gpu="H100", gpus=1024),
             paper="goal: 600 s and 6 GB",
         ),

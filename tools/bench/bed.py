@@ -110,7 +110,7 @@ class CpuGroup(Temporary):
     gloo's threads spin under it for whole seconds.
 
     Attributes:
-        folder: the folder of the group; None where this program may not create one.
+        folder: the folder of the group; None if this program may not create one.
     """
 
     folder: Path | None = None

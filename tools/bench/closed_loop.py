@@ -76,10 +76,10 @@ class LoopRow:
     """One layout of a cell, or the chosen plan.
 
     Attributes:
-        predicted_seconds: of a step; None where a rule refuses the layout.
+        predicted_seconds: of a step; None if a rule refuses the layout.
         steps: measured seconds of every step.
         late_seconds: by how much the operators of a step took longer than their profile, the worst rank of the median step.
-        refusal: the rule that refuses the layout, or why it failed; None where it ran.
+        refusal: the rule that refuses the layout, or why it failed; None if it ran.
     """
 
     name: str
@@ -103,7 +103,7 @@ class LoopCell:
     Attributes:
         rows: the grid, without the chosen plan.
         chosen: the plan that the tuner chose; its name says which.
-        layout: the grid's row with the layout of the chosen plan, which the overlap adds to; None where the grid lacks it.
+        layout: the grid's row with the layout of the chosen plan, which the overlap adds to; None if the grid lacks it.
     """
 
     model: str

@@ -59,11 +59,11 @@ class Figures:
         exposed_seconds: communication that no computation covered, from spans; free_exposed_seconds: with a free link, median.
         exposed_by_difference: median step minus its median step with a free link. It should equal the difference of the two
             above: on a free link the messages still cost a little.
-        alone_seconds: its communication without computation; None where that was not measured.
+        alone_seconds: its communication without computation; None if that was not measured.
         both_seconds: computation and communication at once; only_computation_seconds: nothing under way. With the median of
             `exposed_seconds` they make up the median step.
         speedup: over the sequential variant; plain_speedup: over megatron-core's all-to-all.
-        hidden: share of the sequential variant's communication; None where there is none.
+        hidden: share of the sequential variant's communication; None if there is none.
     """
 
     variant: str

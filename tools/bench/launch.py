@@ -61,8 +61,8 @@ class RankFailed(Exception):
 
 
 def report_failure(error: ConfigError | RankFailed) -> int:
-    """Say why a benchmark ended, where its rank has not said so itself; returns the exit status."""
-    if isinstance(error, RankFailed) and error.status == 2:  # a user's mistake, and the rank has said which
+    """Print why a benchmark ended, unless its rank has printed it; returns the exit status."""
+    if isinstance(error, RankFailed) and error.status == 2:  # a user's mistake, which the rank has printed
         return 2
     print(f"error: {error}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
@@ -183,7 +183,7 @@ class LaunchedRanks:
 
 
 def kill_sessions(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes that were started in sessions of their own, and what they started."""
+    """End processes that are leaders of sessions, and their children."""
     for process in processes:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -193,7 +193,7 @@ def kill_sessions(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def placed(command: Sequence[str], rank: int, ranks: int, bed: Bed | None) -> list[str]:
-    """The command line that executes a rank on its host, on a CPU of its own, for as long as this program lives."""
+    """The command line that executes a rank on its host and its own CPU, until this program ends."""
     cpus = sorted(os.sched_getaffinity(0))
     host = bed.prefix(rank * bed.hosts // ranks) if bed is not None else ()
     return [*host, "setpriv", "--pdeathsig", "KILL", "--", "taskset", "-c", str(cpus[rank % len(cpus)]), *command]
@@ -216,7 +216,7 @@ def place_of(rank: int) -> dict[str, str]:
 
 
 def _outside_torchrun() -> dict[str, str]:
-    """The environment without torchrun's variables: this job has a rendezvous of its own."""
+    """The environment without torchrun's variables, because this job has its own rendezvous."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 
@@ -301,7 +301,7 @@ def add_link_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_links(arguments: argparse.Namespace) -> None:
-    """Choose namespaces where they can be created; ConfigError where they are asked for and cannot."""
+    """Choose namespaces if they can be created; raise ConfigError if they are requested and cannot."""
     if arguments.namespaces is None:
         with contextlib.suppress(ConfigError):
             require_namespaces()

@@ -105,7 +105,7 @@ def measure_host_time(database: Database, cluster: Cluster, tell: Tell) -> None:
     """Execute the two jobs and keep `in_step` and `call_seconds`: medians of the rounds.
 
     Args:
-        cluster: as many ranks as `tell` reaches.
+        cluster: has the ranks that `tell` reaches.
         tell: reaches workers that have `calibrating`.
     """
     rounds = [_round(database, cluster, tell) for _ in range(ROUNDS)]
@@ -200,13 +200,13 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BedLinks:
-    """Seconds of a bed's links beside their rates.
+    """Seconds of a bed's links that do not follow from their rates.
 
     Attributes:
-        starting: processor seconds to start an all-to-all, by the bytes that leave.
-        transfers: seconds of a transfer to the next stage, by its bytes; None where there is one stage.
+        starting: processor seconds to start an all-to-all, by sent bytes.
+        transfers: seconds of a transfer to the next stage, by its bytes; None with a single stage.
         count_seconds: seconds of an all-to-all of counts.
-        queue_seconds: how much longer it takes behind rows.
+        queue_seconds: its additional seconds if rows are queued before it.
     """
 
     starting: FittedLinks
@@ -219,9 +219,9 @@ class MeasuredBed:
     """The database of a bed, filled by its ranks.
 
     Args:
-        path: of the cluster description; the database stands beside it.
-        ranks: of the bed.
-        stages: of its pipeline, whose ranks share the experts of their layers.
+        path: file of the cluster description; the database is in the same folder.
+        ranks: number of ranks of the bed.
+        stages: number of its pipeline stages, whose ranks share the experts of their layers.
         tell: reaches the ranks.
     Raises:
         ConfigError: the database cannot be written.

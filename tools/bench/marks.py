@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_between_marks(path: Path, mark: str, text: str) -> None:
-    """Replace what stands between `<!-- mark -->` and `<!-- /mark -->`; the program ends where the page has no such marks."""
+    """Replace the text between `<!-- mark -->` and `<!-- /mark -->`; the program ends if the page lacks these marks."""
     before, opening, rest = path.read_text().partition(f"<!-- {mark} -->\n")
     _, closing, after = rest.partition(f"<!-- /{mark} -->")
     if not opening or not closing:

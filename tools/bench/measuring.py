@@ -29,7 +29,7 @@ REPEATS = 5
 FILLING_SECONDS = 0.01
 """Seconds after which an all-to-all fills the link's queue."""
 PRODUCT = 256
-"""Rows and columns of the products beside an all-to-all."""
+"""Rows and columns of the products during an all-to-all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class RankWires:
 
 
 def answer(order: dict[str, Any], wires: RankWires) -> Any:
-    """Measure what an order asks for; all ranks get the same one."""
+    """Execute the measurements of an order; all ranks get the same one."""
     if order["do"] == ORDER_OPERATORS:
         return measure_into(order["path"], order["device"], order["operators"], order["seconds_each"])
     if order["do"] == ORDER_LINKS:
@@ -111,7 +111,7 @@ def transfer_seconds(held_bytes: int, stages: AllToAll) -> float:
 
 
 def count_seconds(held_bytes: int, wires: RankWires) -> tuple[float, float]:
-    """Seconds of an all-to-all of counts: with the link to itself, and behind rows of this many bytes that fill its queue."""
+    """Seconds of an all-to-all of counts: on an idle link, and after rows of this many bytes that fill its queue."""
     numbers, ones = torch.zeros(wires.counts.size, 1, dtype=torch.int64), [1] * wires.counts.size
     rows = torch.zeros(wires.rows.size, held_bytes // wires.rows.size, dtype=torch.uint8)
     row_counts = [1] * wires.rows.size

@@ -1,7 +1,8 @@
-"""Mist's figures as searches: 2, 3, 5 with 16, 11 to 15, and what two sentences of its section 3 say.
+"""Mist's figures as searches: 2, 3, 5 with 16, 11 to 15, and two sentences of its section 3.
 
-The spaces are the paper's as far as ours can say them. `PARALLELISM` recomputes all layers or none; the paper's Megatron does so.
-Sizes that the paper's text does not print (layers of figure 14, batches of figure 15) are chosen here and say so.
+The spaces are the paper's, as far as our spaces can express them. `PARALLELISM` recomputes all layers or none, as the paper's
+Megatron does. Sizes that are missing in the paper's text (layers of figure 14, batches of figure 15) are our choice, and marked
+so.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ RECOMPUTED = Space(name="recomputed layers", space=_space("recomputed layers", f
 ZERO = Space(name="ZeRO", space=_space("ZeRO", all_layers=True, zero_levels=LEVELS))
 OFFLOADING = Space(name="offloading", space=_space("offloading", all_layers=True, offloads=ON_HOST))
 HEURISTIC = Space(name="same in all stages", space=_space("same in all stages", offloads=("activations",)))
-UNIFORM = Space(name="uniform", space=SEARCH_SPACES["offload"].whole)
-FULL = Space(name="full", space=SEARCH_SPACES["full"].whole)
-MEAN = Space(name="mean micro-batches", space=SEARCH_SPACES["full"].whole, averages=True)
+UNIFORM = Space(name="uniform", space=SEARCH_SPACES["offload"].any_target)
+FULL = Space(name="full", space=SEARCH_SPACES["full"].any_target)
+MEAN = Space(name="mean micro-batches", space=SEARCH_SPACES["full"].any_target, averages=True)
 
 DIMENSIONS = (
     Space(name="base", space=_space("base", all_layers=True, frees_stages=True)),
@@ -65,7 +66,9 @@ def job(family: str, size: str, machines: Machines, *flags: str, paper: str = ""
     """One of the example models."""
     title = name or f"{family.upper() if family == 'gpt' else family.capitalize()}-{size.upper()}"
     case_flags = (f"@{EXAMPLES / f'mist-{family}-{size}.args'}", *flags)
-    return PaperCase(name=f"{title}, {machines.gpus} {machines.gpu}", words=case_flags, machines=machines, paper=paper)
+    return PaperCase(
+        name=f"{title}, {machines.gpus} {machines.gpu}", arguments=case_flags, machines=machines, paper=paper
+    )
 
 
 def length(tokens: int) -> tuple[str, ...]:
@@ -74,7 +77,7 @@ def length(tokens: int) -> tuple[str, ...]:
 
 
 def _with_and_without(size: str, machines: Machines, flags: tuple[str, ...], paper: str) -> tuple[PaperCase, ...]:
-    """A job with fused attention and without: the paper's section 3 does not say which of both it used."""
+    """A job with and without fused attention: the paper's section 3 does not name the one it used."""
     unfused = (*flags, *UNFUSED)
     name = f"GPT-{size.upper()}, unfused attention"
     return (
@@ -141,7 +144,7 @@ def figure_13() -> Figure:
     """The spaces that grow, from Megatron-LM's own on."""
     paper = "recomputation 1.12, offloading 7 % more, unlike micro-batches and stages 9 % more, on average"
     cases = tuple(job("gpt", size, Machines(gpu=L4, gpus=GPUS[size]), paper=paper) for size in ("7b", "13b", "22b"))
-    recompute = Space(name="recompute", space=SEARCH_SPACES["recompute"].whole)
+    recompute = Space(name="recompute", space=SEARCH_SPACES["recompute"].any_target)
     return Figure(
         name="Mist 13", spaces=(PARALLELISM, recompute, UNIFORM, FULL), cases=cases, columns=seconds_and_gains
     )

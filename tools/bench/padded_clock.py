@@ -1,8 +1,8 @@
-"""The clock of ranks that stand for a slower device: reading it where an operator ends first sleeps until its seconds are over.
+"""The clock of ranks that emulate a slower device: a reading at the end of an operator first sleeps until its seconds are over.
 
-What an operator has had are the seconds of the wall clock, so that a rank that loses its core for a moment catches up in its
-sleep; less those in which it waited for collectives inside it (of tensor-parallel ranks), which come on top. What it computes
-between a collective and its wait hides as much of the collective as on the slower device: that part of the sleep comes before.
+The elapsed seconds of an operator are those of the wall clock, so that a rank that loses its core for a moment catches up in its
+sleep. Waits for collectives inside the operator (of tensor-parallel ranks) do not count; they are added. Computation between a
+collective and its wait hides as much of the collective as on the slower device, so that share of the sleep comes before the wait.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PaddedClock(HostClock):
         self.late, self._padded = {}, None
 
     def mark(self) -> float:
-        """Read the clock, behind the sleep of the span that is open."""
+        """Read the clock after the sleep of the open span."""
         current = self._recorder._current
         if current is not None and current.channel == COMPUTE and current is not self._padded:
             self._pad(current.name)

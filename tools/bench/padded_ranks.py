@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 
     with os.fdopen(arguments.reply_fd, "w", buffering=1) as replies:
         try:
-            # Every layout has a micro-batch of its own, and a plan says it; to start, any will do.
+            # Each plan sets the micro-batch of its layout; any size will do at the start.
             start_process(parse([*job, "--micro-batch-size", "1"]).config)
             rank = PaddedRank(job, arguments.slower)
             print(json.dumps({}), file=replies)

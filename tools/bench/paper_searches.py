@@ -1,9 +1,9 @@
-"""Searches of plans for the papers' comparisons: each in a process of its own, under a limit of processor time, and kept.
+"""Searches of plans for the papers' comparisons: each in a separate process with a limit of processor time; outcomes are kept.
 
-1. `Search` says one search as data: flags, cluster, space. `run` searches in a forked process, so that its processor seconds and
-   its memory are its own. At its limit of processor time the search returns the best plan so far, as after Ctrl-C.
-2. `KeptSearches` writes every outcome into a file as soon as there is one, and reads it again: a comparison that was cut off
-   continues after its last search. Other flags or another limit make another search.
+1. `Search` describes one search as data: flags, cluster, space. `run` searches in a forked process, so that processor seconds and
+   memory are measured for each search. At its limit of processor time it returns the best plan so far, as after Ctrl-C.
+2. `KeptSearches` appends every outcome to a file, and reads the file again: an interrupted comparison continues after its last
+   search. Other flags or another limit are another search.
 
 Limits are in processor seconds, because other programs may run at the same time.
 """
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 KIB = 2**10
 HARD_LIMIT = 2
-"""A search that goes on for so many times its limit is killed: its answer is predicted after the limit."""
+"""Multiple of its limit after which a search is killed; it still predicts its answer after the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class Machines:
     """GPUs of one kind, in nodes.
 
     Attributes:
-        network_gb_per_s: of one GPU and direction; None: as moe_overlap/describe/gpus.json has it.
-        memory_gib: of a GPU; None: as there.
-        like: the GPU whose fitted efficiencies it gets; None: its own.
+        network_gb_per_s: bandwidth per GPU and direction; None: that of moe_overlap/describe/gpus.json.
+        memory_gib: memory of a GPU; None: that of the same file.
+        like: the GPU whose fitted efficiencies are used; None: those of `gpu`.
     """
 
     gpu: str
@@ -69,7 +69,7 @@ class Machines:
         return replace(cluster, groups=(replace(only, gpu=replace(only.gpu, memory_gib=self.memory_gib)),))
 
     def constants(self) -> Constants:
-        """The shipped ones, with the efficiencies of `like`."""
+        """The shipped constants, with the efficiencies of `like`."""
         constants = shipped_constants()
         if self.like is None:
             return constants
@@ -82,11 +82,11 @@ class Search:
     """One search.
 
     Attributes:
-        words: Megatron flags, or `@FILE`.
-        averages: whether the search prices all micro-batches of a stage as their mean.
+        arguments: Megatron flags, or `@FILE`.
+        averages: True if the search prices all micro-batches of a stage as their mean.
     """
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     machines: Machines
     space: SearchSpace
     averages: bool = False
@@ -97,14 +97,16 @@ class Outcome:
     """The outcome of a search.
 
     Attributes:
-        seconds: step of the plan, simulated if the search simulated it; searches order plans by it. None without a plan.
-        predicted: step of the plan by analytic costs.
-        objective: the step that the search minimized: with `averages` it has mean micro-batches.
-        plan: its name, or the reason for none.
+        seconds: step of the plan, simulated if the search simulated it; searches rank plans by it. None without a plan.
+        objective: the step that the search minimized; with `averages` it has mean micro-batches.
+        plan: name of the plan, or the reason why there is none.
         status: how the search ended.
-        cpu_seconds: of the search; `capture_cpu_seconds` of the processes that captured for it.
-        points: complete stages under one decision each that were priced.
-        rss_gib: most memory of the search.
+        cpu_seconds: processor seconds of the search.
+        capture_cpu_seconds: processor seconds of the processes that captured for it.
+        points: number of priced stages, each under one memory choice.
+        layouts: number of uniform layouts in the space.
+        rss_gib: peak memory of the search.
+        predicted: step of the plan by analytic costs.
     """
 
     seconds: float | None
@@ -123,7 +125,7 @@ Searcher = Callable[[Search], Outcome]
 
 
 def points_of(result: PlanSearch) -> int:
-    """Complete stages that a search has priced: of uniform plans, of freed stages, and on sub-meshes."""
+    """Number of stages that a search has priced: of uniform plans, of freed stages, and on sub-meshes."""
     staged = result.staged
     return result.uniform.counts.stages + (0 if staged is None else staged.candidates + staged.mesh_stages)
 
@@ -132,14 +134,14 @@ def answered(search: Search) -> Outcome:
     """The outcome of a search in this process, without processor seconds and memory.
 
     Raises:
-        KeyboardInterrupt: its time was over before any plan was found.
+        KeyboardInterrupt: the time was over before the first plan.
     """
-    # The papers' systems hide no all-to-alls.
+    # The systems of these papers do not hide all-to-alls.
     space = replace(search.space, overlaps=False)
     settings = SearchSettings(target="any", space=space, averages=search.averages, has_baseline=False)
     options: Options = {"constants": search.machines.constants()}
     try:
-        result = search_plan(search.words, search.machines.cluster(), settings, **options)
+        result = search_plan(search.arguments, search.machines.cluster(), settings, **options)
     except ConfigError as error:
         return Outcome(seconds=None, objective=None, plan=str(error), status="no plan", cpu_seconds=0.0)
     objectives = [result.uniform.solution.objective]
@@ -157,10 +159,10 @@ def answered(search: Search) -> Outcome:
 
 
 def run(search: Search, cpu_seconds: float, answer: Searcher = answered) -> Outcome:
-    """The outcome of a search in a process of its own.
+    """The outcome of a search in a separate process.
 
     Args:
-        cpu_seconds: after which the best so far is the answer.
+        cpu_seconds: limit; after it the best plan so far is the answer.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_answer, args=(search, cpu_seconds, answer, sender))
@@ -203,12 +205,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @dataclass
 class KeptSearches:
-    """Searches whose outcomes are written down.
+    """Searches whose outcomes are kept in a file.
 
     Attributes:
-        path: of a file with a line of JSON for each outcome; None: none is kept.
+        path: file with one line of JSON per outcome; None: outcomes are not kept.
         cpu_seconds: limit of each search.
-        only_kept: whether to search nothing: outcomes that are not in the file stay unknown.
+        only_kept: True to search nothing; outcomes that are not in the file stay unknown.
         budget: processor seconds of all searches together; after that, outcomes that are not in the file stay unknown.
     """
 
@@ -229,8 +231,9 @@ class KeptSearches:
 
     def outcome(self, search: Search) -> Outcome | None:
         """The outcome of a search, from the file or by searching now; None if it is not in the file and may not be searched."""
-        # The key does not depend on the repository's folder.
-        facts = asdict(search) | {"words": [word.replace(f"@{ROOT}/", "@") for word in search.words]}
+        # The key does not depend on the repository's folder; `words` is the name of the arguments in kept files.
+        facts = asdict(search)
+        facts = {"words": [argument.replace(f"@{ROOT}/", "@") for argument in facts.pop("arguments")], **facts}
         key = _key(facts, self.cpu_seconds)
         if key not in self._known:
             if self.only_kept or self.spent >= self.budget:

@@ -1,8 +1,7 @@
-"""One job searched over several spaces: the row that most of Mist's and Alpa's comparisons are made of.
+"""One job searched over several spaces: the row of most of Mist's and Alpa's comparisons.
 
-A figure names its spaces and its cases (`Figure`); `rows` searches every case over every space and says how many times as fast
-as the plan of the first space each one's plan is predicted to be. `sizes` says for the same searches how many points were priced,
-and how long that took.
+A figure names its spaces and its cases (`Figure`). `rows` searches every case over every space, and gives the speedup of each
+plan over that of the first space. `sizes` gives the number of priced points and the time of the same searches.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_overlap.plan_search.finalists import TIE
+from moe_overlap.plan_search.results import TIE
 from moe_overlap.tuner.search.space import LEVELS, ON_HOST, Restriction, SearchSpace
 from tools.bench.paper_rows import Row
 from tools.bench.paper_searches import KeptSearches, Machines, Outcome, Search
 
 UNKNOWN = "not searched"
 AGAINST = "widest / best other"
-"""Column: how many times as fast as the best of the others the plan of the last space is; from 1 within a tie."""
+"""Column: speedup of the plan of the last space over the best plan of the others; at least 1, except for ties."""
 
 
 PAPER_SPACES = {
@@ -44,15 +43,15 @@ PAPER_SPACES = {
         ),
     )
 }
-"""Restrictions of the full space, with which papers compare; their plans overlap nothing."""
+"""Restrictions of the full space that papers compare with; their plans overlap nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """A space under the name that a paper gives it.
+    """A space with its name in a paper.
 
     Attributes:
-        averages: whether its search takes all micro-batches for their mean.
+        averages: True if its search prices all micro-batches of a stage as their mean.
     """
 
     name: str
@@ -65,13 +64,13 @@ class PaperCase:
     """A job of a figure: flags, GPUs and the paper's text on it."""
 
     name: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     machines: Machines
     paper: str = ""
 
     def search(self, space: Space) -> Search:
         """The search of one space."""
-        return Search(words=self.words, machines=self.machines, space=space.space, averages=space.averages)
+        return Search(arguments=self.arguments, machines=self.machines, space=space.space, averages=space.averages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +78,8 @@ class Figure:
     """A figure of a paper.
 
     Attributes:
-        spaces: in the order of the paper; the last one is meant to hold all others where `widens`.
-        columns: makes the figures of a row from the outcomes by the names of their spaces.
+        spaces: in the order of the paper; with `widens` the last one includes all others.
+        columns: name of a space -> outcome, to the figures of a row.
     """
 
     name: str
@@ -145,12 +144,12 @@ def sizes(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
 
 
 def ratio(slower: float | None, faster: float | None) -> float | None:
-    """None where one is unknown."""
+    """None if one is unknown."""
     return None if slower is None or faster is None else slower / faster
 
 
 def against(outcomes: Sequence[Outcome | None]) -> float | None:
-    """The fastest of all but the last over the last; None where the last is not known, or nothing else has a plan."""
+    """The fastest of all but the last over the last; None if the last is not known, or nothing else has a plan."""
     *others, last = outcomes
     seconds = [outcome.seconds for outcome in others if outcome is not None and outcome.seconds is not None]
     return ratio(min(seconds, default=None), None if last is None else last.seconds)

@@ -1,8 +1,8 @@
 """Profiles: the CPU seconds of each operator of a list, measured in steps without partitions.
 
-With deferred weight gradients a backward operator and its weight gradients are measured apart. A list that names a weight
-gradient is charged for it there, a list that does not is charged for it in the backward operator. One of K partitions takes 1/K
-of the whole: what partitioning costs in efficiency is not in these figures; real computation shows it.
+With deferred weight gradients a backward operator and its weight gradients are measured separately. A list with a separate weight
+gradient spends its seconds there, another list spends them in the backward operator. One of K partitions takes 1/K of the uncut
+operator: these figures leave out the loss of efficiency by partitioning, which real computation shows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: floa
 
 
 LATE_SECONDS = 1e-4
-"""A sleep ends so much later than asked for (0.07 to 0.14 ms here)."""
+"""Delay of the end of a sleep (0.07 to 0.14 ms here)."""
 COMPUTING_KINDS = ("compute", "weight-gradient")
 
 
@@ -66,7 +66,7 @@ def mean_of_ranks(profiles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def step_seconds(seconds: Mapping[str, float], micro_batches: int) -> float:
-    """Seconds of computation of a whole step."""
+    """Seconds of computation of a complete step."""
     return sum(seconds.values()) * micro_batches
 
 
@@ -76,7 +76,7 @@ class ListSeconds:
 
     Attributes:
         uncut: operator -> seconds of an uncut micro-batch.
-        partitions: operator -> number of partitions in the list; 1 where missing.
+        partitions: operator -> number of partitions in the list; 1 if missing.
     """
 
     uncut: Mapping[str, float]
@@ -143,5 +143,5 @@ def _whole_seconds(name: str, profile: Mapping[str, float], listed: set[str]) ->
 
 
 def _is_gradient_of(name: str, backward: str) -> bool:
-    """Whether an operator is a weight gradient of a backward operator."""
+    """True if an operator is a weight gradient of a backward operator."""
     return parse_operator(name).phase is WEIGHT_GRADIENT and backward_of(name) == backward

@@ -22,7 +22,7 @@ class ListAnswer:
     """The answer of a dry run to one list.
 
     Attributes:
-        refused: the error's line, or None where it is accepted.
+        refused: the error's line, or None if it is accepted.
         stops: lines of what stops a start on the CPU.
     """
 

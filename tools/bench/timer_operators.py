@@ -112,7 +112,7 @@ class TimerOperators:
 
 
 class ZeroPieces:
-    """Stands in for `GradientBuckets`: it sends as many zeros as the list says."""
+    """Replaces `GradientBuckets`: it sends zeros of the sizes in the list."""
 
     def __init__(self, replicas: AllToAll) -> None:
         self.replicas = replicas
@@ -135,7 +135,7 @@ class ZeroPieces:
 
 
 class ZeroTransfers(StageTransfers):
-    """Stands in for `StageTransfers`: it sends as many zeros, and keeps nothing that arrives."""
+    """Replaces `StageTransfers`: it sends zeros of the same sizes, and discards received tensors."""
 
     @classmethod
     def like(cls, transfers: StageTransfers) -> ZeroTransfers:

@@ -54,7 +54,7 @@ def train(command: Sequence[str], ranks: int, bed: Bed | None, log: Path, show: 
         log: takes what rank 0 prints; errors of rank R go to `log` with the suffix `.errR`.
         show: is called with every line that rank 0 prints.
     Raises:
-        RankFailed: a rank ended with another status than 0. What it said as its error stands on stderr.
+        RankFailed: a rank ended with another status than 0; its error is on stderr.
     """
     shared = environment_of_job(ranks, bed, FIRST_PORT)
     processes: list[subprocess.Popen[bytes]] = []
@@ -106,7 +106,7 @@ def _follow(processes: Sequence[subprocess.Popen[bytes]], look: Callable[[], Non
 
 
 def _show_new(lines: TextIO, show: Callable[[str], None]) -> None:
-    """Hand on the whole lines that a file has gained."""
+    """Pass on the complete lines that a file has gained."""
     while True:
         start = lines.tell()
         line = lines.readline()

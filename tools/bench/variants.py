@@ -1,8 +1,8 @@
 """The variants that the overlap benchmark compares, as flags of pretrain_moe.py.
 
-`variants` lists them. Two of their fields change what flags alone cannot say: `reduction` moves the reduction of one gradient
-within a list (`with_reduction`), and `reach` sets the ranges of partitions to any number of operators (`reaching`), the
-horizontal axis of Lancet's figure 6.
+`variants` lists them. Two of their fields have no flag: `reduction` moves the reduction of one gradient within a list
+(`with_reduction`), and `reach` sets the ranges of partitions to any number of operators (`reaching`), the horizontal axis of
+Lancet's figure 6.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MODEL = """
 """.split()
 """The default job: 2048 tokens per rank and micro-batch. On two ranks 4 MiB leave a rank per all-to-all, with top-2."""
 JOB = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "1024")
-"""The default job with a vocabulary that flags tell, as predictions need it."""
+"""The default job with the vocabulary in flags, as predictions need it."""
 TOP_2 = ("--moe-router-topk", "2")
 GATE_FLAGS = {
     "switch": ("--moe-router-topk", "1", "--moe-router-pre-softmax"),
@@ -187,9 +187,9 @@ def job_flags(ranks: int, micro_batches: int, experts_per_rank: int) -> list[str
 def reaching(plan: Plan, model: ModelDescription, reach: int) -> Plan:
     """The plan with the ranges of all its partitioned layers replaced.
 
-    Reach n means the MoE operators with up to n operators before them and up to n behind. An operator is an attention or a dense
-    MLP. A range ends at the experts of its neighbours and at its model chunk; where two ranges meet, the operators between them
-    belong to the later one first, and both become one pipeline.
+    Reach n means the MoE operators with up to n operators before them and up to n after them. An operator is an attention or a
+    dense MLP. A range ends at the experts of its neighbours and at its model chunk; where two ranges meet, the operators between
+    them belong to the later one first, and both become one pipeline.
 
     Args:
         reach: most operators on each side.

@@ -100,7 +100,7 @@ class Rank:
             rank = dist.get_rank()
             write_trace(Path(f"{trace}.rank{rank}" if rank else trace), result.spans, rank)
         update = min((span.start for span in result.spans if span.operator.is_update), default=seconds)
-        # The norm waits for the last sends: their spans reach into the update, which is not looked at here.
+        # The norm waits for the last sends: their spans end in the update, which is not measured here.
         before = [span for span in result.spans if not span.operator.is_update]
         passes = [dataclasses.replace(span, end=min(span.end, update)) for span in before]
         exchanges = sum(span.end - span.start for span in passes if span.channel == EXPERT)
@@ -162,7 +162,7 @@ class RealRank(Rank):
         return _rank_wires(self._wires[name][0], self._stages[name])
 
     def step(self, run: WorkerRun, scale: float, trace: str | None = None) -> dict[str, float]:
-        """Execute one step, with megatron-core's all-to-all replaced where the variant says so; its bytes are not counted."""
+        """Execute one step, with megatron-core's all-to-all replaced if the variant does so; its bytes are not counted."""
         from tools.bench.emulator import replaced
 
         wires = self._wires[run.variant.name]
@@ -176,7 +176,7 @@ class TimerRank(Rank):
     """A rank whose one assembled run follows the lists of all variants over timer compute.
 
     Args:
-        profiled: the variant that is assembled and measured; its weight gradients stand apart.
+        profiled: the variant that is assembled and measured; its weight gradients are separate operators.
     """
 
     def __init__(self, job: Sequence[str], emulator: bool, profiled: Variant) -> None:
@@ -217,7 +217,7 @@ class TimerRank(Rank):
         self.runs[variant.name] = WorkerRun(variant, executor, instructions, itertools.repeat({}))
 
     def answer(self, order: dict[str, Any]) -> Any:
-        """Also measure operators, take over their times, and take over variants with times of their own."""
+        """Also measure operators, adopt their times, and adopt variants with their own times."""
         if order["do"] == ORDER_PROFILE:
             return self._profile(order["steps"])
         if order["do"] == ORDER_USE:
@@ -314,7 +314,7 @@ def wires_of(job: Any, runner: Any) -> list[Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Assemble, say so, then follow orders until there are no more."""
+    """Assemble, report it, then follow orders until there are no more."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--start", required=True, help="JSON: job, variants, profiled, timer, emulator")
     parser.add_argument("--reply-fd", type=int, required=True)

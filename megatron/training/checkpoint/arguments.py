@@ -81,7 +81,7 @@ def _merged(parsed: ParsedArguments, saved: Config) -> tuple[Config, list[str]]:
     """The configuration, and a line for each contradiction."""
     values: dict[str, dict[str, Any]] = {}
     remarks = []
-    for flag in _wanted(parsed.config):
+    for flag in _checkpoint_flags(parsed.config):
         path = f"{flag.group}.{flag.field}"
         written, stored = (getattr(getattr(config, flag.group), flag.field) for config in (parsed.config, saved))
         is_written = not parsed.flag_names.isdisjoint((*flag.names, *([flag.off] if flag.off else [])))
@@ -98,7 +98,7 @@ def _merged(parsed: ParsedArguments, saved: Config) -> tuple[Config, list[str]]:
     return dataclasses.replace(parsed.config, **groups), remarks
 
 
-def _wanted(config: Config) -> Iterator[Flag]:
+def _checkpoint_flags(config: Config) -> Iterator[Flag]:
     paths: Sequence[str] = VOCABULARY
     paths = (*paths, *TOKENIZER) if config.checkpoint.use_tokenizer_model_from_checkpoint_args else paths
     paths = (*paths, *PARALLEL) if config.checkpoint.use_mp_args_from_checkpoint_args else paths

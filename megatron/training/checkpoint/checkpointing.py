@@ -12,6 +12,7 @@ import dataclasses
 import platform
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -160,7 +161,7 @@ class Checkpointer:
         plan: the layout of the whole run, equal on every rank.
         fingerprint: values that checkpoint and run must share, JSON values by flag (`model_fingerprint`).
         facts: further values that a resumed run must share with it (rules/resume.py).
-        gather_weights: called by all ranks before weights are saved, if the update of a step leaves them in shards.
+        whole_weights: context in which every rank has all of its weights, if the update of a step leaves them in shards.
     Attributes:
         notes: lines for the user about the last load.
     """
@@ -175,9 +176,9 @@ class Checkpointer:
         plan: Plan,
         fingerprint: Mapping[str, Any],
         facts: Mapping[str, Any],
-        gather_weights: Callable[[], None] = lambda: None,
+        whole_weights: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._gather_weights = gather_weights
+        self._whole_weights = whole_weights
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
         self._layout, self._facts = layout_of(plan), dict(facts)
@@ -275,7 +276,7 @@ class Checkpointer:
         self.notes += () if note is None else (note,)
         if start is None:
             return None
-        with checkpoint_rules.told_of(start.flag):
+        with checkpoint_rules.told_of(start.flag), self._whole_weights():
             self._load(start)
         return Progress() if start.weights_alone else Progress(**start.stored.mark["progress"])
 
@@ -354,12 +355,12 @@ class Checkpointer:
     @contextlib.contextmanager
     def _gathered_weights(self) -> Iterator[None]:
         """Gather the weights of other ranks, which an overlapped gather leaves outdated until the next forward pass."""
-        self._gather_weights()
         overlapped = [chunk for chunk in self._chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
         try:
-            yield
+            with self._whole_weights():
+                yield
         finally:
             for chunk in overlapped:
                 chunk.enable_forward_pre_hook()

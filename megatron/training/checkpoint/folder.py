@@ -175,7 +175,7 @@ def _matches(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.
 
 
 def _read_mark(path: Path) -> dict[str, Any] | None:
-    """The completion mark of a folder; None where it is missing or damaged.
+    """The completion mark of a folder; None if it is missing or damaged.
 
     A damaged old checkpoint must not stop a run that does not need it: an unreadable mark is no error here.
     """

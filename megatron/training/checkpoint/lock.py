@@ -66,7 +66,7 @@ class FolderLock:
 
     def __init__(self, folder: Path, flag: str) -> None:
         self._path, self._flag, self._ended = folder / LOCK, flag, threading.Event()
-        self._own = this_process()
+        self._owner = this_process()
 
     def acquire(self) -> None:
         """Take the folder.
@@ -91,7 +91,7 @@ class FolderLock:
             ConfigError: another job took it while this one was suspended, or somebody deleted the lock.
         """
         owner = owner_of(self._path)
-        if owner is None or not owner.is_same_process(self._own):
+        if owner is None or not owner.is_same_process(self._owner):
             by = "nobody" if owner is None else str(owner)
             rule = f"belongs to {by} now: this job gave no sign of life, or its {LOCK} was deleted"
             raise ConfigError(self._flag, self._path.parent, rule, "start one job for each folder")
@@ -100,7 +100,7 @@ class FolderLock:
         """Release the folder, if it still belongs to this process."""
         self._ended.set()
         owner = owner_of(self._path)
-        if owner is not None and owner.is_same_process(self._own):
+        if owner is not None and owner.is_same_process(self._owner):
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
@@ -108,7 +108,7 @@ class FolderLock:
         """Make the lock, completely or not at all; False if there is one."""
         draft = self._aside("new")
         with draft.open("x", encoding="utf-8") as file:
-            json.dump({key: getattr(self._own, key) for key in _KEYS}, file)
+            json.dump({key: getattr(self._owner, key) for key in _KEYS}, file)
             file.flush()
             os.fsync(file.fileno())
         try:
@@ -172,8 +172,8 @@ class FolderLock:
         claim.unlink(missing_ok=True)
 
     def _lives(self, owner: Owner | None, beat_before: int) -> bool:
-        if owner is not None and owner.space == self._own.space:
-            return not owner.is_same_process(self._own) and start_of(owner.process) == owner.started
+        if owner is not None and owner.space == self._owner.space:
+            return not owner.is_same_process(self._owner) and start_of(owner.process) == owner.started
         for _ in range(round(BEATS * HEARTBEAT_SECONDS / 0.5)):
             time.sleep(0.5)
             try:
@@ -188,7 +188,7 @@ class FolderLock:
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
             owner = owner_of(self._path)
-            if owner is not None and not owner.is_same_process(self._own):
+            if owner is not None and not owner.is_same_process(self._owner):
                 return  # Taken while this job was suspended: a beat would keep the other job's lock alive after its end.
             with contextlib.suppress(OSError):
                 os.utime(self._path)
@@ -219,7 +219,7 @@ def start_of(process: int) -> int | None:
 
 
 def owner_of(path: Path) -> Owner | None:
-    """The owner that a lock names; None where it is missing or damaged."""
+    """The owner that a lock names; None if it is missing or damaged."""
     try:
         values: Any = bounded_json(path, 1 << 16)
     except Unreadable:

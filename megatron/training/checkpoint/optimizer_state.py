@@ -1,8 +1,9 @@
 """Optimizer state in the shape of the model's parameters, so that a checkpoint loads at any parallel sizes.
 
 The distributed optimizer (ZeRO-1) cuts gradient buckets, not parameters: a rank holds a flat shard of most parameters, and
-neighbouring ranks share a parameter at a cut. Saving joins the shards on the first of these ranks; loading reads the complete
-parameter and keeps the shard. megatron-core's own formats lose Adam's step count or corrupt state with several buckets.
+neighbouring ranks share a parameter at a cut. So do parameter stores (ZeRO 2, 3); with ZeRO 0 a rank holds all. Saving joins
+the shards on the first of these ranks; loading reads the complete parameter and keeps the shard. megatron-core's own formats lose
+Adam's step count or corrupt state with several buckets.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class _Shard:
         main: the shard, fp32; for fp32 parameters a view of the parameter.
         place: index of this rank in `holders`.
         holders: (rank in the data-parallel group, first, last element) of every rank with a shard.
+        replica: number of this copy, where every rank holds all of the state.
     """
 
     inner: Any
@@ -43,6 +45,7 @@ class _Shard:
     main: torch.Tensor
     place: int
     holders: tuple[tuple[int, int, int], ...]
+    replica: int = 0
 
     def kinds(self, optimizer: str) -> tuple[str, ...]:
         """Kinds of state that are stored for the parameter. An fp32 parameter is its own master weight."""
@@ -61,6 +64,9 @@ def _shards(optimizer: Any) -> Iterator[_Shard]:
     """This rank's shards, in an order that all ranks of a data-parallel group share."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:  # nothing to train on this rank
+            continue
+        if hasattr(part, "stores"):
+            yield from _stored_shards(part)
             continue
         ranks = part.data_parallel_group
         for buffer in part.buffers:
@@ -81,6 +87,17 @@ def _shards(optimizer: Any) -> Iterator[_Shard]:
                 yield _Shard(
                     part.optimizer, group, ranks, parameter, group["params"][place[1]], place_in_holders, holders
                 )
+
+
+def _stored_shards(part: Any) -> Iterator[_Shard]:
+    """The same of the optimizer of parameter stores (row_optimizer.py)."""
+    for store, shard in part.stores:
+        group_index, place = part.model_param_group_index_map[shard.parameter]
+        group, rank = part.optimizer.param_groups[group_index], store.replicas.rank
+        holder = [holding for holding, _, _ in shard.holders].index(rank)
+        replica = rank if store.zero_level == 0 else 0
+        main, ranks = group["params"][place], store.replicas.group
+        yield _Shard(part.optimizer, group, ranks, shard.parameter, main, holder, shard.holders, replica)
 
 
 @torch.no_grad()
@@ -123,7 +140,7 @@ def optimizer_state(optimizer: Any, name: str, model_state: Any, *, loading: boo
                 key=f"{KEY_PREFIX}{kind}.{like.key}",
                 data=parameter_state.view(shard.parameter.shape),
                 # The last number counts replicas over the data-parallel ranks; here only the holders load the parameter.
-                replica_id=(*like.replica_id[:-1], shard.place),
+                replica_id=(*like.replica_id[:-1], shard.place + shard.replica),
                 **dtype,
             )
     return state
@@ -176,4 +193,9 @@ def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: i
             loaded["step"] = torch.tensor(float(steps), device=shard.main.device if on_device else "cpu")
         elif name == "adam":
             shard.group["step"] = steps
+        present = shard.inner.state.get(shard.main, {})
+        for kind in present.keys() & loaded.keys():
+            # Moments of parameter stores are parts of one storage.
+            if kind in MOMENTS[name]:
+                loaded[kind] = present[kind].copy_(loaded[kind])
         shard.inner.state[shard.main] = loaded

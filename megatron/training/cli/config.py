@@ -107,9 +107,9 @@ class ModelConfig:
     mscale_all_dim: float = 0.0
     """YaRN: scale of the attention temperature over all dimensions."""
     mtp_num_layers: int | None = None
-    """Multi-token prediction: layers behind the decoder, each of which predicts one token further ahead (DeepSeek-V3)."""
+    """Multi-token prediction: layers after the decoder, each of which predicts one token further ahead (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = flag(0.1, of="model.mtp_num_layers")
-    """Weight of the prediction layers' mean loss beside the loss."""
+    """Weight of the prediction layers' mean loss, which is added to the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -496,7 +496,7 @@ class LoggingConfig:
     log_num_zeros_in_grad: bool = False
     """Add the number of zero gradients to the log."""
     log_memory_to_tensorboard: bool = False
-    """Memory to TensorBoard: mem-max-allocated-bytes, on CUDA also what is reserved and allocated."""
+    """Memory to TensorBoard: mem-max-allocated-bytes, on CUDA also reserved and allocated bytes."""
     log_memory_interval: int | None = None
     """Steps between console lines with the memory of every rank."""
     log_loss_scale_to_tensorboard: bool = flag(True, off="--no-log-loss-scale-to-tensorboard", of="precision.fp16")
@@ -508,7 +508,7 @@ class LoggingConfig:
     log_timers_to_tensorboard: bool = False
     """Step time, and the timers of --timing-log-level, to TensorBoard: the slowest rank's."""
     timing_log_level: Literal["0", "1", "2"] = "0"
-    """Timers: none beside the step's; phases of a step; parts of the phases."""
+    """Timers: only the step's; also its phases; also parts of the phases."""
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", of="logging.timing_log_level")
     """Which ranks' timers the console shows."""
     moe_per_layer_logging: bool = False
@@ -542,7 +542,7 @@ class OverlapConfig:
     moe_overlap_grad_reduce: Literal["gaps", "at-once"] = "gaps"
     """When gradients are reduced: in gaps between all-to-alls; at once, where these stay inside nodes and replicas do not."""
     moe_overlap_micro_batches: int = 1
-    """With 2, the backward pass of a micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
+    """With 2, a micro-batch's backward pass is interleaved with another's forward pass, each under the other's all-to-all."""
     moe_overlap_forward_send: Literal["early", "late"] = "early"
     """When the forward pass of a pair sends to the next stage: early, before the last computation of the backward pass; late,
     after it, so that this computation hides the forward pass's last all-to-all: for long ones, as between nodes."""
@@ -556,8 +556,8 @@ class OverlapConfig:
     """Hardware queues that the streams of a GPU share; default CUDA_DEVICE_MAX_CONNECTIONS where that is set, else 32 with
     --plan or flags that overlap something, and CUDA's 8 without."""
     moe_overlap_nccl_ctas: int | None = None
-    """Thread blocks of an NCCL kernel that runs beside others; default NCCL_MAX_CTAS where that is set, else the largest number
-    at which the kernels of all communicators of a rank fit the GPU together; without overlap NCCL's own number."""
+    """Thread blocks of an NCCL kernel that runs at the same time as others; default NCCL_MAX_CTAS if that is set, else the
+    largest number at which the kernels of all communicators of a rank fit the GPU together; without overlap NCCL's own number."""
     moe_overlap_cuda_graphs: bool = flag(False, needs="CUDA")
     """Replay the operators of overlapping layers whose shapes never change as CUDA graphs: attention and gates; experts
     too, with --moe-pad-expert-input-to-capacity. Captured once, in the fourth step. Predicted, not yet run on hardware."""

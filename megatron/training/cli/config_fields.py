@@ -41,7 +41,7 @@ class AttentionConfig:
     """Attend to a window LEFT,0: the LEFT tokens before a token and itself; -1: all of them."""
     window_attn_skip_freq: int | tuple[int, ...] | None = flag(None, of="attention.window_size")
     """Which layers see everything: every N-th, or a Python list with 0 for them and 1 for a window; default none.
-    Prediction layers (--mtp-num-layers) count on behind the others."""
+    Prediction layers (--mtp-num-layers) continue the count after the others."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Attention sinks: add e^0 to the softmax's denominator, or a learnt term for each head."""
     use_rope_scaling: bool = False
@@ -55,7 +55,7 @@ class AttentionConfig:
     yarn_beta_slow: float | None = None
     """YaRN: rotations below which a frequency is scaled in full; default 1."""
     yarn_correction_range_round_to_int: bool = flag(True, off="--no-yarn-correction-range-round-to-int")
-    """Round YaRN's two bounds to whole dimensions."""
+    """Round YaRN's two bounds to integer dimensions."""
 
 
 _TE: Need = "Transformer Engine"

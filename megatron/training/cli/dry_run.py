@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import textwrap
 from pathlib import Path
 from typing import TextIO
@@ -21,7 +22,7 @@ from megatron.training.cli.sizes import (
     parallel_layout,
     smallest_world,
 )
-from megatron.training.cli.start import StartMachine, obstacles, this_machine
+from megatron.training.cli.start import StartMachine, few_queues, obstacles, this_machine
 from megatron.training.cli.validation import validate
 from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.data.tokenizers import MODEL_TYPES
@@ -73,6 +74,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
         _line("kernels", kernels_line(config, plan, machine)),
         *(_line(subject, text) for subject, text in parsed.remarks),
+        *([_line("beware", text)] if (text := few_queues(plan, os.environ)) else []),
         "",
         "flags that differ from the defaults",
         *_changed_flags(config),
@@ -96,7 +98,7 @@ def model_line(model: ModelDescription) -> str:
     return f"{model.name}: {sizes}{quantity(count.total)} parameters ({parts})"
 
 
-def layout_line(layout: ParallelLayout, config: Config) -> str:
+def layout_line(layout: ParallelLayout, config: Config, zero: str = "ZeRO-1") -> str:
     """`2 processes: EP 2, DP 2 with ZeRO-1, micro-batch 4, global batch 16 in 2 micro-batches, 300 steps`."""
     sizes = [
         f"{name} {size}"
@@ -117,14 +119,19 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
     training = config.training
     lengths = [f"{training.train_samples} samples"] if training.train_samples else []
     lengths += [f"{training.train_iters} steps"] if training.train_iters else []
-    names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
+    names = ", ".join([*sizes, f"DP {layout.data} with {zero}"])
     return ", ".join([f"{processes}: {names}", f"micro-batch {layout.micro_batch_size}", batches, *lengths])
 
 
 def planned_layout_line(plan: Plan, config: Config) -> str:
     """The same for a plan; for stages of different shape `3 processes in 2 unlike stages: DP 2, micro-batch 1 × 8 | TP 1, …`."""
+    levels = dict.fromkeys(stage.zero_level for stage in plan.stages)
+    if len(levels) == 1:
+        zero = f"ZeRO-{plan.stages[0].zero_level}"
+    else:
+        zero = f"ZeRO {', '.join(str(stage.zero_level) for stage in plan.stages)} by stage"
     if not plan.transfers:
-        return layout_line(parallel_layout(config, plan.world_size), config)
+        return layout_line(parallel_layout(config, plan.world_size), config, zero)
     stages = []
     for stage in plan.stages:
         sizes = {"TP": stage.tensor, "CP": stage.context, "EP": stage.expert}
@@ -132,7 +139,7 @@ def planned_layout_line(plan: Plan, config: Config) -> str:
         named = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "ETP")
         batch = f"micro-batch {stage.micro_batch_size} × {stage.gradient_accumulation_steps}"
         stages.append(f"{named} DP {stage.data}, {batch}".strip())
-    processes = f"{plan.world_size} processes in {len(stages)} stages of unlike shape, with ZeRO-1"
+    processes = f"{plan.world_size} processes in {len(stages)} stages of unlike shape, with {zero}"
     return f"{processes}: {' | '.join(stages)}; global batch {plan.global_batch_size}"
 
 

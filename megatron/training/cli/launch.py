@@ -98,9 +98,9 @@ def split_launch(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[L
 
 
 def _launch(flags: Mapping[str, str], environment: Mapping[str, str]) -> Launch:
-    processes, nodes = _processes(flags[PROCESSES], environment), _whole(flags, NODES, 1, 1)
-    node_rank, port = _whole(flags, NODE_RANK, 0, 0), _whole(flags, PORT, DEFAULT_PORT, 1)
-    restarts = _whole(flags, RESTARTS, 0, 0)
+    processes, nodes = _processes(flags[PROCESSES], environment), _integer(flags, NODES, 1, 1)
+    node_rank, port = _integer(flags, NODE_RANK, 0, 0), _integer(flags, PORT, DEFAULT_PORT, 1)
+    restarts = _integer(flags, RESTARTS, 0, 0)
     require(port < 2**16, PORT, port, "is no port", "use 1 to 65535")
     require(
         node_rank < nodes, NODE_RANK, node_rank, f"{NODES} says {nodes}: they count from 0", f"use 0 to {nodes - 1}"
@@ -162,12 +162,12 @@ def _processes(text: str, environment: Mapping[str, str]) -> int:
         count = visible_gpus(environment)
         require(count, PROCESSES, text, "no GPU is visible here", "give a number")
         return count
-    number = _whole({PROCESSES: text}, PROCESSES, 1, 1)
+    number = _integer({PROCESSES: text}, PROCESSES, 1, 1)
     require(number <= MOST_PROCESSES, PROCESSES, text, f"is above {MOST_PROCESSES}", "correct the value")
     return number
 
 
-def _whole(flags: Mapping[str, str], flag: str, default: int, least: int) -> int:
+def _integer(flags: Mapping[str, str], flag: str, default: int, least: int) -> int:
     text = flags.get(flag)
     if text is None:
         return default

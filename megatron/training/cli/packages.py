@@ -1,11 +1,18 @@
-"""Optional packages that flags ask for. A missing one is reported in one line before anything starts. No torch."""
+"""Optional packages: those that flags ask for, and libraries that megatron-core uses wherever they are installed.
+
+No torch is imported by this module itself.
+
+A package that is missing, or installed and broken, is reported in one line before anything starts.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
 from megatron.training.cli.config import Config
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
 
 TOKENIZER_PACKAGES = {
     "HuggingFaceTokenizer": "transformers",
@@ -15,6 +22,8 @@ TOKENIZER_PACKAGES = {
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
 }
+LIBRARIES = {"transformer_engine": "transformer_engine.pytorch", "apex": "apex"}
+"""Package -> what megatron-core imports of it, if it is installed."""
 
 
 def packages_of(config: Config) -> tuple[tuple[str, str, str], ...]:
@@ -43,3 +52,23 @@ def require_packages(config: Config) -> None:
     """Raise ConfigError for the first package of a run that is missing."""
     for flag, value, package in packages_of(config):
         require_package(flag, value, package)
+
+
+def require_importable_libraries() -> None:
+    """Refuse a library that is installed and cannot be imported, which would end megatron-core's import with a traceback.
+
+    Typical causes: a build for another torch, or a GPU image on a machine without a driver.
+
+    Raises:
+        ConfigError: with the library's own reason.
+    """
+    for package, module in LIBRARIES.items():
+        if not is_installed(package):
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            rule = f"is installed and cannot be imported: {printable(reason, 200)}"
+            fix = f"build it for this torch and driver, or pip uninstall {package.replace('_', '-')}"
+            raise ConfigError(package, "", rule, fix) from error

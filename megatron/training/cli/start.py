@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,17 @@ from megatron.training.cli.flags.table import config_flags, flag_texts
 from megatron.training.cli.packages import is_installed
 from megatron.training.cli.sizes import layout_parts
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.shell_script import VARIABLE
 from moe_overlap.plan.capabilities import shares_scales
+from moe_overlap.plan.plan import Plan
 
 PACKAGES = ("transformer_engine", "deep_ep", "apex", "fused_weight_gradient_mlp_cuda")
 """Packages with kernels for GPUs; the last is an optional part of apex."""
 DRY_RUN = "drop the flag; --dry-run accepts it"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+FEWEST_QUEUES = 8
+"""CUDA's default number of hardware queues. The streams of a list share fewer, and then wait for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,21 @@ def this_machine() -> StartMachine:
 def cuda_is_there() -> bool:
     """Whether the NVIDIA driver shows a GPU."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def few_queues(plan: Plan, environment: Mapping[str, str]) -> str | None:
+    """The line on an environment whose hardware queues leave a plan little overlap on GPUs; None where they do not.
+
+    Most scripts for Megatron-LM export CUDA_DEVICE_MAX_CONNECTIONS=1, by which it orders kernels of tensor parallelism.
+    Instruction lists order theirs by events.
+    """
+    queues = whole_number(environment.get(CONNECTIONS, ""))
+    if not plan.is_listed or queues is None or queues >= FEWEST_QUEUES:
+        return None
+    rule = (
+        f"{CONNECTIONS}={queues} makes the streams of a GPU wait for each other, so that all-to-alls are hardly hidden"
+    )
+    return f"{rule}; unset it, and 32 queues are used"
 
 
 def require_startable(parsed: ParsedArguments, machine: StartMachine) -> None:

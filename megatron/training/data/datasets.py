@@ -95,7 +95,7 @@ def build_datasets(
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=sequence_length,
-        blend=_as_pair(source.whole),
+        blend=_as_pair(source.all_parts),
         blend_per_split=parts,
         split=None if parts else split,
         path_to_cache=None,
@@ -151,17 +151,17 @@ def _as_pair(blend: Blend | None) -> tuple[list[str], list[float] | None] | None
 def _source(data: DataConfig, tokenizer: Tokenizer, cache: Path) -> tuple[DataSource, str, str]:
     """The text: its blends (none for mock data), the split of a single blend, and the line for the user."""
     source = on_every_rank(lambda: data_source(data))
-    split = data.split if data.split is not None else DEFAULT_SPLIT if source.whole else BUILTIN_SPLIT
+    split = data.split if data.split is not None else DEFAULT_SPLIT if source.all_parts else BUILTIN_SPLIT
     if source.parts is not None:
         return source, split, f"{source}, {type(tokenizer).__name__}"
     shown = f"{type(tokenizer).__name__}, {'/'.join(f'{part:g}' for part in parse_split(split))} train/valid/test"
     if data.mock_data:
         return source, split, f"mock data, {shown}"
-    if source.whole is not None:
+    if source.all_parts is not None:
         return source, split, f"{source}, {shown}"
     corpus = prepare_builtin_corpus(cache, tokenizer, on_first_rank)
     text = f"Python standard library, {corpus.files:,} files, {corpus.text_bytes / 1e6:.0f} MB"
-    return DataSource(whole=Blend((corpus.prefix,), None)), split, f"{text}, {shown}"
+    return DataSource(all_parts=Blend((corpus.prefix,), None)), split, f"{text}, {shown}"
 
 
 def _check_parts(source: DataSource, split: str, matrix: list[Any], tokenizer: Tokenizer) -> None:
@@ -205,7 +205,10 @@ def _check_vocabulary(lowest: int, highest: int, vocab_size: int, prefix: object
 def _state(source: DataSource) -> list[Any]:
     """Identifies the blends' content, including rewritten files, which megatron-core's own key misses."""
     files = [Path(prefix + suffix).stat() for prefix in source.prefixes for suffix in (".bin", ".idx")]
-    return [asdict(source), [(f.st_size, f.st_mtime_ns) for f in files]]
+    blends = asdict(source)
+    # "whole" is the key of earlier releases, whose caches stay valid.
+    named = {"whole": blends["all_parts"], "parts": blends["parts"]}
+    return [named, [(f.st_size, f.st_mtime_ns) for f in files]]
 
 
 def _check_lengths(parts: tuple[Dataset | None, ...], samples: tuple[int, int, int], has_parts: bool) -> None:

@@ -285,13 +285,13 @@ ARGS, PER_SPLIT_ARGS = "--data-args-path", "--per-split-data-args-path"
 class DataSource:
     """Blends of a run; both None for mock data and the built-in corpus."""
 
-    whole: Blend | None = None
+    all_parts: Blend | None = None
     parts: tuple[Blend | None, Blend | None, Blend | None] | None = None
 
     @property
     def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
         """The blends of train, validation and test."""
-        return self.parts or (self.whole, self.whole, self.whole)
+        return self.parts or (self.all_parts, self.all_parts, self.all_parts)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ class DataSource:
 
     def __str__(self) -> str:
         if self.parts is None:
-            return _shown(self.whole)
+            return _shown(self.all_parts)
         return ", ".join(f"{name} {_shown(blend)}" for name, blend in zip(PARTS, self.parts, strict=True) if blend)
 
 
@@ -339,9 +339,9 @@ def data_source(data: DataConfig) -> DataSource:
     """
     check_data_flags(data)
     if data.data_path is not None:
-        return DataSource(whole=parse_blend(data.data_path))
+        return DataSource(all_parts=parse_blend(data.data_path))
     if data.data_args_path is not None:
-        return DataSource(whole=parse_blend(_text(ARGS, data.data_args_path).split(), ARGS))
+        return DataSource(all_parts=parse_blend(_text(ARGS, data.data_args_path).split(), ARGS))
     if data.per_split_data_args_path is not None:
         return _per_split(data.per_split_data_args_path)
     separate = _separate_flags(data)

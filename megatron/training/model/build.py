@@ -40,10 +40,15 @@ from megatron.training.model.layers.local_modules import (
 from megatron.training.model.layers.output import LanguageModel, PredictingModel, prediction_spec
 from megatron.training.model.library_kernels import run_fused
 from megatron.training.model.stage_config import StageLayout, transformer_config
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 
 AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
+GROUPED_KERNELS = (9, 10)
+"""Major compute capabilities with a kernel behind `torch.nn.functional.grouped_mm`."""
+ALIGNED_ELEMENTS = 8
+"""bf16 elements in the 16 bytes to which the kernel's strides are aligned."""
 
 
 def layer_spec(tc: TransformerConfig, is_moe: bool, has_masks: bool = False) -> ModuleSpec:
@@ -80,11 +85,33 @@ def layer_spec(tc: TransformerConfig, is_moe: bool, has_masks: bool = False) -> 
         if is_moe:
             experts = parts.mlp.submodules.experts
             experts.submodules.linear_fc2 = ExpertOutput
-            if torch.cuda.is_available() and tc.bf16:
+            if multiplies_grouped(tc):
                 experts.module = GroupedExperts
     if not tc.multi_latent_attention and (tc.num_query_groups or 1) < tc.tensor_model_parallel_size:
         spec.submodules.self_attention.module = FewGroupsAttention
     return spec
+
+
+def multiplies_grouped(tc: TransformerConfig) -> bool:
+    """Whether torch multiplies all experts of a rank at once: in bf16, on GPUs with a kernel for it.
+
+    Other GPUs (Ampere, Ada) would get torch's fallback, which waits for the device and multiplies expert by expert; the
+    sequential experts know their rows on the host. Source: `_grouped_mm_cuda` in torch 2.11 and 2.13. Not run on hardware.
+
+    Raises:
+        ConfigError: the kernel refuses the width of the experts, which it would do in the first backward pass only.
+    """
+    if not (torch.cuda.is_available() and tc.bf16 and torch.cuda.get_device_capability()[0] in GROUPED_KERNELS):
+        return False
+    width = (tc.moe_ffn_hidden_size or tc.ffn_hidden_size) // (tc.expert_tensor_parallel_size or 1)
+    hidden = tc.moe_latent_size or tc.hidden_size
+    for flag, size in (("--moe-ffn-hidden-size", width), ("--hidden-size", hidden)):
+        if size % ALIGNED_ELEMENTS:
+            rule = f"torch's grouped products on GPUs need experts whose width on a rank is a multiple of {ALIGNED_ELEMENTS}"
+            raise ConfigError(
+                flag, size, rule, "use another --expert-tensor-parallel-size, or install Transformer Engine"
+            )
+    return True
 
 
 def decoder_layer(tc: TransformerConfig, model: ModelDescription, layer: int, has_masks: bool = False) -> ModuleSpec:
@@ -106,8 +133,7 @@ def _configured(
     """The configuration of a stage, with Transformer Engine's settings where it is used; arguments of `transformer_config`."""
     tc = transformer_config(config, model, plan, stage, layout)
     if uses_transformer_engine():
-        if not plan.follows_lists:
-            run_fused(tc)
+        run_fused(tc, plan.runs_lists)
         overlap = plan.stages[stage].overlap
         # Set after the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
         tc.delay_wgrad_compute = any(layer.weight_gradient_slots for layer in overlap.layers)

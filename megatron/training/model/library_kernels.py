@@ -1,11 +1,12 @@
-"""Transformer Engine's kernels in megatron-core's own schedule, switched on as Megatron-LM does.
+"""Transformer Engine's kernels, switched on as Megatron-LM does.
 
     rotations of queries and keys     apply_rope_fusion      on in Megatron-LM unless --no-rope-fusion says otherwise
     rows of tokens sorted by expert   moe_permute_fusion     off in Megatron-LM by default; the same rows, in fewer passes
 
-Without its kernel a rotation is about ten operators in each layer. Instruction lists have kernels of their own for both
-(runtime/executor/rotary.py, runtime/dispatch). The fields are set after the configuration's constructor, which would refuse a
-kernel that the library lacks. Not yet run on hardware.
+Without its kernel a rotation is about ten operators in each layer. Instruction lists sort rows themselves (runtime/dispatch) and
+rotate in the joint projection of queries and keys (runtime/executor/rotary.py). Where something stands between projection and
+rotation (norms of queries, latent attention) they use the library's kernel as well. The fields are set after the configuration's
+constructor, which would refuse a kernel that the library lacks. Not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -25,12 +26,23 @@ SORTS = (
 """Functions of the library that megatron-core requires together."""
 
 
-def run_fused(tc: TransformerConfig) -> None:
-    """Turn on the available kernels for a model."""
-    if _rotates(tc):
+def run_fused(tc: TransformerConfig, follows_lists: bool) -> None:
+    """Turn on the available kernels for a model.
+
+    Args:
+        follows_lists: whether instruction lists run the model.
+    """
+    if _rotates(tc) and not (follows_lists and _rotates_in_projection(tc)):
         tc.apply_rope_fusion = True
-    if tc.num_moe_experts and _sorts(tc):
+    if tc.num_moe_experts and _sorts(tc) and not follows_lists:
         tc.moe_permute_fusion = True
+
+
+def _rotates_in_projection(tc: TransformerConfig) -> bool:
+    """Whether lists rotate queries and keys in their joint projection, as `rotate_projection` decides layer by layer."""
+    shares_groups = (tc.num_query_groups or tc.num_attention_heads) < tc.tensor_model_parallel_size
+    is_changed = tc.multi_latent_attention or tc.qk_layernorm or tc.attention_output_gate
+    return not (is_changed or shares_groups)
 
 
 def _rotates(tc: TransformerConfig) -> bool:

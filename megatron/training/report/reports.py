@@ -27,6 +27,7 @@ from megatron.training.cli.arguments import ParsedArguments
 from megatron.training.cli.config import Config, LoggingConfig
 from megatron.training.cli.dry_run import model_line, planned_layout_line
 from megatron.training.cli.flags.without_effect import idle_flags
+from megatron.training.cli.start import few_queues
 from megatron.training.messages import of_all
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.describe.cluster import start_flags
@@ -95,7 +96,10 @@ def held_tensors(chunks: Any, optimizer: Any) -> list[torch.Tensor]:
     """Parameters, gradient buffers and optimizer state of this rank."""
     tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.module.buffers())]
     for chunk in chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        stores = getattr(chunk, "stores", None)
+        for store in stores or ():
+            tensors += store.held
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers) if stores is None else ():
             tensors += [part for part in (buffer.param_data, buffer.grad_data) if part is not None]
     for inner in optimizer.chained_optimizers:
         for state in inner.optimizer.state.values():
@@ -252,6 +256,8 @@ def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, 
     log.say("layout", planned_layout_line(plan, parsed.config))
     for subject, text in parsed.remarks:
         log.say(subject, text)
+    if torch.cuda.is_available() and (beware := few_queues(plan, os.environ)):
+        log.say("beware", beware)
     idle = idle_flags(parsed)
     if idle:
         log.say("no effect", " ".join(name for name, _ in idle))

@@ -54,11 +54,6 @@ def optimizer_parts(plan: Plan, stage_index: int, model: ModelDescription) -> tu
     return tuple(parts)
 
 
-def is_replicated(stage: StagePlan) -> bool:
-    """Whether another rank holds a copy of a parameter."""
-    return stage.data * stage.context > 1 or stage.expert_data > 1
-
-
 def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
     """All instructions after the last backward pass; buckets of gradients are placed between the passes (`fill_gaps`)."""
     stage = plan.stages[stage_index]
@@ -68,7 +63,7 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
     kind, channel = _meeting(plan)
     in_buckets = stage.overlap.gradient_chunk_bytes > 0
     sent = 0 if in_buckets else sum(sizes.values(), PartSize(0, 0)).reduction_bytes(stage)
-    yield Draft(kind=kind, name=str(OperatorKind.GRADIENTS), channel=channel, reads=totals, writes=totals, bytes=sent)
+    yield completion_of(plan, totals, sent)
     # Clipping scales by the norm over all ranks, so no parameter group can step earlier.
     yield norm_of(plan, totals)
     for part in parts:
@@ -91,6 +86,12 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
 def _meeting(plan: Plan) -> tuple[Kind, str]:
     """Kind and channel of a collective over replicas; with a single rank it is a computation."""
     return ("compute", COMPUTE) if plan.world_size == 1 else ("collective", DATA_CHANNEL)
+
+
+def completion_of(plan: Plan, totals: tuple[str, ...], sent: int = 0) -> Draft:
+    """The end of all reductions of gradients; `sent`: bytes that a rank sends to replicas in it."""
+    kind, channel = _meeting(plan)
+    return Draft(kind=kind, name=str(OperatorKind.GRADIENTS), channel=channel, reads=totals, writes=totals, bytes=sent)
 
 
 def norm_of(plan: Plan, totals: tuple[str, ...], buffer: str = NORM_BUFFER) -> Draft:
@@ -116,7 +117,7 @@ class Bucket:
 def buckets_by_group(plan: Plan, stage_index: int, model: ModelDescription) -> dict[str, list[Bucket]]:
     """Parameter group -> its buckets; empty if the plan reduces gradients at the end of the step."""
     stage = plan.stages[stage_index]
-    if stage.overlap.gradient_chunk_bytes == 0 or not is_replicated(stage):
+    if stage.overlap.gradient_chunk_bytes == 0 or not stage.is_replicated:
         return {}
     parts = optimizer_parts(plan, stage_index, model)
     return {part: buckets_of(part, payload.part_size(part, plan, stage, model), stage) for part in parts}

@@ -3,7 +3,8 @@
 A list consists of the passes in the stage's pipeline order, each with its receives before and its sends after it, and of the
 update. The plan decides whether
 - ranges of operators inside a pass run in partitions (layers.py, interleave.py);
-- weight gradients run under all-to-alls or after the send that ends a pass, or early, within the bound on bytes (deferral.py);
+- weight gradients run under all-to-alls or after the send that ends a pass, or early where deferring more would exceed the
+  bound on bytes (deferral.py);
 - a backward pass is interleaved with the forward pass of another micro-batch (interleave.py);
 - gradients are reduced in buckets, between all-to-alls or concurrently with them (gradient_buckets.py);
 - weights are gathered under the first passes (weight_gathers.py);
@@ -46,23 +47,37 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.plan import Plan
 
 
-def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+def lower(plan: Plan, model: ModelDescription, rank: int, updates: bool = True) -> tuple[Instruction, ...]:
     """The instruction list of one rank, as it will be executed: without races, and without deadlocks with the other stages'
     lists.
 
     Args, Raises: as `lower_together`.
     """
-    return lower_together(plan, model, rank)[rank]
+    return lower_together(plan, model, rank, updates)[rank]
 
 
-def lower_together(plan: Plan, model: ModelDescription, rank: int) -> dict[int, tuple[Instruction, ...]]:
-    """The lists of a rank and of the ranks that it communicates with over stage boundaries: of all ranks with unlike stages.
+def lower_updates(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+    """The updates alone that a step has left to the next one; empty where a stage updates at the end of its own step."""
+    index = plan.stage_of(rank)
+    to = ListBuilder(index)
+    if plan.stages[index].is_decoupled:
+        DecoupledLowering(PartDrafts(plan, index, model, {}), to).write_updates()
+    instructions = in_issue_order(plan, to.finish())
+    check_races(instructions)
+    return instructions
+
+
+def lower_together(
+    plan: Plan, model: ModelDescription, rank: int, updates: bool = True
+) -> dict[int, tuple[Instruction, ...]]:
+    """The lists of a rank and of those it exchanges transfers with; where stages are unlike, of all ranks.
 
     Every rank computes these lists from the plan, so agreeing on them needs no communication.
 
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
+        updates: whether the step before has left updates to this one (optimizer_state.py).
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
         ScheduleError: a list has a race or a deadlock (rendezvous.py; residency.py, on GPUs): a bug of this project.
@@ -70,20 +85,24 @@ def lower_together(plan: Plan, model: ModelDescription, rank: int) -> dict[int, 
     lists: dict[int, tuple[Instruction, ...]] = {}
     if plan.transfers:
         for index in range(len(plan.stages)):
-            lists |= lower_stage(plan, model, index)
+            lists |= lower_stage(plan, model, index, updates=updates)
     else:
         # Equal stages: rank i of a stage communicates with rank i of the next, so one rank per stage represents them all.
         place = plan.stages[plan.stage_of(rank)].devices.ranks.index(rank)
         together = (stage.devices.ranks[place] for stage in plan.stages)
-        lists = {other: lower_rank(plan, model, other) for other in together}
+        lists = {other: lower_rank(plan, model, other, updates=updates) for other in together}
     check_rendezvous(lists)
-    # For plans of CPUs as well: a GPU executes every plan on streams.
+    # Also for a plan made on CPUs: it may be run on GPUs, on streams.
     check_residency(lists)
     return lists
 
 
 def lower_stage(
-    plan: Plan, model: ModelDescription, index: int, saved_bytes: Mapping[str, int] = MappingProxyType({})
+    plan: Plan,
+    model: ModelDescription,
+    index: int,
+    saved_bytes: Mapping[str, int] = MappingProxyType({}),
+    updates: bool = True,
 ) -> dict[int, tuple[Instruction, ...]]:
     """The lists of all ranks of a stage. Ranks with pieces of the same shape share one list, with other peers and regions.
 
@@ -95,7 +114,7 @@ def lower_stage(
     for rank in plan.stages[index].devices.ranks:
         first = written.setdefault(shape_of(plan, pieces, rank), rank)
         if first == rank:
-            lists[rank] = lower_rank(plan, model, rank, saved_bytes, pieces=pieces)
+            lists[rank] = lower_rank(plan, model, rank, saved_bytes, pieces=pieces, updates=updates)
         else:
             lists[rank] = readdressed(lists[first], plan, pieces, first, rank)
     return lists
@@ -108,6 +127,7 @@ def lower_rank(
     saved_bytes: Mapping[str, int] = MappingProxyType({}),
     blocks: Sequence[Sequence[PipelineStep]] | None = None,
     pieces: Pieces | None = None,
+    updates: bool = True,
 ) -> tuple[Instruction, ...]:
     """The instruction list of one rank, checked for races but not against the lists of other stages.
 
@@ -115,11 +135,12 @@ def lower_rank(
         saved_bytes: as in optimizer_state.py, for stages whose parameter groups are updated separately.
         blocks: passes to lower instead of a full step, in the form of `pipeline_blocks`; for costs of a few passes.
         pieces: `pieces_by_rank` of its stage, if a caller that writes several lists has it already.
+        updates: as `lower_together`.
     Raises:
         ConfigError, ScheduleError: as `lower`.
     """
     # The race check includes the waits of the runner, which order more than the buffers do.
-    instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, blocks, pieces))
+    instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, blocks, pieces, updates))
     check_races(instructions)
     return instructions
 
@@ -131,6 +152,7 @@ def _written(
     saved_bytes: Mapping[str, int],
     blocks: Sequence[Sequence[PipelineStep]] | None,
     pieces: Pieces | None,
+    updates: bool,
 ) -> tuple[Instruction, ...]:
     """The list with the dependencies of its buffers, without the waits of the runner."""
     refuse_what_cannot_be_lowered(plan)
@@ -152,12 +174,12 @@ def _written(
     drafts = list(within_bound(drafts, plan, plan.stages[index], model))
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:
-        DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to).write(drafts)
+        DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to).write(drafts, updates)
         return to.finish()
     drafts = list(with_gathers(drafts, plan, index, model))
     buckets = buckets_by_group(plan, index, model)
     if buckets:
-        # Gaps depend on the waits for all-to-alls, so a list of the passes is built first, just for its `after`.
+        # Gaps lie between all-to-alls and the waits for them; the passes are built once to know those waits.
         write_buckets = reduce_at_once if plan.stages[index].overlap.reduce_at_once else fill_gaps
         write_buckets(build_list(index, drafts), buckets, to)
     else:

@@ -5,6 +5,8 @@ pass of one micro-batch through a part: from its first computation in the list t
 
 Every part is updated separately, before its first forward pass: such a list begins with the update by the previous step's
 gradients, and ends with the norm of its own. An update of all parts at the end would need all states on the device at once.
+The list of a step that leaves no gradients behind it, such as the first, has no updates; a list of updates alone ends a run, and
+comes before anything that reads the weights between steps.
 
 Added around the passes, whose order does not change:
 1. The update of each part, in order: prefetch of its states and gradients, optimizer step, offload of its states. At most two
@@ -18,13 +20,13 @@ Added around the passes, whose order does not change:
    (ZeRO 2, 3) or, in the last micro-batch, the reduction of the sum; then the offload of the moving share.
 5. A use waits until the activations or gradient sums of the second-to-last use of its direction are offloaded: slow copies delay
    computation instead of filling the device.
+6. Before the norm, `gradients` completes the sums that other groups share: tied embeddings, tensor ranks, the division by tokens.
 
 Buffers: `parameters.L3`, `gradient.L3`, `state.L3` are the shares that stay on the device; `moved.*` is the offloaded share while
 on the device and `host.*` on the host; `weights.L3` are gathered weights; `dweights.L3.m0` is the gradient of one micro-batch
 before the reduce-scatter. Channels: `h2d` and `d2h` for copies, `optimizer` for optimizer steps, `dp` for collectives.
 
-No runner executes such a list (capabilities.py). It has no instruction that completes gradients which other groups share
-(`gradients` of gradient_buckets.py): a future runner decides where tied embeddings and the division by tokens belong.
+Parameter stores (runtime/state/store.py) execute such a list; copies are not executed yet (capabilities.py).
 
 Source: Mist, section 5.1. Differences: the first gradient sum of a step is not fetched, and optimizer steps have their own
 channel.
@@ -41,7 +43,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import OPTIMIZER, TO_DEVICE, TO_HOST, BufferRole, Instruction, parse_buffer
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
-from moe_overlap.plan.lowering.gradient_buckets import DATA_CHANNEL, is_replicated, norm_of, optimizer_parts
+from moe_overlap.plan.lowering.gradient_buckets import DATA_CHANNEL, completion_of, norm_of, optimizer_parts
 from moe_overlap.plan.operators import Copied, GroupKind, OperatorKind, parse_group, state_operator
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.plan.sizes import PartSize
@@ -136,12 +138,17 @@ class PartDrafts:
     @property
     def scatters(self) -> bool:
         """Whether gradients are kept in shards."""
-        return is_replicated(self.stage) and self.stage.zero_level >= 2
+        return self.stage.is_replicated and self.stage.zero_level >= 2
 
     @property
     def gathers(self) -> bool:
         """Whether weights are kept in shards."""
-        return is_replicated(self.stage) and self.stage.zero_level == 3
+        return self.stage.is_replicated and self.stage.zero_level == 3
+
+    @property
+    def head_is_embedding(self) -> bool:
+        """Whether the output weight is the embedding of the same stage."""
+        return self.model.tied_embeddings and self.plan.loss_stage in (self.plan.embedding_stage, self.plan.mtp_stage)
 
     def weights(self, part: str, backward: bool) -> tuple[str, ...]:
         """Parts whose weights a computation of this part reads.
@@ -152,8 +159,7 @@ class PartDrafts:
             return ()
         if parse_group(part).kind is GroupKind.PREDICTION:
             return (part, "embedding", "head")
-        shares = self.model.tied_embeddings and self.plan.loss_stage in (self.plan.embedding_stage, self.plan.mtp_stage)
-        return ("head", "embedding") if part == "head" and shares else (part,)
+        return ("head", "embedding") if part == "head" and self.head_is_embedding else (part,)
 
     def sums(self, part: str) -> tuple[str, ...]:
         """Buffers of a part's gradient sum: the share that stays and the share that moves."""
@@ -250,14 +256,26 @@ class DecoupledLowering:
     def _offload(self) -> Offload:
         return self.parts.stage.offload
 
-    def write(self, drafts: Sequence[Draft]) -> None:
-        """Write the step: updates, passes with their loads and offloads, norm."""
-        plan = self.parts.plan
-        names = optimizer_parts(plan, self.parts.stage_index, self.parts.model)
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return optimizer_parts(self.parts.plan, self.parts.stage_index, self.parts.model)
+
+    def write_updates(self) -> None:
+        """Write the updates alone."""
+        for part in self._names:
+            self._update(part)
+
+    def write(self, drafts: Sequence[Draft], updates: bool) -> None:
+        """Write the step: updates if the step before has left any, passes with their loads and offloads, norm."""
+        plan, names = self.parts.plan, self._names
+        if not updates:
+            self._updated.update(names)
+            self._used.update(names)
         # Step 1. Offloaded weights would have to leave again: their update waits for the part's first use (`_load`).
-        if self._offload.weights == 0:
-            for part in names:
-                self._update(part)
+        elif self._offload.weights == 0:
+            self.write_updates()
+        if self.parts.head_is_embedding:
+            drafts = list(map(_adding_to_the_embedding, drafts))
         uses, ends = uses_of(drafts), gradient_ends(drafts)
         befores: list[Use | None] = [None, *uses]
         # Loading starts when the previous use begins, so the copies can hide under that whole use.
@@ -279,6 +297,7 @@ class DecoupledLowering:
             for part, micro_batch in complete.get(place, ()):
                 self._gradient(part, draft.chunk, micro_batch, is_last=last[part] == place)
         totals = tuple(f"gradient.{part}" for part in names)
+        self.to.append(completion_of(plan, totals))  # Step 6.
         self.to.append(norm_of(plan, totals, NORM_STATE))
 
     def _two_back(self, what: Copied) -> tuple[int, ...]:
@@ -304,7 +323,7 @@ class DecoupledLowering:
         if offload.optimizer > 0:
             number = self.to.append(parts.store(part, Copied.OPTIMIZER, f"state.{part}"))
         self._gone[Copied.OPTIMIZER].append(number)
-        if is_replicated(parts.stage) and parts.stage.zero_level in (1, 2):
+        if parts.stage.is_replicated and parts.stage.zero_level in (1, 2):
             self.to.append(parts.gather(part, into=parts.stored(part)))
         if offload.weights > 0:
             self.to.append(parts.store(part, Copied.WEIGHTS, f"weights.{part}"))
@@ -346,7 +365,7 @@ class DecoupledLowering:
         """Step 4."""
         parts, moved = self.parts, f"moved.gradient.{part}"
         # Shards take every micro-batch's gradient; full sums (ZeRO 0, 1) are reduced once, after the last micro-batch.
-        if parts.scatters or (is_replicated(parts.stage) and is_last):
+        if parts.scatters or (parts.stage.is_replicated and is_last):
             scattered = (f"dweights.{part}.m{micro_batch}",) if parts.scatters else ()
             # In the first micro-batch the moving share of the sum does not exist yet.
             sums = [name for name in parts.sums(part) if name != moved or name in self._written]
@@ -393,6 +412,13 @@ class DecoupledLowering:
                 draft = replace(draft, reads=(*draft.reads, *accumulated), writes=(*draft.writes, moved))
                 self._written.add(moved)
         return draft
+
+
+def _adding_to_the_embedding(draft: Draft) -> Draft:
+    """A product with the output weight, which is the embedding: its gradient belongs to that part, too."""
+    if draft.operator.kind is not OperatorKind.HEAD_LOSS or "gradient.head" not in draft.writes:
+        return draft
+    return replace(draft, reads=(*draft.reads, "gradient.embedding"), writes=(*draft.writes, "gradient.embedding"))
 
 
 def _exchanged(names: tuple[str, ...], old: str, new: tuple[str, ...]) -> tuple[str, ...]:

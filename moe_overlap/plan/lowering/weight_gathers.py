@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering.dependencies import Draft
-from moe_overlap.plan.lowering.gradient_buckets import is_replicated, optimizer_parts
+from moe_overlap.plan.lowering.gradient_buckets import optimizer_parts
 from moe_overlap.plan.lowering.optimizer_state import PartDrafts, part_of
 from moe_overlap.plan.plan import Plan
 
@@ -27,7 +27,7 @@ def with_gathers(drafts: Sequence[Draft], plan: Plan, stage_index: int, model: M
         drafts: forward and backward of all micro-batches of one rank.
     """
     stage = plan.stages[stage_index]
-    if not stage.overlap.overlap_param_gather or not is_replicated(stage):
+    if not stage.overlap.overlap_param_gather or not stage.is_replicated:
         yield from drafts
         return
     parts = PartDrafts(plan, stage_index, model, {})

@@ -43,9 +43,9 @@ def capacity_chunks(stages: IrregularDispatcher, handle: Handle, degree: int) ->
         counts = handle.counts.chunk(index, degree)
         rows_N = _rows_of_chunk(handle.counts, index, degree, handle.row_sources_N.device)
         sources = handle.row_sources_N.index_select(0, rows_N)
-        places = handle.row_places_N.index_select(0, rows_N)
+        places = handle.row_tokens_N.index_select(0, rows_N)
         chunk_handle = replace(
-            handle, row_sources_N=sources, row_places_N=places, tag=stages.take_tags(), arriving=Known(counts)
+            handle, row_sources_N=sources, row_tokens_N=places, tag=stages.take_tags(), arriving=Known(counts)
         )
         chunks.append(CapacityChunk(chunk_handle, rows_N))
     return chunks

@@ -218,7 +218,7 @@ class _CountsFromStream:
 
 _TAGS_PER_HANDLE = 8
 _COUNT, _DISPATCH, _COMBINE, _DISPATCH_BACKWARD, _COMBINE_BACKWARD, _TENSOR = range(6)
-"""Tags of one handle; the last one is the first of two."""
+"""Tags of one handle; `_TENSOR` takes two of them."""
 
 
 @dataclass(slots=True)
@@ -231,23 +231,22 @@ class Handle:
         to_expert_E: rows per expert, on the device of the tokens.
         row_sources_N: index token · E + expert of every permuted row; 0 for rows past the routed ones and for unused slots of a
             static capacity.
-        row_places_N: token of every permuted row; 0 for the same rows.
-        row_places_N: token of every permuted row; as above, 0 where there is none.
+        row_tokens_N: token of every permuted row; 0 for the same rows.
         probs_dtype: type of the probabilities.
         tag: first of this handle's tags.
         arriving: the counts in flight; None until `start_counts`.
-        row_tokens_N: with a static capacity the token of every permuted row, T for unused slots.
+        summed_into_N: with a static capacity the token to whose sum a row is added, T for unused slots.
     """
 
     name: str
     map_TE: Tensor
     to_expert_E: Tensor
     row_sources_N: Tensor
-    row_places_N: Tensor
+    row_tokens_N: Tensor
     probs_dtype: torch.dtype
     tag: int
     arriving: Pending[Counts] | None = None
-    row_tokens_N: Tensor | None = None
+    summed_into_N: Tensor | None = None
 
     @property
     def counts(self) -> Counts:
@@ -338,7 +337,7 @@ class IrregularDispatcher:
         experts, tokens = chosen_ET.shape
         rows = experts * capacity
         firsts_E1 = torch.arange(0, rows, capacity, device=chosen_ET.device).unsqueeze(1)
-        # As in `open`: the n-th token of an expert goes to its n-th slot, pairs that were not chosen go past the last row.
+        # The n-th token of an expert goes to its n-th slot, pairs that were not chosen go past the last row.
         places = torch.where(chosen_ET, firsts_E1 + chosen_ET.cumsum(1) - 1, rows).view(-1)
         pairs = torch.arange(chosen_ET.numel(), device=chosen_ET.device)
         sources = pairs.new_full((rows + 1,), -1).scatter_(0, places, pairs)[:rows]
@@ -363,9 +362,9 @@ class IrregularDispatcher:
 
     def select(self, hidden_TH: Tensor, probs_TE: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
         """Tokens [N, H] and probabilities [N] in order of their expert, unpacked."""
-        places_N = handle.row_places_N
+        places_N = handle.row_tokens_N
         if self.in_order:
-            tokens_N = handle.row_tokens_N
+            tokens_N = handle.summed_into_N
             if tokens_N is None:
                 # Rows past the routed ones repeat a token that has rows of its own: they must count for no token.
                 numbers_N = torch.arange(places_N.shape[0], device=places_N.device)
@@ -388,7 +387,7 @@ class IrregularDispatcher:
         handle = self.open(map_TE, probs_TE.dtype, name, most_rows, capacity)
         if self.in_order:
             return Pack.apply(*self.select(hidden_TH, probs_TE, handle)), handle
-        return PermutePacked.apply(hidden_TH, probs_TE, handle.row_places_N, handle.row_sources_N), handle
+        return PermutePacked.apply(hidden_TH, probs_TE, handle.row_tokens_N, handle.row_sources_N), handle
 
     def start_counts(self, handle: Handle) -> Pending[Counts]:
         """Stage 2: the all-to-all of counts. Its wait returns them; later stages that need the counts wait for them."""
@@ -455,14 +454,14 @@ class IrregularDispatcher:
 
     def unpermute(self, returned_NH: Tensor, handle: Handle) -> Tensor:
         """Stage 7: [T, H] the sum of each token's results; zero where no expert took it."""
-        tokens_N = handle.row_tokens_N
+        tokens_N = handle.summed_into_N
         if tokens_N is None:
-            tokens_N = handle.row_places_N
+            tokens_N = handle.row_tokens_N
             if tokens_N.shape[0] != returned_NH.shape[0]:
                 tokens_N = tokens_N[: returned_NH.shape[0]]
         if self.in_order:
             return SumInOrder.apply(returned_NH, tokens_N, handle.tokens)
-        if handle.row_tokens_N is not None:
+        if handle.summed_into_N is not None:
             # One extra token collects the results of unused slots and is cut off.
             sums_TH = returned_NH.new_zeros((handle.tokens + 1, returned_NH.shape[1]))
             return sums_TH.index_add_(0, tokens_N, returned_NH)[:-1]

@@ -30,7 +30,7 @@ class IrregularTokenDispatcher:
     Args:
         num_local_experts, local_expert_indices, config, pg_collection: as megatron-core's dispatchers take them.
     Attributes:
-        layer: the layer that owns the dispatcher; None where nothing records spans.
+        layer: the layer that owns the dispatcher; None if nothing records spans.
     Raises:
         ConfigError: the configuration asks for padding, or for the shared expert inside the dispatcher.
     """

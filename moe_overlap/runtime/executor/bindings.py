@@ -317,7 +317,7 @@ class ChunkOperators:
         return gate.most_rows(tokens, routing)
 
     def _static_capacity(self, moe: Any, routing: RoutingState | None) -> int | None:
-        """Rows of a micro-batch for every expert under a static capacity; None where the routed rows are counted."""
+        """Rows of a micro-batch for every expert under a static capacity; None if the routed rows are counted."""
         if not self._dispatcher.static_capacity:
             return None
         assert routing is not None, "only our gates keep within a static capacity"

@@ -30,7 +30,7 @@ class Buffers:
         self.partitions = partitions_of
 
     def read(self, instruction: Instruction, stem: str) -> Tensor | None:
-        """The tensor that the instruction reads under the names that begin with `stem`; None where it reads no such buffer."""
+        """The tensor that the instruction reads under the names that begin with `stem`; None if it reads no such buffer."""
         names = [name for name in instruction.reads if stem_of(name) == stem]
         if not names:
             return None

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_overlap.plan.instructions import Instruction, stem_of
+from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer, stem_of
 from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION, last_uses
 from moe_overlap.plan.operators import FORWARD, RECOMPUTE
@@ -39,6 +39,8 @@ from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.attached_losses import micro_batch_share, set_attached_scales
 from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, computes_later, naming
+
+COMPUTATION = ("compute", "weight-gradient")
 
 
 class StageTransfers:
@@ -132,14 +134,14 @@ class PlanExecutor:
         self._chunks, self._optimizer, self._recorder = list(context.chunks), context.optimizer, context.recorder
         self._update = StepUpdate(context)
         self._queue, self._clock, self._buckets = context.weight_gradients, context.clock, context.bucket_reduction
-        self._gathers = context.weight_gathers
+        self._gathers, self._stores = context.weight_gathers, context.stores
         config, sequence_length = context.chunks[0].config, context.plan.sequence_length
         self._lists: dict[int, _ListFacts] = {}
         self._streams = streams or (ChannelStreams() if context.device.type == "cuda" else HostOrder())
         # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert group, not to a chunk.
         self.dispatcher = IrregularDispatcher(
             Wires(context.groups.collection, on_current_stream=True),
-            # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
+            # With a bound the host need not ask the device how many rows there are; on a CPU asking is free.
             takes_bounds=computes_later(context.device),
             in_order=config.deterministic_mode,
             static_capacity=context.plan.static_capacity_factor is not None,
@@ -190,6 +192,13 @@ class PlanExecutor:
         forget_balance_losses()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
 
+    @torch.no_grad()
+    def flush(self, instructions: Sequence[Instruction]) -> None:
+        """The updates alone that the last step has left."""
+        self._recorder.start_step()
+        nothing = Buffers(lambda i: 1)
+        self._follow(instructions, StepState(nothing, [], 1.0, self._clock.seed, 0, frozenset(), update=UpdateState()))
+
     def _begin(self, trains: bool) -> None:
         for chunk in self._chunks:
             chunk.train(trains)
@@ -200,7 +209,7 @@ class PlanExecutor:
         facts = self._facts_of(instructions)
         # All at once: chunks of an interleaved pipeline read the same micro-batch at different times.
         arrived = [next(batches) for _ in range(facts.micro_batches)]
-        # A loss per token is a sum: the update divides all gradients by the tokens of the step.
+        # With --calculate-per-token-loss losses are sums, and the update divides by the tokens of the step: no share here.
         share = 1.0 if self._per_token else micro_batch_share(self.context, facts.micro_batches)
         return StepState(
             Buffers(lambda i: facts.partitions.get(i.name, 1)),
@@ -227,11 +236,15 @@ class PlanExecutor:
             for number in i.after:
                 self._wait(number, started)
             if is_update(i) or self._streams.queues and i.kind == "point-to-point":
-                # An update reads on the host what its channel carries. A transfer on a device holds its tensor until it is
-                # waited for; waiting here delays nothing, since the transfers of a channel run one after another.
+                # The host reads the results of the channel in an update, so the channel must be empty first. A transfer on a
+                # device holds its tensor until it is waited for; waiting here delays nothing, since the transfers of a channel
+                # run one after another.
                 self._wait_for_channel(i.channel, started)
             with self._streams.running(i):
                 self._streams.uses(i, state.buffers.named)
+                for group in facts.opens[i.id]:
+                    assert self._stores is not None
+                    self._stores.open_sums(group)
                 if i.kind != "weight-gradient":
                     self._queue.begin_operator()
                 if is_update(i):
@@ -254,6 +267,8 @@ class PlanExecutor:
             # A communication in flight holds the tensors that it reads.
             for buffer in facts.ends[i.id]:
                 state.buffers.drop(buffer)
+            if facts.closes[i.id]:
+                self._close_weights(i, facts.closes[i.id])
         # The forward part of a list, which an evaluation runs, ends with sends that nothing in it waits for.
         for number in list(started):
             self._wait(number, started)
@@ -261,10 +276,21 @@ class PlanExecutor:
         self._recorder.end()
         assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
 
+    def _close_weights(self, i: Instruction, groups: Sequence[str]) -> None:
+        """Free the weights of groups behind the instruction that uses them last before another gather."""
+        assert self._stores is not None
+        with self._streams.running(i):
+            for group in groups:
+                self._stores.close_weights(group)
+
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
         """Start a communication; returns a function that waits for it. Its span begins here and ends with the wait."""
         with naming(_error_name(i)):
-            if i.operator.is_bucket:
+            if self._stores is not None and (i.operator.is_bucket or i.operator.is_part_gather):
+                start = self._stores.start_reduction if i.operator.is_bucket else self._stores.start_gather
+                span = self._recorder.started(i)
+                wait = self._recorder.ending(span, start(i.operator.group))
+            elif i.operator.is_bucket:
                 assert self._buckets is not None
                 (bucket,) = i.partition
                 span = self._recorder.started(i)
@@ -324,6 +350,8 @@ class _ListFacts:
         instructions: the list; kept because its identity is the key.
         ends: buffers by the id of the instruction that uses them last and frees them, so that the peak memory is that of the
             list's order.
+        opens: parameter groups to whose gradient of a micro-batch an instruction adds, by its id.
+        closes: parameter groups whose gathered weights an instruction uses last, by its id.
         announcing: the last weight gradient of each name and micro-batch, which tells DDP that the gradient is complete.
         early: weight gradients whose operands exceed the plan's bound.
         partitions: number of partitions of each operator.
@@ -333,6 +361,8 @@ class _ListFacts:
 
     instructions: Sequence[Instruction]
     ends: Mapping[int, Sequence[str]]
+    opens: Mapping[int, Sequence[str]]
+    closes: Mapping[int, Sequence[str]]
     announcing: Mapping[tuple[str, int | None], int]
     early: frozenset[int]
     partitions: Mapping[str, int]
@@ -347,16 +377,21 @@ class _ListFacts:
         for i in instructions:
             for partition in i.partition if i.kind != "point-to-point" else ():
                 partitions[i.name] = max(partitions.get(i.name, 0), partition + 1)
+        ends = last_uses(instructions)
         again = (str(replace(i.operator, phase=FORWARD)) for i in instructions if i.operator.phase is RECOMPUTE)
         return _ListFacts(
             instructions=instructions,
-            ends=last_uses(instructions),
+            ends=ends,
+            opens={
+                i.id: _groups(i.writes, BufferRole.D_WEIGHTS) if i.kind in COMPUTATION else () for i in instructions
+            },
+            closes={i.id: _groups(ends[i.id], BufferRole.WEIGHTS) for i in instructions},
             announcing={(i.name, i.micro_batch): i.id for i in instructions if i.kind == "weight-gradient"},
             early=frozenset(i.id for i in early_gradients(instructions)),
             partitions=partitions,
             recomputed=frozenset(again),
             micro_batches=micro_batches_of(instructions),
-            forward=tuple(i for i in instructions if not is_update(i) and not _is_backward(i)),
+            forward=_forward(instructions),
         )
 
 
@@ -366,6 +401,25 @@ class _Started:
 
     instruction: Instruction
     finish: Callable[[], None]
+
+
+def _groups(buffers: Sequence[str], role: BufferRole) -> tuple[str, ...]:
+    """The parameter groups of those buffers that have a role."""
+    named = map(parse_buffer, buffers)
+    return tuple(buffer.subject for buffer in named if buffer.role is role and buffer.home is Home.DEVICE)
+
+
+def _forward(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """The instructions of an evaluation: without gathers for passes that it leaves out."""
+    forward: list[Instruction] = []
+    read: set[str] = set()
+    for i in reversed(instructions):
+        if is_update(i) or _is_backward(i) or (i.operator.is_part_gather and read.isdisjoint(i.writes)):
+            continue
+        read -= set(i.writes) if i.operator.is_part_gather else set()
+        read.update(i.reads)
+        forward.append(i)
+    return tuple(reversed(forward))
 
 
 def _is_backward(i: Instruction) -> bool:

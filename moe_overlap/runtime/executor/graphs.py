@@ -133,8 +133,8 @@ class SegmentGraphs:
 
     Args:
         queue: takes the weight gradients that captured backward passes defer.
-        has_static_rows: whether every expert's input is padded to its capacity.
-        warm_up_steps: at least 1.
+        has_static_rows: True if every expert's input is padded to its capacity.
+        warm_up_steps: number of steps without graphs, at least 1.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class SegmentGraphs:
     ) -> None:
         assert warm_up_steps >= 1, "kernels are loaded, and buffers allocated, in a step without graphs"
         self.library, self.queue = library, queue
-        self._has_static_rows, self._left = has_static_rows, warm_up_steps
+        self._has_static_rows, self._warm_up_steps = has_static_rows, warm_up_steps
         self._lists: dict[int, tuple[Sequence[Instruction], CapturedList]] = {}  # by identity: a run has few lists
         self._listed = CapturedList({}, {})
         self._slots: dict[Slot, CapturedSlot] = {}
@@ -163,8 +163,8 @@ class SegmentGraphs:
             if (parameter.data_ptr(), _sum_of(parameter).data_ptr()) != (at, sum_at):
                 raise RuntimeError("captured graphs: a parameter or its sum of gradients was moved in memory")
         self._listed = CapturedList({}, {})
-        if self._left:
-            self._left -= 1
+        if self._warm_up_steps:
+            self._warm_up_steps -= 1
             return
         if self._gradient_pool is None:
             self.library.prepare()
@@ -180,11 +180,11 @@ class SegmentGraphs:
     def segment(
         self, i: Instruction, run: Callable[..., Any], inputs: Sequence[Tensor | None], aside: dict[Any, Any]
     ) -> Segment | ReplayedSegment:
-        """Run a forward operator with gradients: as a graph where the list says so.
+        """Run a forward operator with gradients, as a graph if the list captures it.
 
         Args:
             run, inputs: function and inputs of a `Segment`.
-            aside: results of `run` besides its outputs; a graph keeps those of its capture.
+            aside: results of `run` in addition to its outputs; a graph keeps those of its capture.
         """
         slot = self._listed.slots.get(i.id)
         if slot is None:
@@ -250,7 +250,7 @@ class CapturedOperator:
         ]
         self._replay, returned = graphs.library.capture(lambda: run(*self._leaves), slot.pool)
         self._outputs: tuple[Any, ...] = returned if isinstance(returned, tuple) else (returned,)
-        self._own(self._outputs)
+        self._add_owned(self._outputs)
         self._backward: CapturedBackward | None = None
 
     def forward(self, inputs: Sequence[Tensor | None]) -> ReplayedSegment:
@@ -291,7 +291,7 @@ class CapturedOperator:
 
         with self._graphs.queue.set_aside() as puts:
             replay, input_gradients = self._graphs.library.capture(run, self._slot.pool)
-        self._own(input_gradients)
+        self._add_owned(input_gradients)
         rest = iter(input_gradients)
         results = tuple(next(rest) if x is not None and x.requires_grad else None for x in self._leaves)
         return CapturedBackward(places, replay, results, [CapturedGradient(put) for put in puts])
@@ -304,7 +304,7 @@ class CapturedOperator:
 
         return compute
 
-    def _own(self, tensors: Sequence[Any]) -> None:
+    def _add_owned(self, tensors: Sequence[Any]) -> None:
         self._slot.owned.update(x.untyped_storage().data_ptr() for x in tensors if isinstance(x, Tensor))
 
 
@@ -312,7 +312,7 @@ class ReplayedSegment:
     """One pass through a captured operator, in the place of a `Segment`.
 
     Attributes:
-        aside: results of the operator besides its outputs.
+        aside: results of the operator in addition to its outputs.
     """
 
     def __init__(

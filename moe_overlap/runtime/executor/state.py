@@ -80,7 +80,7 @@ def handle_of(i: Instruction, operator: OperatorId, state: StepState, dispatcher
 
 
 def partition_of(i: Instruction) -> int:
-    """The partition that an instruction handles; 0 where it handles the whole micro-batch."""
+    """The partition that an instruction handles; 0 if it handles the whole micro-batch."""
     return i.partition[0] if i.partition else 0
 
 

@@ -180,6 +180,10 @@ class MegatronStepRunner:
             self._update.run(instruction, state)
         return self._update.result(state)
 
+    def flush(self, instructions: Sequence[Instruction]) -> None:
+        """Nothing to do: this runner's steps leave no updates."""
+        assert not instructions
+
     @torch.no_grad()
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward of every micro-batch of the list, without gradients."""

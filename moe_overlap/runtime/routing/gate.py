@@ -170,7 +170,7 @@ class Gate(TopKRouter):
             state: state of the micro-batch; advanced, unless the partition has been routed before.
             partition: its number.
         Returns:
-            probs_TE: weight of each expert's answer, 0 where a token does not go; carries the gradients of the losses.
+            probs_TE: weight of each expert's answer, 0 if a token does not go; carries the gradients of the losses.
             map_TE: bool, where the tokens go.
         """
         self._maintain_float32_expert_bias()

@@ -245,7 +245,7 @@ class ExpertChoiceGate(Gate):
 
 
 def gate_maker(name: str | None, clock: DrawClock) -> Callable[..., Gate] | None:
-    """Return the constructor of a run's gates; None where megatron-core's router stays.
+    """Return the constructor of a run's gates; None if megatron-core's router stays.
 
     Args:
         name: value of --moe-gate, or None.

@@ -114,15 +114,15 @@ def _metered(router: TopKRouter, meter: RouterMeter) -> Callable[..., tuple[Tens
         # The first pass of a recomputation has no gradients, so each micro-batch counts once.
         if router.training and torch.is_grad_enabled():
             logits_TE = logits.detach().reshape(map_TE.shape)
-            meter.add(logits_TE, map_TE, _wanted(router, logits_TE, map_TE))
+            meter.add(logits_TE, map_TE, _uncapped_choice(router, logits_TE, map_TE))
         return probs_TE, map_TE
 
     return routed
 
 
 @torch.no_grad()
-def _wanted(router: Any, logits_TE: Tensor, map_TE: Tensor) -> Tensor:
-    """Repeat the router's choice before the capacity, which megatron-core does not return."""
+def _uncapped_choice(router: Any, logits_TE: Tensor, map_TE: Tensor) -> Tensor:
+    """[T, E] the router's choice without the capacity limit, computed again because megatron-core does not return it."""
     config = router.config
     if config.moe_expert_capacity_factor is None:
         return map_TE

@@ -32,7 +32,7 @@ def expert_slots(map_TE: Tensor, used_E: Tensor) -> Tensor:
         map_TE: bool, tokens in the order of the drop. A token chooses an expert once, so the order of its choices is free.
         used_E: int64, slots taken by earlier partitions.
     Returns:
-        [T, E] int64; -1 where a token does not go.
+        [T, E] int64; -1 if a token does not go.
     """
     slots_TE = map_TE.cumsum(0) - 1 + used_E
     return slots_TE.masked_fill(~map_TE, -1)

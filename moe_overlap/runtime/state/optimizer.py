@@ -10,11 +10,12 @@ that this rank holds. torch's own parameter groups (weight decay or not, dense o
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,12 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from moe_overlap.plan.operators import parse_group
+
+if TYPE_CHECKING:
+    from moe_overlap.runtime.state.stored_chunk import Stores
+
+RATES = ("lr", "weight_decay")
+"""Fields of torch's parameter groups that the learning-rate schedule moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,7 @@ class MegatronLayerwiseOptimizer:
         clip_grad: bound of the gradient norm; 0: no clipping.
         count_zeros: whether to count zero gradients, for the log.
         gathers_later: whether the gather of updated weights is left to DDP's hooks or to an instruction list.
+        stores: hold the states, where DDP does not.
     """
 
     def __init__(
@@ -58,8 +66,9 @@ class MegatronLayerwiseOptimizer:
         clip_grad: float,
         count_zeros: bool = False,
         gathers_later: bool = False,
+        stores: Stores | None = None,
     ) -> None:
-        self.megatron = optimizer
+        self.megatron, self._stores = optimizer, stores
         self._chunks = chunks
         self._gathers_later = gathers_later
         # Dense and expert weights each have a scaler. megatron-core 0.16.1 updates only the scaler of the kind that overflowed,
@@ -75,6 +84,7 @@ class MegatronLayerwiseOptimizer:
         self._parts_of_stage = frozenset(part_of.values())
         self._stepped: set[str] = set()
         self._counts: list[_StepCounts] = []
+        self._rates: list[list[dict[str, Any]]] = []
 
     @property
     def loss_scale(self) -> float:
@@ -86,6 +96,11 @@ class MegatronLayerwiseOptimizer:
         """Take the reduced gradients, undo the loss scale, clip them by the global norm."""
         self._stepped.clear()
         self._counts = [_StepCounts(inner.optimizer.param_groups) for inner in self.megatron.chained_optimizers]
+        # A step that the next list makes keeps the rates of its own step: the schedule moves on before it.
+        self._rates = [
+            [{name: group[name] for name in RATES if name in group} for group in inner.optimizer.param_groups]
+            for inner in self.megatron.chained_optimizers
+        ]
         if self._scaler is None:
             self.megatron.prepare_grads()
         elif self._overflowed():
@@ -156,28 +171,36 @@ class MegatronLayerwiseOptimizer:
         """Update the parameters of one part. A part that only other ranks hold changes nothing here."""
         assert part not in self._stepped, f"{part} was stepped before"
         self._stepped.add(part)
-        for inner, shards, counts in zip(self.megatron.chained_optimizers, self._shards, self._counts, strict=True):
+        pairs = zip(self.megatron.chained_optimizers, self._shards, self._counts, self._rates, strict=True)
+        for inner, shards, counts, rates in pairs:
             if part not in shards:
                 continue
             # The inner optimizer sees this part's shards only, in its own parameter groups: learning rates and decay stay
             # theirs.
             groups = inner.optimizer.param_groups
-            saved_parameters = [group["params"] for group in groups]
+            saved = [
+                {name: group[name] for name in ("params", *of_step)}
+                for group, of_step in zip(groups, rates, strict=True)
+            ]
             try:
-                for group, members in zip(groups, shards[part], strict=True):
-                    group["params"] = members
+                for group, members, of_step in zip(groups, shards[part], rates, strict=True):
+                    group.update(of_step, params=members)
                 counts.step(inner.optimizer)
             finally:
-                for group, members in zip(groups, saved_parameters, strict=True):
-                    group["params"] = members
+                for group, fields in zip(groups, saved, strict=True):
+                    group.update(fields)
+        if self._stores is not None:
+            self._stores.publish(part)
+        if self._stepped == self._parts_of_stage:
+            for counts in self._counts:
+                counts.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copy master weights to the model, and gather them unless the gather comes later."""
         missing = self._parts_of_stage - self._stepped
         assert not missing, f"parts without a step: {sorted(missing)}"
-        for inner, counts in zip(self.megatron.chained_optimizers, self._counts, strict=True):
-            counts.publish()
+        for inner in self.megatron.chained_optimizers if self._stores is None else ():
             if inner.config.reuse_grad_buf_for_mxfp8_param_ag:
                 # mxfp8 weights are no views of the gathered buffer, which is that of the gradients.
                 inner._copy_main_params_to_param_buffer()
@@ -188,14 +211,28 @@ class MegatronLayerwiseOptimizer:
 
     def gather(self) -> None:
         """Gather all weights from the shards that the replicas have updated. Collective over the replicas."""
+        if self._stores is not None:
+            self._stores.gather_all()
+            return
         for chunk in self._chunks:
             chunk.start_param_sync()
 
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """A context in which this rank has all of its weights, to be read or written. Collective over the replicas."""
+        self.gather()
+        yield
+        if self._stores is not None:
+            self._stores.close_all()
+
     def zero_grad(self) -> None:
-        """Clear the gradients for the next step."""
+        """Clear the gradients for the next step; those of a decoupled stage end with their own update (`end`)."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self.megatron.zero_grad()
+        if self._stores is not None:
+            self._stores.begin_step()
+        else:
+            self.megatron.zero_grad()
 
 
 class _StepCounts:

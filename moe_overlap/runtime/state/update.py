@@ -8,8 +8,11 @@
 4. `parameters`: every replica gets the updated weights.
 
 Contract. A runner passes the update instructions of its list one by one, in list order; no other call updates weights.
-Preconditions are asserted, never repaired. Steps 3 and 4 change no weight if loss or norm is not finite. Copies, and reductions
-or gathers of one parameter group (ZeRO 2 and 3, offloading), have no binding: capabilities.py refuses plans with them.
+Preconditions are asserted, never repaired. Steps 3 and 4 change no weight if loss or norm is not finite. Copies (offloading) have
+no binding: capabilities.py refuses plans with them.
+
+Decoupled stages (ZeRO 2 and 3) leave step 3 to the next list: it begins with it, by the gradients, the norm and the rates of the
+step before, or a list of updates alone has it. Their weights have no step 4: the list gathers them group by group.
 
 Steps 1, 2 and 4 are collective, in this order on every rank. `finalize_gradients` repeats megatron-core's `finalize_model_grads`
 with explicit groups: megatron-core's own reads `parallel_state` for the routers' expert bias.
@@ -71,12 +74,19 @@ def finalize_gradients(
         over_replicas()
     _allreduce_non_tensor_model_parallel_grads(list(chunks), config, groups.tp)
     _allreduce_word_embedding_grads(list(chunks), config, groups.embd, groups.pp)
-    if config.moe_router_enable_expert_bias:
-        update_expert_bias(chunks, groups.tp_dp_cp, config.moe_router_bias_update_rate)
-    reset_model_temporary_tensors(config, list(chunks))
+    finish_routers(chunks, groups, config)
     if token_count is not None and token_count > 0:
         for chunk in chunks:
             chunk.scale_gradients(1.0 / token_count)
+
+
+def finish_routers(
+    chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection, config: TransformerConfig
+) -> None:
+    """Move the expert biases, and forget what routers have counted in the step. Collective over the stage."""
+    if config.moe_router_enable_expert_bias:
+        update_expert_bias(chunks, groups.tp_dp_cp, config.moe_router_bias_update_rate)
+    reset_model_temporary_tensors(config, list(chunks))
 
 
 @torch.no_grad()
@@ -143,8 +153,16 @@ class StepUpdate:
         self._groups, self._recorder = context.groups, context.recorder
         self._queue, self._buckets = context.weight_gradients, context.bucket_reduction
         self._device, self._model = context.device, context.model
-        is_tied = bool(context.groups.ends) and context.model.tied_embeddings
+        # Stores share the sums of a tied embedding themselves.
+        is_tied = bool(context.groups.ends) and context.model.tied_embeddings and context.stores is None
         self._tied = TiedEmbedding(self._chunks, context.groups) if is_tied else None
+        self._stores, stage = context.stores, context.stage
+        self._is_decoupled = stage.is_decoupled
+        # The parameter groups whose update the last step has left, and whether it moves weights.
+        self._pending: set[str] = set()
+        self._pending_moves = False
+        # Only with ZeRO 1 the replicas have to publish what each of them has stepped.
+        self._publishes = stage.zero_level == 1 and not stage.is_decoupled
         self._loss_rank = context.plan.stages[context.plan.loss_stage].devices.ranks[-1]
         # A replayed graph adds to the tracker's tensors of the step in which it was captured.
         self._reports_balance = context.graph_stream is None
@@ -173,7 +191,12 @@ class StepUpdate:
         """The result of a step after all of its list."""
         assert state.gradients is not None, "the list has ended without the norm of the gradients"
         updated = state.moves_weights
-        assert state.is_published or not updated, "the list has ended before the replicas have the updated weights"
+        published = state.is_published or not self._publishes
+        assert published or not updated, "the list has ended before the replicas have the updated weights"
+        assert not self._pending, f"updates of the step before that the list lacks: {sorted(self._pending)}"
+        if self._is_decoupled:
+            assert self._stores is not None
+            self._pending, self._pending_moves = set(self._stores.groups), updated
         spans = tuple(self._recorder.spans())
         norm, zeros = state.gradients.norm, state.gradients.zeros
         return StepResult(state.loss, state.tokens, norm, updated, zeros, spans, state.predictions, state.balance)
@@ -186,9 +209,15 @@ class StepUpdate:
         # Buckets have been reduced where the list placed them: the replicas have nothing left to send.
         over_replicas = self._buckets.finish if self._buckets is not None else None
         with self._recorded(instruction):
-            if self._tied is not None:
-                self._tied.exchange()
-            finalize_gradients(self._chunks, tokens, self._groups.collection, config, over_replicas)
+            if self._stores is not None:
+                self._stores.complete()
+                if tokens is not None and tokens > 0:
+                    self._stores.scale(1.0 / tokens)
+                finish_routers(self._chunks, self._groups.collection, config)
+            else:
+                if self._tied is not None:
+                    self._tied.exchange()
+                finalize_gradients(self._chunks, tokens, self._groups.collection, config, over_replicas)
         state.is_reduced = True
 
     def _take_norm(self, instruction: Instruction, state: UpdateState) -> None:
@@ -204,9 +233,18 @@ class StepUpdate:
 
     def _step_group(self, instruction: Instruction, state: UpdateState) -> None:
         """Step 3."""
-        if state.moves_weights:
-            with self._recorded(instruction):
-                self._optimizer.step(instruction.operator.group)
+        group = instruction.operator.group
+        if not self._is_decoupled:
+            if state.moves_weights:
+                with self._recorded(instruction):
+                    self._optimizer.step(group)
+            return
+        assert group in self._pending and self._stores is not None, f"no step has left an update of {group}"
+        self._pending.remove(group)
+        with self._recorded(instruction):
+            if self._pending_moves:
+                self._optimizer.step(group)
+            self._stores.clear(group)
 
     def _publish(self, instruction: Instruction, state: UpdateState) -> None:
         """Step 4. megatron-core copies the master weights of all groups in one call, so the group steps leave it to this one.
@@ -256,4 +294,4 @@ def micro_batch_loss(losses_BS: Tensor, batch: Batch, per_token: bool) -> tuple[
 
 def micro_batches_of(instructions: Sequence[Instruction]) -> int:
     """Number of micro-batches of an instruction list."""
-    return 1 + max(i.micro_batch for i in instructions if i.micro_batch is not None)
+    return 1 + max((i.micro_batch for i in instructions if i.micro_batch is not None), default=-1)

@@ -60,10 +60,10 @@ def drive_by_queue(
         by_autograd = getattr(module, "fp8", False) or not getattr(module, "apply_bias", True)
         for bias in biases if by_autograd else ():
             bias.grad = torch.zeros_like(bias) if bias.grad is None else bias.grad
-        sums = dict(zip(weights, _taken(weights), strict=True))
+        sums = dict(zip(weights, _take_gradients(weights), strict=True))
         module.backward_dw()
         add([sums.get(parameter) for parameter in parameters])
-        add(_taken(parameters))
+        add(_take_gradients(parameters))
 
     def at_output(_module: Any, _inputs: Any, output: Any) -> None:
         product = output[0] if isinstance(output, tuple) else output
@@ -81,7 +81,7 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _taken(parameters: Iterable[torch.nn.Parameter]) -> list[Tensor | None]:
+def _take_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[Tensor | None]:
     """Remove and return the gradients in `.grad`."""
     gradients = []
     for parameter in parameters:

@@ -159,10 +159,12 @@ class GroupedProduct:
     Attributes:
         ends_E: int32, end of the rows of each expert.
         joined: from the E matrices to one tensor [E, O, I], without a copy if they are contiguous in memory.
+        gradients: from [T, O], [T, I] and `ends_E` to [E, O, I].
     """
 
     ends_E: Tensor
     joined: Callable[[Sequence[Tensor]], Tensor]
+    gradients: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def output(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """[T, I] -> [T, O]."""
@@ -174,7 +176,7 @@ class GroupedProduct:
 
     def weight_gradients(self, x: Tensor, gradient: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """[O, I] for each expert."""
-        return list(F.grouped_mm(gradient.t(), x, offs=self.ends_E).unbind())
+        return list(self.gradients(gradient, x, self.ends_E).unbind())
 
 
 Naming = Callable[[torch.nn.Module], Iterable[tuple[str, torch.nn.Module]]]
@@ -432,6 +434,8 @@ def _split_grouped(module: Any, owners: dict[int, SplitModule], queue: WeightGra
         expert_owners = [owners[id(linear)] for linear in linears]
         # One closure for all experts of the rank: the grouped product computes their gradients together.
         weights = [owner.parameters[0] for owner in expert_owners]
-        return _Split.apply(GroupedProduct(ends_E, module.joined), expert_owners, queue, rows_TI, *weights)
+        return _Split.apply(
+            GroupedProduct(ends_E, module.joined, module.weight_gradients), expert_owners, queue, rows_TI, *weights
+        )
 
     module.grouped_product = product

@@ -358,7 +358,7 @@ def report(host: Host, samples: InterferenceSamples) -> Iterator[str]:
     total = np.zeros(4)
     for group, of_group in host.groups.items():
         rows_N = test_N & (samples.groups_N == group)
-        levels = (host.whole, host.places.get(place_of(group), host.whole), of_group)
+        levels = (host.all_groups, host.places.get(place_of(group), host.all_groups), of_group)
         errors = [
             100 * mean_error(Interference(level.factors), alone_SN[:, rows_N], samples.seconds_N[rows_N])
             for level in levels

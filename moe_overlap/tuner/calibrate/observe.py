@@ -153,14 +153,14 @@ CLOSE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedKind:
     """Seconds and number of the instructions of a kind in a simulated step, as one rank sees it."""
 
     seconds: float
     instructions: float
 
 
-Play = Callable[[Plan, Refined], Mapping[Kind, Played]]
+Simulate = Callable[[Plan, Refined], Mapping[Kind, SimulatedKind]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,20 +182,20 @@ class KindFit:
     is_taken: bool
 
 
-def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit]]:
+def fit(observed: Sequence[Observed], simulate: Simulate) -> tuple[Refined, list[KindFit]]:
     """Step 2: factors of all kinds together.
 
     Args:
-        play: simulates a plan with refined prices.
+        simulate: (plan, refined prices) -> simulated seconds of each kind.
     Returns:
         The factors, and every measured or predicted kind, the longest first.
     """
-    first = [play(step.plan, NOT_REFINED) for step in observed]
+    first = [simulate(step.plan, NOT_REFINED) for step in observed]
     refined = Refined({}, _unpriced(observed, first))
     factors: dict[Kind, float] = {}
     bounds: set[Kind] = set()
     for _ in range(ROUNDS):
-        real, simulated, bounds = _sums(observed, [play(step.plan, refined) for step in observed])
+        real, simulated, bounds = _sums(observed, [simulate(step.plan, refined) for step in observed])
         # Measured over simulated. Both include slowdown by concurrent instructions, so once they agree the ratio is that of the
         # price alone.
         moved = {kind: real[kind] / seconds for kind, seconds in simulated.items() if seconds and real.get(kind)}
@@ -226,7 +226,7 @@ def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit
 
 
 def _sums(
-    observed: Sequence[Observed], played: Sequence[Mapping[Kind, Played]]
+    observed: Sequence[Observed], simulations: Sequence[Mapping[Kind, SimulatedKind]]
 ) -> tuple[dict[Kind, float], dict[Kind, float], set[Kind]]:
     """Measured and simulated seconds of every kind, over the steps that measure it; and the kinds with only a bound.
 
@@ -236,7 +236,7 @@ def _sums(
     exact = {kind for step in observed for kind in step.seconds if kind not in step.bounds}
     real: dict[Kind, float] = defaultdict(float)
     simulated: dict[Kind, float] = defaultdict(float)
-    for step, simulation in zip(observed, played, strict=True):
+    for step, simulation in zip(observed, simulations, strict=True):
         for kind in step.seconds.keys() | simulation.keys():
             tells = kind in step.seconds and (kind not in step.bounds or kind not in exact)
             if tells:
@@ -246,12 +246,12 @@ def _sums(
     return dict(real), dict(simulated), measured - exact
 
 
-def _unpriced(observed: Sequence[Observed], played: Sequence[Mapping[Kind, Played]]) -> dict[str, float]:
+def _unpriced(observed: Sequence[Observed], simulations: Sequence[Mapping[Kind, SimulatedKind]]) -> dict[str, float]:
     """Seconds of one instruction of each kind after the passes that the model does not price."""
-    real, simulated, _ = _sums(observed, played)
+    real, simulated, _ = _sums(observed, simulations)
     prices = {}
     for kind, seconds in real.items():
-        count = sum(simulation[kind].instructions for simulation in played if kind in simulation)
+        count = sum(simulation[kind].instructions for simulation in simulations if kind in simulation)
         # Buckets of gradients and the instruction that completes them share a name: the buckets' price is that of the kind.
         has_price = any(simulated.get((kind[0], is_cut)) for is_cut in (False, True))
         if is_state_key(kind[0]) and seconds and count and not has_price:

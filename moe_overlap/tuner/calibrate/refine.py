@@ -28,7 +28,7 @@ from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import as_values, content_sha256, from_json
 from moe_overlap.plan.trace import TraceFile, read_traces
-from moe_overlap.tuner.calibrate.observe import EXCHANGING, KindFit, Played, fit, observe
+from moe_overlap.tuner.calibrate.observe import EXCHANGING, KindFit, SimulatedKind, fit, observe
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
@@ -82,11 +82,11 @@ def refine(problem: Problem, traces: Sequence[str | Path]) -> tuple[Problem, Ref
     # Step 2: kinds in partitions have prices of their own, so the plan must say which spans are partitions.
     observed = [observe(plan, spans, _partitioned(_simulated(before, plan))) for _, plan, spans in runs]
 
-    def played(plan: Plan, refined: Refined) -> dict[Kind, Played]:
-        return _played(_simulated(before.refined_by(refined), plan), plan)
+    def simulate(plan: Plan, refined: Refined) -> dict[Kind, SimulatedKind]:
+        return _seconds_by_kind(_simulated(before.refined_by(refined), plan), plan)
 
     # Steps 3 and 4.
-    refined, kinds = fit(observed, played)
+    refined, kinds = fit(observed, simulate)
     after = before.refined_by(refined)
     # Under the key of the job: operators of another layout have other sizes, for which these factors do not hold.
     _keep(before, refined)
@@ -200,10 +200,10 @@ def _partitioned(step: SimulatedStep) -> set[str]:
     return {i.name for prices in step.prices.values() for i in prices.instructions if prices.is_cut(i)}
 
 
-def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
+def _seconds_by_kind(step: SimulatedStep, plan: Plan) -> dict[Kind, SimulatedKind]:
     """Simulated seconds of every kind, scaled to the micro-batches of the plan, for comparison with measured ones."""
     simulated = {executed.rank for executed in step.simulation.ran}
-    kinds: dict[Kind, Played] = {}
+    kinds: dict[Kind, SimulatedKind] = {}
     for executed in step.simulation.ran:
         i = executed.instruction
         if i.channel_group not in (*COMPUTING, *EXCHANGING):
@@ -215,7 +215,7 @@ def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
         if i.micro_batch is not None:
             share *= stage.gradient_accumulation_steps / prices.stage.gradient_accumulation_steps
         kind = (kind_of(i.name), prices.is_cut(i))
-        before = kinds.get(kind, Played(0.0, 0.0))
+        before = kinds.get(kind, SimulatedKind(0.0, 0.0))
         seconds = before.seconds + share * (executed.end - executed.start)
-        kinds[kind] = Played(seconds, before.instructions + share)
+        kinds[kind] = SimulatedKind(seconds, before.instructions + share)
     return kinds

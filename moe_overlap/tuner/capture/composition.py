@@ -197,14 +197,15 @@ def _stretches(source: NamedPart) -> list[list[NamedOp]]:
 class Composite:
     """The graph of all layouts whose blocks have the same classes."""
 
-    whole: NamedPart
+    part: NamedPart
+    """The part with all blocks."""
     scalings: Mapping[Size, Scaling]
     axes: tuple[str, ...]
-    """Parallel axes of its collectives, each named once."""
+    """Parallel axes of its collectives, without repetition."""
     is_of_experts: bool
-    """Whether it has operators or storages for each expert, or ones with replicas of their own."""
+    """True if it has operators or storages for each expert, or with separate replicas."""
     runs_each_expert: bool
-    """Whether it has operators for each expert."""
+    """True if it has operators for each expert."""
     open: tuple[Scaling, ...]
     """Scalings for which the samples allow several sums."""
 
@@ -309,11 +310,11 @@ class Composer:
         self, composites: Sequence[Composite], layout: Layout, sizes: Sequence[Mapping[Size, Expression]]
     ) -> tuple[CapturedPart, ...]:
         experts, many = self._experts(layout), composites[0]
-        parts = [numbered(many.whole, layout, experts, sizes[0])]
+        parts = [numbered(many.part, layout, experts, sizes[0])]
         for single, of_single in zip(composites[1:], sizes[1:], strict=True):
-            same = [op.structure for op in single.whole.ops] == [op.structure for op in many.whole.ops]
+            same = [op.structure for op in single.part.ops] == [op.structure for op in many.part.ops]
             if not same or {size: at_one_sample(value) for size, value in sizes[0].items()} != of_single:
-                parts.append(numbered(single.whole, layout, experts, of_single))
+                parts.append(numbered(single.part, layout, experts, of_single))
         return tuple(parts)
 
     def composite(self, key: PartKey, layout: Layout) -> Composite:

@@ -254,9 +254,9 @@ class _Rewrite:
         for index in self._of[stretch].outputs:
             # torch copies one storage into another through two empty tensors that it points at them.
             for which in (SCRATCH, SCRATCH_TOO):
-                self._steps.append(_made("empty", at, (), ((index, which),), Expression()))
+                self._steps.append(_hook_step("empty", at, (), ((index, which),), Expression()))
             copied = ((index, AGAIN),), ((index, REFILLED),)
-            self._steps.append(_made("copy_", at, *copied, self._part.storages[index].bytes))
+            self._steps.append(_hook_step("copy_", at, *copied, self._part.storages[index].bytes))
 
     def _add(self, op: Op, run: int, stretch: Stretch | None) -> None:
         is_backward = run == AGAIN or op.id >= self._count
@@ -381,8 +381,8 @@ class _Rewrite:
         return tuple(saved)
 
 
-def _made(name: str, at: Place, reads: tuple[Copy, ...], writes: tuple[Copy, ...], size: Expression) -> _Step:
-    """An operator of a hook, which the part without recomputation lacks: it moves bytes from storage to storage."""
+def _hook_step(name: str, at: Place, reads: tuple[Copy, ...], writes: tuple[Copy, ...], size: Expression) -> _Step:
+    """The step of an operator that only a hook of recomputation has: it moves bytes from storage to storage."""
     op = Op(
         id=-1,
         name=name,

@@ -70,8 +70,8 @@ def stretches(part: CapturedPart, variant: str) -> list[Stretch]:
     return sorted(all_stretches, key=lambda stretch: stretch.forward.start)
 
 
-def _whole(part: CapturedPart) -> list[Stretch]:
-    """A whole layer; a prediction layer wraps its projection, its layer and the norm after it, but not embedding and loss."""
+def _complete_layer(part: CapturedPart) -> list[Stretch]:
+    """The complete layer; of a prediction layer its projection, layer and final norm, without embedding and loss."""
     count = forward_count(part)
     if not part.kind.startswith(AHEAD):
         return [Stretch(range(count), range(count, len(part.ops)), place_of)]
@@ -232,7 +232,7 @@ def _backward_of(part: CapturedPart, forward: range, start: int, owner: str = ""
 
 
 _FINDERS: dict[str, Callable[[CapturedPart], list[Stretch]]] = {
-    FULL: _whole,
+    FULL: _complete_layer,
     "layernorm": _norms,
     "moe_act": _activation,
     "mla_up_proj": _latent_projections,

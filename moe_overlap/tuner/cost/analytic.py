@@ -1,10 +1,10 @@
 """The analytic cost of a plan on a cluster: seconds of a step, their breakdown, and the peak memory of every stage.
 
-Terms. A *part* of the model is a kind of layer, the embedding or the head, as the capture has it. A *family* is a set of stages
-that differ in their layers and ranks only; a plan of equal stages has one.
-1. `prepare` evaluates operators and bytes of the parts, and counts them by stage, before any rate is known.
-2. `price` adds rates: each part is priced alone (`layer.py`, `memory.py`), stages are sums of parts under the decisions about
-   their states (`evaluate.py`), and a step is the pipeline of its stages and the optimizer (`pipeline.py`).
+Terms. A *part* of the model is a captured kind of layer, the embedding or the head. A *family* is a set of stages that differ
+only in their layers and ranks; a plan of equal stages has one.
+1. `prepare` evaluates operators and bytes of the parts, and counts the parts of each stage. It needs no rates.
+2. `price` applies rates. Each part is priced separately (`layer.py`, `memory.py`); a stage is the sum of its parts under its
+   strategy about states (`evaluate.py`); a step is the pipeline of its stages and the optimizer (`pipeline.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
-from moe_overlap.tuner.cost.expected_error import ExpectedError
+from moe_overlap.tuner.cost.expected_error import ExpectedError, Neighbours
 from moe_overlap.tuner.cost.feasibility import (
     FullestStage,
     MemoryChange,
@@ -57,15 +57,15 @@ from moe_overlap.tuner.cost.uneven_chunks import chunk_seconds, unevenness
 
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
-"""Precision -> bytes of a captured parameter; 2 in every other one."""
+"""Precision -> bytes of a captured parameter; 2 for all other precisions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Stages of one layout. K parts, M stages."""
+    """Stages of one layout: K parts, M stages."""
 
     stage: StagePlan
-    """The plan of the first of them."""
+    """The plan of the first stage."""
     stages: tuple[int, ...]
     tables: tuple[OpTable, ...]
     sizes: tuple[PartBytes, ...]
@@ -74,9 +74,9 @@ class Family:
     in_flight: Floats
     """[M]"""
     parts: tuple[tuple[StagePart, ...], ...]
-    """[M] every stage's parts in the order of its forward pass; rows are those of `tables`."""
+    """[M] parts of every stage in the order of its forward pass; their rows index `tables`."""
     boundary_bytes: float
-    """Hidden states that cross a stage's edge for one micro-batch, on one rank."""
+    """Bytes of hidden states between two stages, per micro-batch and rank."""
 
 
 def prepare(
@@ -94,7 +94,7 @@ def prepare(
     """
     families: dict[StagePlan, list[int]] = {}
     for index, stage in enumerate(plan.stages):
-        # Without what stages of one family may differ in; the analytic cost knows no overlap inside a stage.
+        # Erase the fields in which stages of one family may differ; the analytic cost has no overlap inside a stage.
         chunks = tuple((0, 0) for _ in stage.chunks)
         layout = replace(stage, chunks=chunks, devices=plan.stages[0].devices, overlap=NO_OVERLAP)
         families.setdefault(layout, []).append(index)
@@ -111,7 +111,7 @@ def _family(
 ) -> Family:
     stage, length = plan.stages[indices[0]], plan.sequence_length
     counted = [part_counts(plan, index, graphs[index]) for index in indices]
-    # By identity: a capture hands out the same object for the same part, and comparing whole graphs would be slow.
+    # By identity: a capture returns the same object for the same part, and comparing complete graphs would be slow.
     parts = {id(part): part for of_stage in counted for part, _ in of_stage}
     rows = {key: row for row, key in enumerate(parts)}
     counts = np.zeros((len(parts), len(indices)))
@@ -146,7 +146,7 @@ def _flying(plan: Plan, index: int) -> float:
     if stage.overlap.micro_batches_in_flight > 1:
         return held_in_pairs(len(plan.stages), index, stage.gradient_accumulation_steps, layers)
     if plan.transfers:
-        # The closed form holds for the orders of megatron-core only; these are counted in the order that will run.
+        # The closed form holds only for megatron-core's orders; here the executed order is counted.
         return most_in_flight(pipeline_blocks(plan, index), layers)
     return in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, layers)
 
@@ -157,41 +157,51 @@ class Prediction:
 
     predicted: Predicted
     breakdown: Mapping[str, float]
-    """Seconds by what they are spent on; they add up to the step."""
+    """Seconds by cause; they add up to the step."""
     mfu: float
     capacity_bytes: int
+    """Of a GPU, as described."""
     extrapolating: tuple[str, ...]
-    """Why the figures reach beyond what was measured; empty where they do not."""
+    """Reasons why the figures extrapolate beyond measurements; empty if they do not."""
     not_modelled: tuple[str, ...]
-    """Flags that change seconds or bytes and are not counted."""
+    """Flags that change seconds or bytes and that the cost model ignores."""
     software: Software = REFERENCE
-    """The software release whose losses count."""
+    """The software release of the constants."""
     expected_error: ExpectedError | None = None
-    """How far such predictions are off; None where the machine was measured, or too few runs like it are known."""
+    """The error of such predictions; None if the machine was measured, or too few similar runs are known."""
+    missed: Neighbours | None = None
+    """The most similar published runs, if the mean of their measured steps lies outside the interval; else None."""
     computed_early: tuple[str, ...] = ()
-    """By stage, deferred weight gradients whose operands exceed the bound; they are counted where they are computed."""
+    """By stage, deferred weight gradients that run early because their operands exceed the bound."""
     assumed: tuple[str, ...] = ()
-    """Sentences on what was taken for what the flags do not say, or say of another release."""
+    """Sentences on values that the flags leave open, or that are of another release."""
     not_run: tuple[str, ...] = ()
-    """Rules by which nobody runs the flags that were predicted."""
+    """Rules of the software that refuse the predicted flags."""
+    reserved_bytes: int = 0
+    """Of the capacity, what the driver, CUDA and NCCL take."""
     memory: MemoryQuantiles = MemoryQuantiles()
-    """How far measured peaks lie from predicted ones."""
+    """Quantiles of measured peaks over predicted ones."""
     remedy: Remedy | None = None
-    """The cheapest single change under which a plan that does not fit does, where one was looked for."""
+    """The fastest single change that makes the plan fit; None if it fits, no change does, or none was searched."""
     tried: tuple[MemoryChange, ...] = ()
-    """The changes that were looked at."""
+    """The changes that were tried."""
     launching: Launching | None = None
-    """Seconds of the step that are due to launches, where that was looked at."""
+    """Seconds of the step due to launches; None if they were not computed."""
+
+    @property
+    def available_bytes(self) -> int:
+        """Of a GPU, what a plan may have."""
+        return self.capacity_bytes - self.reserved_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether what every stage needs stays within the capacity of its GPU, at the quantile of the margin."""
+        """True if every stage fits in the available bytes of its GPU, at the quantile of the margin."""
         return self.memory_verdict == "fits"
 
     @property
     def memory_verdict(self) -> Verdict:
-        """Whether the plan fits, may not, or does not (feasibility.py)."""
-        return verdict_of(self.predicted.stages, self.capacity_bytes, self.memory)
+        """The verdict that the plan fits, may not fit, or does not fit (feasibility.py)."""
+        return verdict_of(self.predicted.stages, self.available_bytes, self.memory)
 
     @property
     def fullest(self) -> FullestStage:
@@ -200,8 +210,8 @@ class Prediction:
 
     @property
     def overflow(self) -> list[str]:
-        """The stages that do not fit with certainty, the fullest first, whose verdict is that of the plan."""
-        return overflow_lines(self.predicted.stages, self.capacity_bytes, self.memory)
+        """Lines on the stages that may not fit, the fullest first; its verdict is the plan's."""
+        return overflow_lines(self.predicted.stages, self.available_bytes, self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +222,7 @@ class Priced:
     costs: StageCosts
     parts: tuple[PartCost, ...]
     terms: LayerTerms
-    """Costs of the parts under the stages' strategy; [K, 1] each."""
+    """[K, 1] costs of the parts under the stages' strategy."""
     rates: StateRates
     setting: Setting
 
@@ -229,7 +239,7 @@ class Priced:
 
     @property
     def gathered(self) -> Floats:
-        """[M] seconds of an update in which weights are gathered behind the optimizer."""
+        """[M] seconds of an update that gather weights after the optimizer."""
         if self.family.stage.is_decoupled:
             return np.zeros(len(self.family.stages))
         return self.terms.gathered_seconds[:, 0] @ self.family.counts
@@ -257,8 +267,8 @@ def price(
     expected = machine.expected_error
     if expected is not None and reasons:
         expected = expected.widened(machine.beyond)
-    whole = _whole(plan, model, machine, priced, features, reasons)
-    return replace(whole, software=machine.software, expected_error=expected)
+    prediction = _predict_step(plan, model, machine, priced, features, reasons)
+    return replace(prediction, software=machine.software, expected_error=expected, missed=machine.missed)
 
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
@@ -266,7 +276,7 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
     setting = setting_of(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
     evaluator = evaluator_of(family, parts, setting, machine, _strategy(family.stage))
-    # The only stage of a pipeline sends no hidden states.
+    # A single stage sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     shapes = (
         StageShapes(
@@ -288,7 +298,7 @@ def stage_evaluator(
     """The evaluator of stages of a family's layout and micro-batch under other strategies.
 
     Args:
-        strategy: [N]; its `data` and `expert_data` are those of the layout.
+        strategy: [N] strategies with the layout's `data` and `expert_data`.
     """
     setting = setting_of(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
@@ -312,7 +322,7 @@ def setting_of(plan: Plan, model: ModelDescription, stage: StagePlan, machine: M
         load=machine.load,
         lookup=machine.lookup,
         replays=replays_of(plan, features) if plan.is_listed else UNLISTED,
-        alone=lone_share(len(plan.stages), len(stage.chunks), stage.gradient_accumulation_steps),
+        unpaired_share=lone_share(len(plan.stages), len(stage.chunks), stage.gradient_accumulation_steps),
         two_at_work=features.overlap_experts or plan.has_pairs,
     )
 
@@ -328,7 +338,7 @@ def evaluator_of(
 
     Args:
         parts: costs of the family's tables.
-        strategy: [N]; its `data` and `expert_data` are those of the layout.
+        strategy: [N] strategies with the layout's `data` and `expert_data`.
     """
     links = machine.cluster.group_of(family.stage.devices.ranks[0])
     rates = _state_rates(setting, links, len(strategy.data))
@@ -339,11 +349,11 @@ def evaluator_of(
 
 def _state_rates(setting: Setting, links: NodeGroup, strategies: int) -> StateRates:
     groups, constants, features = setting.groups, setting.constants, setting.features
-    # A rate is taken at so many bytes that the latency, which is added once per collective, is a negligible part of it.
-    one, unit, rates = np.ones(strategies), 1 << 30, constants.link_rates
+    # Rates are evaluated at many bytes, so that the latency, which is added once per collective, is negligible.
+    ones, unit, rates = np.ones(strategies), 1 << 30, constants.link_rates
     return StateRates(
-        dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
-        expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
+        dense_scatter=ones * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
+        expert_scatter=ones * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
         reduce_scatter=rates.reduce_scatter,
         latency_seconds=rates.latency("all_gather"),
         dense_use=link_use("all_gather", groups["dp_cp"], rates),
@@ -378,19 +388,19 @@ def _kind_terms(costs: Sequence[PartCost], family: Family, setting: Setting) -> 
 
 
 def _strategy(stage: StagePlan) -> Strategy:
-    one, offload = np.ones(1), stage.offload
+    ones, offload = np.ones(1), stage.offload
     return Strategy(
-        data=one * stage.data * stage.context,
-        expert_data=one * stage.expert_data,
-        zero_level=one * stage.zero_level,
-        offload_weights=one * offload.weights,
-        offload_gradients=one * offload.gradients,
-        offload_optimizer=one * offload.optimizer,
-        offload_activations=one * offload.activations,
+        data=ones * stage.data * stage.context,
+        expert_data=ones * stage.expert_data,
+        zero_level=ones * stage.zero_level,
+        offload_weights=ones * offload.weights,
+        offload_gradients=ones * offload.gradients,
+        offload_optimizer=ones * offload.optimizer,
+        offload_activations=ones * offload.activations,
     )
 
 
-def _whole(
+def _predict_step(
     plan: Plan,
     model: ModelDescription,
     machine: Machine,
@@ -403,21 +413,23 @@ def _whole(
     place = {index: (family, column) for family in priced for column, index in enumerate(family.family.stages)}
     order = [place[index] for index in range(len(plan.stages))]
     sent = [family.family.boundary_bytes for family, _ in order]
-    # Where tiles of unlike stages cross, the end that sends or receives more of them takes longer.
+    # Between stages of different shape the end that sends or receives more bytes decides.
     one_way = [
         boundary_seconds(plan, index, max(pair), machine)
         for index, pair in enumerate(zip(sent, sent[1:], strict=False))
     ]
-    beside = constants.overlap_slowdown if features.overlap_transfers else None
+    transfer_slowdown = constants.overlap_slowdown if features.overlap_transfers else None
     counts = [stage.gradient_accumulation_steps for stage in plan.stages]
     uneven = float(unevenness([family.chunk_seconds(m) for family, m in order], counts[0])[0])
-    rules = PipelineRules(virtual=virtual, beside=beside, fixed=constants.step_seconds, uneven=uneven)
+    rules = PipelineRules(
+        virtual=virtual, transfer_slowdown=transfer_slowdown, fixed=constants.step_seconds, uneven=uneven
+    )
     updates = [float(family.costs.optimizer_seconds[0, m]) for family, m in order]
-    whole = pipeline_seconds([_times(family.costs, m) for family, m in order], updates, one_way, counts, rules)
-    times, step = whole.stages, spent_on(whole.stages, counts, virtual, uneven)
-    transfers, filling = [float(transfer) for transfer in whole.transfers], float(whole.filling)
-    steady, update, seconds = float(step.steady), float(whole.update), float(whole.total)
-    # Weights that the slowest update gathers are communication of the data ranks.
+    pipeline = pipeline_seconds([_times(family.costs, m) for family, m in order], updates, one_way, counts, rules)
+    times, step = pipeline.stages, spent_on(pipeline.stages, counts, virtual, uneven)
+    transfers, filling = [float(transfer) for transfer in pipeline.transfers], float(pipeline.filling)
+    steady, update, seconds = float(step.steady), float(pipeline.update), float(pipeline.total)
+    # The gather of weights in the slowest update is communication of the data ranks.
     last, m = order[int(np.argmax(updates))]
     gathered = min(float(last.gathered[m]), update)
     slowest_stage = int(step.slowest)
@@ -425,7 +437,7 @@ def _whole(
     transfer, count = transfers[slowest_stage], counts[slowest_stage]
     inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
     compute = count * float(slowest.compute[column])
-    # Sharded or offloaded states add communication of the data ranks, or copies, to a stable micro-batch.
+    # The rest of a stable micro-batch: communication of sharded states, and copies of offloaded ones.
     states = steady - compute - sum(inside.values()) - count * transfer
     tokens = plan.global_batch_size * plan.sequence_length / plan.world_size / seconds
     tflops = tokens * training_flops_per_token(model, plan.sequence_length) / 1e12
@@ -449,6 +461,7 @@ def _whole(
         },
         mfu=tflops / peak_tflops(gpu, plan.precision),
         capacity_bytes=int(gpu.memory_gib * GIB),
+        reserved_bytes=machine.reserved_bytes,
         extrapolating=extrapolating,
         not_modelled=features.not_modelled,
         memory=machine.memory,
@@ -462,11 +475,11 @@ def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> floa
 
 
 def boundary_seconds(plan: Plan, index: int, boundary_bytes: float, machine: Machine) -> float:
-    """Seconds of one transfer from a stage to the next; of unlike stages, which stand anywhere, over the slowest of the links."""
+    """Seconds of one transfer from a stage to the next; stages of different shape use the slowest of their links."""
     if not plan.transfers:
         return one_way_seconds(plan, boundary_bytes, machine)
-    transfer = next((each for each in plan.transfers if each.from_stage == index), None)
-    if transfer is None:  # Equal neighbours send rank to rank.
+    transfer = next((crossing for crossing in plan.transfers if crossing.from_stage == index), None)
+    if transfer is None:  # Neighbours of equal shape send rank to rank.
         pairs = set(zip(plan.stages[index].devices.ranks, plan.stages[index + 1].devices.ranks, strict=True))
     else:
         pairs = {(tile.source, tile.target) for tile in transfer.tiles}

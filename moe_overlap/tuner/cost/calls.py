@@ -39,7 +39,7 @@ class CallCode(IntEnum):
     TORCH = 0
     FUNCTION = 1
     MODULE = 2
-    FURTHER = 3
+    EXTRA_KERNEL = 3
     """No separate call: launched within another call, or by autograd's engine."""
 
 
@@ -60,7 +60,7 @@ class Calls:
 
 def calls_of(ops: Sequence[Op]) -> Calls:
     """The calls of a part's operators, in the order of the graph."""
-    codes = np.full(len(ops), CallCode.FURTHER, dtype=np.int64)
+    codes = np.full(len(ops), CallCode.EXTRA_KERNEL, dtype=np.int64)
     by_library = any(op.library == "te" for op in ops)
     launched = [index for index, op in enumerate(ops) if op.cost_class != "free"]
 
@@ -124,4 +124,4 @@ def _code(op: Op) -> CallCode:
     # Names of torch's operators have no dot.
     if "." in op.name or op.cost_class == "collective":
         return CallCode.FUNCTION
-    return CallCode.TORCH if op.phase == "forward" or op.is_recomputed else CallCode.FURTHER
+    return CallCode.TORCH if op.phase == "forward" or op.is_recomputed else CallCode.EXTRA_KERNEL

@@ -67,7 +67,7 @@ def replayed_in(instructions: Sequence[Instruction], has_static_rows: bool, size
         elif i.kind == "weight-gradient" and (of_backward := slot_of.get((backward_of(i.name), i.micro_batch))):
             replayed[i.id] = Replayed(of_backward, launches=len(i.partition) or 1)
         handed = _handed_on(i, owner) if slot is None else {}
-        for name in _left(i, listed) if slot is not None else i.writes:
+        for name in _slot_outputs(i, listed) if slot is not None else i.writes:
             owner.pop(name, None)
             if slot is not None:
                 owner[name] = slot
@@ -87,7 +87,7 @@ def _replayed(i: Instruction, slot: Slot, listed: CapturedList, owner: Mapping[s
             replayed.copies += [size(i, role, 1) for name in names if owner.get(name) != slot]
         elif len(names) > 1 or owner.get(names[0]) != slot:
             replayed.copies.append(size(i, role, len(names)))
-    for role, names in _by_role(_left(i, listed)):
+    for role, names in _by_role(_slot_outputs(i, listed)):
         replayed.output_bytes += size(i, role, len(names)) if role not in SAVED else 0.0
     sent = listed.sent.get(i.id, ())
     replayed.copies += [size(i, parse_buffer(name).role, 1) for name in sent]
@@ -123,7 +123,7 @@ def _inputs(i: Instruction) -> Iterator[tuple[BufferRole, list[str]]]:
             yield role, names
 
 
-def _left(i: Instruction, listed: CapturedList) -> list[str]:
+def _slot_outputs(i: Instruction, listed: CapturedList) -> list[str]:
     """The buffers that a graph writes in its slot; none for the shared experts' gradient, which the gate adds to its own."""
     sent = listed.sent.get(i.id, ())
     of_shared = i.operator.kind is SHARED and i.operator.phase is BACKWARD
@@ -143,7 +143,7 @@ def _named(names: Sequence[str], role: BufferRole) -> list[str]:
     return [name for name in names if parse_buffer(name).role is role]
 
 
-def beside_replays(
+def more_launches_by_row(
     instructions: Sequence[Instruction], replayed: Mapping[int, Replayed], row_of: Callable[[str], int]
 ) -> dict[int, dict[tuple[OperatorKind, bool], float]]:
     """Row of a part -> `Replays.more_launches`, averaged over the list.

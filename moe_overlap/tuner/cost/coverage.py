@@ -1,8 +1,7 @@
-"""Traits of runs beside GPU, precision and release, and those that no calibration run on an architecture had.
+"""Traits of a run other than GPU, precision and release, and which of them no calibration run on its architecture had.
 
-A prediction of a run with a trait that no measured step of its architecture had reaches beyond what the constants were fitted to,
-and says so; its interval is wider (`expected_error.py`). `tuner/calibrate/fit` writes the traits of the calibration rows to
-constants.json.
+A prediction extrapolates if no calibration run on its architecture had one of its traits. It then names the trait and has a wider
+interval (`expected_error.py`). `tuner/calibrate/fit` writes the traits of the calibration rows to constants.json.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ SHARDED: Mapping[int, str] = {
     2: "with sharded gradients (ZeRO-2)",
     3: "with sharded parameters (ZeRO-3)",
 }
-"""By ZeRO level; that of the distributed optimizer, 1, is nothing special."""
+"""ZeRO level -> trait; level 1, that of the distributed optimizer, has none."""
 
 
 def traits(plan: Plan, features: Features, is_moe: bool) -> tuple[str, ...]:
-    """The traits of a run, each as the end of a sentence about models."""
+    """The traits of a run, each as a phrase such as `MoE models without CUDA graphs`."""
     kind, stages = "MoE models" if is_moe else "dense models", plan.stages
-    found = [GRAPHS[features.graphs]]
-    found += sorted({SHARDED[stage.zero_level] for stage in stages if stage.zero_level in SHARDED})
+    descriptions = [GRAPHS[features.graphs]]
+    descriptions += sorted({SHARDED[stage.zero_level] for stage in stages if stage.zero_level in SHARDED})
     if any(stage.offload != Offload() for stage in stages):
-        found.append("with states in host memory")
+        descriptions.append("with states in host memory")
     if any(stage.recompute.granularity in ("full", "uniform") for stage in stages):
-        found.append("that compute whole layers again")
+        descriptions.append("that compute whole layers again")
     if features.listed_graphs and any(stage.overlap.is_listed for stage in stages):
-        found.append("whose instruction lists are replayed as CUDA graphs")
+        descriptions.append("whose instruction lists are replayed as CUDA graphs")
     if is_moe and features.overlap_experts:
-        found.append("with all-to-alls beside another micro-batch")
-    return tuple(f"{kind} {trait}" for trait in found)
+        descriptions.append("with all-to-alls beside another micro-batch")
+    return tuple(f"{kind} {trait}" for trait in descriptions)
 
 
 def uncovered(known: Traits, architecture: str, of_run: tuple[str, ...]) -> tuple[str, ...]:
-    """Why a run reaches beyond the calibration runs. That none at all is known on an architecture is said elsewhere."""
+    """A reason for each trait without a calibration run; none for an architecture without any run, which has its own message."""
     if architecture not in known:
         return ()
     return tuple(
-        f"no measured steps of {trait} on {architecture}" for trait in of_run if trait not in known[architecture]
+        f"no calibration run of {trait} on {architecture}" for trait in of_run if trait not in known[architecture]
     )

@@ -1,11 +1,11 @@
-"""Seconds and bytes of complete stages, for many strategies and shapes at once: what predictions and searches are made of.
+"""Seconds and bytes of complete stages, for many strategies and shapes at once: the core of predictions and searches.
 
-1. `StageEvaluator` is made once for a layout and a micro-batch: kinds of parts, and N strategies about their states.
-2. `costs` answers for M shapes of a stage (layers, recomputation, micro-batches in flight): seconds by the names of `StageTimes`,
-   bytes by CATEGORIES. Predictions ask for one strategy, searches for all of them.
+1. A `StageEvaluator` belongs to one layout and micro-batch: kinds of parts, and N strategies about their states.
+2. `costs` prices M shapes of a stage (layers, recomputation, micro-batches in flight): seconds by the names of `StageTimes`,
+   bytes by CATEGORIES. Predictions have one strategy, searches all of them.
 
-A shape is a sequence of runs: a run repeats one kind of part. Sums over layers are matrix products. Where parameter groups step
-by themselves (ZeRO 2 and 3, offloading) the terms of a layer are those of moved_states.py.
+A shape is a sequence of runs: a run repeats one kind of part. Sums over layers are matrix products. If parameter groups step
+separately (ZeRO 2 and 3, offloading), moved_states.py gives the terms of a layer.
 
 Legend: K kinds of part, N strategies, R runs, M shapes.
 """
@@ -41,13 +41,13 @@ TIMES: Mapping[str, str] = MappingProxyType(
         "tail": "tail_seconds",
     }
 )
-"""Fields of `StageTimes`, and of `StageCosts`."""
+"""Field of `StageTimes` -> field of `StageCosts`."""
 SECONDS = (*TIMES.values(), "optimizer_seconds")
-"""All seconds of `StageCosts`; the optimizer's are those behind all passes."""
+"""All seconds of `StageCosts`."""
 FEW = 1 << 12
-"""Numbers that are compared faster than the sets of kinds among them are found."""
+"""Most numbers of which the maximum is taken directly, because grouping by sets of kinds would take longer."""
 BLOCK = 1 << 18
-"""Numbers of a term worked on at a time, few enough to stay in the cache."""
+"""Numbers of a term per block, few enough to stay in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +55,10 @@ class StageShapes:
     """M shapes of a stage at one place of its pipeline.
 
     Attributes:
-        runs: [R] parts in the order of a forward pass; each stands for a run of equal ones.
-        counts: [R, M] parts of each run; embedding and head are runs of 0 or 1.
-        in_flight: [M] micro-batches whose activations are held at once; with virtual stages a fraction.
-        boundary_bytes: hidden states at a stage's edge for one micro-batch: one received, one to be sent, each way.
+        runs: [R] the part of each run, in the order of a forward pass.
+        counts: [R, M] number of parts of each run; 0 or 1 for embedding and head.
+        in_flight: [M] micro-batches whose activations are held at once; may be a fraction with model chunks.
+        boundary_bytes: bytes of hidden states at a stage's edge for one micro-batch.
     """
 
     runs: tuple[StagePart, ...]
@@ -67,7 +67,7 @@ class StageShapes:
     boundary_bytes: float
 
     def some(self, shapes: slice) -> StageShapes:
-        """A part of the shapes."""
+        """The shapes of a slice."""
         return replace(self, counts=self.counts[:, shapes], in_flight=self.in_flight[shapes])
 
 
@@ -80,13 +80,13 @@ class StageCosts:
     first_extra_seconds: Floats
     tail_seconds: Floats
     optimizer_seconds: Floats
-    """Seconds of the update behind the last micro-batch, with weights that are gathered behind it; where parameter groups step by
-    themselves it is 0 and the first micro-batch has them."""
+    """Seconds of the update after the last micro-batch, with the gather of weights after it. 0 if parameter groups step
+    separately: then the first micro-batch includes the updates."""
     peaks: dict[str, Floats]
     """Bytes by CATEGORIES."""
 
     def some(self, shapes: slice) -> StageCosts:
-        """Costs of a part of the shapes."""
+        """The costs of a slice of shapes."""
         seconds = {
             field.name: getattr(self, field.name)[:, shapes] for field in fields(StageCosts) if field.name != "peaks"
         }
@@ -113,14 +113,14 @@ class StageCosts:
 
 
 class StageEvaluator:
-    """Prices stages of one layout and micro-batch.
+    """Prices of the stages of one layout and micro-batch.
 
     Args:
         kinds: [K] costs of the parts.
-        strategy: [N] decisions about states.
-        rates: of collectives, copies and the optimizer; [N] where they belong to a group of ranks.
-        concurrent: seconds of what runs at the same time.
-        fragmentation: part of activations and temporaries that the allocator reserves in vain.
+        strategy: [N] strategies about states.
+        rates: rates of collectives, copies and the optimizer; those of a group of ranks are [N].
+        concurrent: seconds of concurrent work.
+        fragmentation: bytes lost by the allocator, as a share of activations and temporaries.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class StageEvaluator:
             "tail_seconds": terms.last_extra_seconds,
             "optimizer_seconds": terms.optimizer_seconds + terms.gathered_seconds,
         }
-        # [1, N] Strategies whose parameter groups step by themselves take other terms.
+        # [1, N] Strategies whose parameter groups step separately have other terms.
         moves = is_decoupled(strategy)[None]
         self._moved = moved_terms(kinds, strategy, rates, concurrent) if moves.any() else None
         if self._moved is not None:
@@ -146,7 +146,7 @@ class StageEvaluator:
 
     @property
     def pass_seconds(self) -> tuple[Floats, Floats]:
-        """[K] seconds of the forward and of the backward pass of a part, whatever the strategy."""
+        """[K] seconds of the forward and of the backward pass of a part, equal for all strategies."""
         return self._kinds.forward_seconds, self._kinds.backward_seconds
 
     def costs(self, shapes: StageShapes) -> StageCosts:
@@ -161,11 +161,11 @@ class StageEvaluator:
         return StageCosts(**dict(zip(SECONDS, seconds, strict=True)), peaks=dict(zip(CATEGORIES, peaks, strict=True)))
 
     def _price(self, shapes: StageShapes, seconds: Floats, peaks: Floats) -> None:
-        """Write the costs of some shapes.
+        """Write the costs of some shapes into two arrays.
 
         Args:
-            seconds: by SECONDS.
-            peaks: by CATEGORIES.
+            seconds: [SECONDS, N, M].
+            peaks: [CATEGORIES, N, M].
         """
         terms = self.terms
         layers = np.zeros((terms.weights.shape[0], shapes.counts.shape[1]))
@@ -186,27 +186,27 @@ class StageEvaluator:
         of["communication"][:] = edge_bytes(shapes.boundary_bytes, shapes.in_flight)
         if self._moved is not None:
             of["communication"][:] += self._passing(present, activations)
-        # States are allocated once and leave no holes.
+        # States are allocated once, so they do not fragment memory.
         np.multiply(activations + working, self._fragmentation, out=of["fragmentation"])
 
     def _passing(self, present: NDArray[np.bool_], activations: Floats) -> Floats:
-        """[N, M] bytes of moved states on the device for a while.
+        """[N, M] peak bytes of moved states that pass through the device.
 
         Args:
-            present: [K, M] kinds that a stage has.
-            activations: [N, M] bytes that are held behind the forward passes.
+            present: [K, M] True for the kinds that a stage has.
+            activations: [N, M] bytes that are held after the forward passes.
         """
         assert self._moved is not None
         used, updated = (
             _largest(of_part, present) + _largest(neighbours, present)
             for of_part, neighbours in (self._moved.used_bytes, self._moved.updated_bytes)
         )
-        # Updates stand in front of the passes, when no activations are held; the last one leaves beside those.
+        # Updates run before the passes, when no activations are held; the states of the last one leave during the passes.
         return np.maximum(np.maximum(used, _largest(self._moved.leaving_bytes, present)), updated - activations)
 
 
 def runs_of(parts: Sequence[StagePart]) -> tuple[tuple[StagePart, ...], list[float]]:
-    """The runs of equal parts of a stage, and how many each has."""
+    """The runs of equal parts of a stage, and the number of parts of each."""
     runs: list[StagePart] = []
     counts: list[float] = []
     for part in parts:
@@ -219,7 +219,7 @@ def runs_of(parts: Sequence[StagePart]) -> tuple[tuple[StagePart, ...], list[flo
 
 
 def joined(costs: Sequence[StageCosts]) -> StageCosts:
-    """Costs of several lots of shapes, one after the other."""
+    """The costs of several lots of shapes, concatenated."""
 
     def join(values: Sequence[Floats]) -> Floats:
         return np.concatenate(values, axis=1)
@@ -233,14 +233,14 @@ def joined(costs: Sequence[StageCosts]) -> StageCosts:
 
 
 def edge_bytes(boundary_bytes: float, in_flight: Floats) -> Floats:
-    """Bytes of hidden states at the edge of a stage of a pipeline: one received and one to be sent, where it works ahead."""
+    """Bytes of hidden states at the edge of a stage: one received and one to send, if it holds several micro-batches."""
     return np.where(in_flight > 1, 2.0 * boundary_bytes, 0.0)
 
 
 def _largest(per_layer: Floats, present: NDArray[np.bool_]) -> Floats:
     """[N, M] maximum over the kinds that a stage has.
 
-    Stages that hold the same kinds have the same maximum, and there are few such sets: one pass over each in place of [K, N, M].
+    Stages with the same set of kinds have the same maximum, and there are few sets: one maximum per set avoids [K, N, M] numbers.
     """
     if present.shape[1] * per_layer.size <= FEW:
         largest: Floats = np.where(present[:, None, :], per_layer[:, :, None], 0.0).max(axis=0, initial=0.0)

@@ -1,18 +1,21 @@
-"""The expected error of a prediction, from runs that were left out when the constants were fitted.
+"""The expected error of a prediction, from published runs whose steps were compared with their predictions.
 
-`tuner/calibrate/fit` fits the constants several times, each time without a part of the calibration rows, and writes the
-errors of the left-out rows to errors.json, by group: GPU type with precision and kind (dense or MoE), and wider groups. A
-prediction uses the narrowest group with enough families of runs, and names it.
+errors.json holds the compared runs, one a line, which `tuner/calibrate/fit` writes whenever it fits the constants: test runs, to
+which nothing is fitted, and calibration runs, each predicted by constants that were fitted without its family (its model, GPU
+type and precision). Everything below is computed from these runs.
 
-The interval. For a run of a new family, measured over predicted seconds lie within exp(± spread) in nine of ten cases:
-1. A family counts once, by the mean square of its logarithmic errors, because an error for one model affects all its runs. Errors
-   are not centred, so the bias of a group is part of its spread.
-2. A mean square of few families is uncertain. So that of a group is averaged with that of its kind (dense or MoE), and that of a
-   kind with that of all runs, as if `PRIOR_FAMILIES` families of the wider group belonged to it.
-3. The spread is the root of that mean square times Student's 95 % quantile, with a degree of freedom per family (also of step 2).
-4. A prediction has the largest spread of all groups that contain it, because a wide group may average out a narrow one's errors.
-5. A prediction beyond the calibration has spread and mean error times `beyond`: the ratio of the errors of two kinds of left-out
-   runs, those with a release, precision or feature that no remaining run has, and the others.
+1. Runs are grouped by GPU type, kind (dense or MoE) and, for MoE, routing: experts with equal loads by force, or with the loads
+   that a router gives them. A group with fewer than `ENOUGH_RUNS` runs or `ENOUGH_FAMILIES` families is widened: to the GPU's
+   architecture, to all GPUs, to any routing, to all runs. Errors within a family are correlated.
+2. The error of a group is the larger of two means of absolute relative errors: that of its test runs and that of its left-out
+   calibration runs.
+3. The interval exp(± spread) around the predicted seconds has the smallest spread that holds nine of ten runs of the group. No
+   distribution is assumed, and errors are not centred, so the bias of a group is part of its spread.
+4. Beyond the calibration, mean and spread grow by `beyond`: the ratio of the errors of runs with a release, precision or feature
+   that no run of their fit had to those of the other runs.
+5. The *neighbours* of a run are the compared runs of its precision that are most like it: of its model on its GPU type, else of
+   its model on any, else of its GPU type and kind. Where they lie outside the interval in the mean, the model misses them, and
+   an answer says so.
 """
 
 from __future__ import annotations
@@ -20,23 +23,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from moe_overlap.describe.cluster import Gpu
-from moe_overlap.tuner.cost.hardware import precision_of, scope
-from moe_overlap.tuner.cost.memory_errors import student_quantile
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.tuner.cost.hardware import precision_of
 
 ENOUGH_FAMILIES = 5
-"""Fewest families of a group whose error is used. A family is the runs of one model, GPU type and precision, whose errors are
-correlated."""
-PRIOR_FAMILIES = 5
+ENOUGH_RUNS = 10
+"""With fewer runs nine of ten are all of them."""
 LEVEL = 0.9
 """Share of runs within the interval."""
-ALL = "all"
+ALL = "all models"
+Family = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class ExpectedError:
         families: number of families among them.
         group: name of the group.
         spread: half of the interval, as a logarithm of measured over predicted seconds.
+        tested: number of test runs among `rows`; the others were left out of a fit.
     """
 
     relative: float
@@ -56,6 +60,7 @@ class ExpectedError:
     families: int
     group: str
     spread: float = 0.0
+    tested: int = 0
 
     def interval(self, seconds: float) -> tuple[float, float]:
         """(low, high) seconds between which the step lies in nine of ten cases."""
@@ -70,113 +75,179 @@ class ExpectedError:
         return dataclasses.replace(self, relative=self.relative * factor, spread=self.spread * factor)
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A run that was predicted with constants fitted without its family.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedRun:
+    """A published run, or the mean of repeated ones, with the error of its prediction.
 
     Attributes:
-        groups: groups of the run, narrowest first; the last but one is its kind, the last is all runs.
+        rows: names of its rows in the tables of measurements, separated by spaces.
+        routing: `forced` or `natural`; empty for a dense model.
+        model, shape: name of its model, and `shape_of` it.
+        is_test: whether nothing was fitted to it; else it was predicted by constants that were fitted without its family.
+        release: release of its software, or releases of repeated runs, separated by spaces; empty if unknown.
         relative: relative error of the predicted seconds.
-        is_beyond: whether no remaining run has its release, its precision or one of its features.
+        is_beyond: whether no run of the fit has its release, its precision or one of its features.
     """
 
-    groups: Sequence[str]
-    family: Hashable
+    rows: str
+    gpu: str
+    architecture: str
+    precision: str
+    routing: str
+    model: str
+    shape: tuple[int, ...]
+    release: str
+    is_test: bool
     relative: float
     is_beyond: bool = False
+
+    @property
+    def family(self) -> Family:
+        """The model, GPU type and precision, whose runs err alike."""
+        return self.model, self.gpu, self.precision
+
+    @property
+    def log_ratio(self) -> float:
+        """The logarithm of measured over predicted seconds."""
+        return -math.log1p(self.relative)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """The compared runs that are most like a run.
+
+    Attributes:
+        kind: what they share with it: `model and GPU`, `model` or `GPU`.
+    """
+
+    kind: str
+    runs: tuple[ComparedRun, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted seconds, as the geometric mean."""
+        return math.exp(sum(run.log_ratio for run in self.runs) / len(self.runs))
+
+    def are_missed(self, expected: ExpectedError) -> bool:
+        """Whether they lie outside the interval in the mean."""
+        return not expected.holds(1.0 / self.ratio - 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The contents of errors.json: expected errors by group.
+    """The compared runs and their errors by group.
 
     Attributes:
         beyond: factor on the errors of a prediction beyond the calibration; at least 1.
     """
 
+    runs: tuple[ComparedRun, ...]
     groups: Mapping[str, ExpectedError]
     beyond: float = 1.0
 
-    def expected(self, gpu: Gpu, precision: str, is_moe: bool) -> ExpectedError | None:
-        """The error of the narrowest group with enough families, with the largest spread of all groups of the run.
+    def expected(self, gpu: Gpu, is_moe: bool, is_natural: bool = False) -> ExpectedError | None:
+        """The error of the narrowest group with enough runs and families; None if no group has.
 
-        None if no group has enough families.
+        Args:
+            is_natural: whether a router decides the loads of the experts.
         """
-        names = group_names(gpu.name, gpu.architecture, precision, is_moe)
-        groups = [self.groups[name] for name in names if name in self.groups]
-        narrowest = next((group for group in groups if group.families >= ENOUGH_FAMILIES), None)
-        if narrowest is None:
-            return None
-        return dataclasses.replace(narrowest, spread=max(group.spread for group in groups))
+        routing = ("natural" if is_natural else "forced") if is_moe else ""
+        for name in group_names(gpu.name, gpu.architecture, routing):
+            group = self.groups.get(name)
+            if group is not None and group.rows >= ENOUGH_RUNS and group.families >= ENOUGH_FAMILIES:
+                return group
+        return None
+
+    def neighbours(self, gpu: Gpu, precision: str, model: ModelDescription) -> Neighbours | None:
+        """The compared runs that are most like one of `model` on `gpu`; None if there are none in this precision."""
+        shape, is_moe = shape_of(model), model.num_experts > 0
+        alike = [run for run in self.runs if precision_of(run.precision) == precision_of(precision)]
+        nearest = {
+            "model and GPU": [run for run in alike if (run.shape, run.gpu) == (shape, gpu.name)],
+            "model": [run for run in alike if run.shape == shape],
+            "GPU": [run for run in alike if run.gpu == gpu.name and bool(run.routing) == is_moe],
+        }
+        return next((Neighbours(kind, tuple(runs)) for kind, runs in nearest.items() if runs), None)
 
 
-def group_names(gpu: str, architecture: str, precision: str, is_moe: bool) -> tuple[str, ...]:
-    """The groups of a run, narrowest first."""
-    kind, wide = scope("", is_moe).strip(), precision_of(precision)
+def shape_of(model: ModelDescription) -> tuple[int, ...]:
+    """Sizes by which a model is recognised under any name: layers, widths, heads, experts."""
     return (
-        f"{gpu} {wide} {kind}",
-        f"{gpu} {kind}",
-        f"{architecture} {wide} {kind}",
-        f"{architecture} {kind}",
-        kind,
-        ALL,
+        model.num_layers,
+        model.hidden_size,
+        model.ffn_hidden_size if not all(model.moe_layers) else 0,
+        model.num_attention_heads,
+        model.num_query_groups,
+        model.num_experts,
+        model.router_topk if model.num_experts else 0,
+        model.moe_ffn_hidden_size if model.num_experts else 0,
     )
 
 
-def errors_of(runs: Iterable[LeftOut]) -> Errors:
-    """The contents of errors.json, computed from the left-out runs."""
-    by_group: dict[str, list[LeftOut]] = {}
-    kinds: dict[str, str] = {}
-    every = list(runs)
-    for run in every:
-        for name in run.groups:
+def group_names(gpu: str, architecture: str, routing: str) -> tuple[str, ...]:
+    """The groups of a run, narrowest first.
+
+    Args:
+        routing: as `ComparedRun.routing`.
+    """
+    kind = "MoE models" if routing else "dense models"
+    routed = {"": kind, "forced": f"{kind} with balanced routing", "natural": f"{kind} with natural routing"}[routing]
+    return tuple(dict.fromkeys((f"{routed} on {gpu}", f"{routed} on {architecture} GPUs", routed, kind, ALL)))
+
+
+def errors_of(runs: Iterable[ComparedRun]) -> Errors:
+    """The errors by group of compared runs."""
+    compared = tuple(runs)
+    by_group: dict[str, list[ComparedRun]] = {}
+    for run in compared:
+        for name in group_names(run.gpu, run.architecture, run.routing):
             by_group.setdefault(name, []).append(run)
-            kinds[name] = run.groups[-2] if name not in run.groups[-2:] else ALL
-    groups: dict[str, ExpectedError] = {}
-    squares: dict[str, tuple[float, int]] = {}
-    # Wide groups first, because the mean squares of narrow ones are averaged with theirs (step 2).
-    for name in sorted(by_group, key=lambda name: (name != ALL, name not in kinds.values(), name)):
-        group_square, families = _mean_square(by_group[name])
-        square, freedom = group_square, families
-        if name != ALL:
-            around, _ = squares[kinds[name]]
-            square = (families * group_square + PRIOR_FAMILIES * around) / (families + PRIOR_FAMILIES)
-            freedom = families + PRIOR_FAMILIES
-        squares[name] = square, freedom
-        sizes = [abs(run.relative) for run in by_group[name]]
-        spread = student_quantile((1.0 + LEVEL) / 2.0, freedom) * math.sqrt(square)
-        groups[name] = ExpectedError(round(sum(sizes) / len(sizes), 4), len(sizes), families, name, round(spread, 4))
-    return Errors(dict(sorted(groups.items())), _beyond(every))
+    groups = {name: _error_of(name, members) for name, members in sorted(by_group.items())}
+    return Errors(compared, groups, _beyond(compared))
 
 
-def _mean_square(runs: Sequence[LeftOut]) -> tuple[float, int]:
-    """The mean square of logarithmic errors with every family counted once (step 1), and the number of families."""
-    families: dict[Hashable, list[float]] = {}
-    for run in runs:
-        families.setdefault(run.family, []).append(math.log1p(run.relative) ** 2)
-    return sum(sum(squares) / len(squares) for squares in families.values()) / len(families), len(families)
+def _error_of(name: str, runs: Sequence[ComparedRun]) -> ExpectedError:
+    """The error of a group (steps 2 and 3)."""
+    means = []
+    for is_test in (True, False):
+        sizes = [abs(run.relative) for run in runs if run.is_test == is_test]
+        means += [sum(sizes) / len(sizes)] if sizes else []
+    ordered = sorted(abs(run.log_ratio) for run in runs)
+    # Rounded first: 0.9 * 10 is above 9 as a float.
+    held = math.ceil(round(LEVEL * len(ordered), 9))
+    families, tested = len({run.family for run in runs}), sum(run.is_test for run in runs)
+    return ExpectedError(max(means), len(runs), families, name, ordered[held - 1], tested)
 
 
-def _beyond(runs: Sequence[LeftOut]) -> float:
+def _beyond(runs: Sequence[ComparedRun]) -> float:
+    """The factor of step 4, with every family counted once on each side."""
     sides = [[run for run in runs if run.is_beyond == beyond] for beyond in (False, True)]
     if not all(sides):
         return 1.0
-    calibrated, beyond = (_mean_square(side)[0] for side in sides)
+    calibrated, beyond = map(_mean_square, sides)
     return round(max(1.0, math.sqrt(beyond / calibrated)), 2) if calibrated else 1.0
 
 
-def errors_json(errors: Errors) -> str:
-    """The text of errors.json."""
-    rows = {}
-    for name, group in errors.groups.items():
-        rows[name] = {key: value for key, value in dataclasses.asdict(group).items() if key != "group"}
-    return json.dumps({"beyond": errors.beyond, "groups": rows}, indent=1) + "\n"
+def _mean_square(runs: Sequence[ComparedRun]) -> float:
+    families: dict[Family, list[float]] = {}
+    for run in runs:
+        families.setdefault(run.family, []).append(run.log_ratio**2)
+    return sum(sum(squares) / len(squares) for squares in families.values()) / len(families)
+
+
+def errors_json(runs: Iterable[ComparedRun]) -> str:
+    """The text of errors.json: a list of runs, one a line."""
+    lines = ",\n".join(json.dumps(dataclasses.asdict(run)) for run in runs)
+    return f"[\n{lines}\n]\n"
+
+
+def read_errors(text: str) -> Errors:
+    """The errors by group of the text of errors.json."""
+    content: list[dict[str, Any]] = json.loads(text)
+    return errors_of(ComparedRun(**row | {"shape": tuple(row["shape"])}) for row in content)
 
 
 @cache
 def shipped_errors() -> Errors:
-    """The expected errors in errors.json."""
-    text = resources.files(__package__).joinpath("errors.json").read_text(encoding="utf-8")
-    content: dict[str, Any] = json.loads(text)
-    groups = {name: ExpectedError(group=name, **row) for name, row in content["groups"].items()}
-    return Errors(groups, content["beyond"])
+    """The errors of the runs in errors.json."""
+    return read_errors(resources.files(__package__).joinpath("errors.json").read_text(encoding="utf-8"))

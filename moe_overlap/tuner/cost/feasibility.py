@@ -4,7 +4,8 @@
    frees reserved bytes without use (with `expandable_segments` also those between tensors).
 2. `MemoryQuantiles` are factors on needed bytes: a run needs at most that much with 5 % certainty, and with the certainty of
    `--memory-margin` (95 %). They come from the peaks of calibration runs (`memory_errors.py`).
-3. The verdict over all stages: *fits* if the quantile of the margin is within the capacity on every stage; *does not fit* if even
+3. The capacity is what the driver, CUDA and NCCL leave of a GPU's memory (`library_memory.py`).
+4. The verdict over all stages: *fits* if the quantile of the margin is within the capacity on every stage; *does not fit* if even
    the 5 % quantile of some stage exceeds it; else *may not fit*.
 """
 
@@ -141,7 +142,7 @@ def overflow_lines(stages: Sequence[PredictedStage], capacity: float, quantiles:
         if verdict != "fits":
             name, size = largest_category(stage.peak_bytes_by_category)
             lines.append(
-                f"{verdict}: stage {index} needs {needed / GIB:.1f} GiB of {capacity / GIB:.1f}, most of it {name} "
-                f"({size / GIB:.1f}); with {quantiles.certainty} certainty no more than {needed * quantiles.high / GIB:.1f}"
+                f"{verdict}: stage {index} needs {needed / GIB:.1f} GiB, at most {needed * quantiles.high / GIB:.1f} "
+                f"({quantiles.certainty}), of {capacity / GIB:.1f}; largest part: {name}, {size / GIB:.1f}"
             )
     return lines

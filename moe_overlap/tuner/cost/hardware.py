@@ -193,7 +193,7 @@ class CommonConstants:
     """A function with its own backward pass: compiled by torch, or a kernel called outside of modules."""
     low_precision: float = 0.0
     """Quantizing one operand of one product, or of one group of a grouped product."""
-    further: float = 1.0
+    extra_kernel: float = 1.0
     """Every additional kernel that a call or autograd launches without another call of Python."""
     tail: float = 0.0
     """Idle waves of tiles at the end of a product, or of each group of a grouped product."""
@@ -354,12 +354,12 @@ class Constants:
             name: row for name, row in on_architecture.items() if measured_scope in row.measured
         } or on_architecture
         if not within:
-            reasons = () if release is None else (f"no measured steps of release {release} on {architecture}",)
+            reasons = () if release is None else (f"no calibration run of release {release} on {architecture}",)
             return Software(extrapolating=reasons)
         ordered = sorted(within, key=lambda name: (within[name].loss, release_order(name)))
         median = ordered[(len(ordered) - 1) // 2]
-        missing = f"no measured steps of release {release} on {architecture} in {measured_scope}"
-        reasons = () if release is None else (f"{missing}; taken: {median}, its median release",)
+        missing = f"no calibration run of release {release} on {architecture} in {measured_scope}"
+        reasons = () if release is None else (f"{missing}; that of {median}, its median release, is assumed",)
         return Software(release=median, constants=within[median], extrapolating=reasons, is_median=True)
 
     def _require_release(self, release: str, subject: str) -> None:
@@ -376,7 +376,7 @@ class Constants:
         rows = [row[gpu.architecture] for row in self.releases.values() if gpu.architecture in row]
         if any(measured_scope in row.measured for row in rows) or not self.releases:
             return ()
-        return (f"no measured steps of {measured_scope} models on {gpu.architecture}",)
+        return (f"no calibration run of {measured_scope} models on {gpu.architecture}",)
 
 
 def release_order(release: str) -> tuple[int, ...]:

@@ -120,19 +120,19 @@ def host_work(
         CallCode.TORCH: 1.0,
         CallCode.FUNCTION: common.fused,
         CallCode.MODULE: common.transformer_engine,
-        CallCode.FURTHER: common.further,
+        CallCode.EXTRA_KERNEL: common.extra_kernel,
     }
     work = np.array([prices[CallCode(code)] for code in range(len(prices))])[table.called]
     # 2. Additional kernels and quantization. A grouped product launches one kernel per group and quantizes group by group, unless
     # it is fused.
     grouped = (table.classes == GROUPED_GEMM) & features.fused_experts
     kernels = np.where(grouped, 1.0, np.maximum(table.launches, 1.0))
-    work = work + common.further * (kernels - 1.0)
+    work = work + common.extra_kernel * (kernels - 1.0)
     if features.precision in LOW_PRECISIONS:
         quantized = table.quantizable & ~table.weight_gradient & ~grouped
         work = work + np.where(quantized, common.low_precision * kernels, 0.0)
     if not features.flash:
-        calls = np.where(table.backward, common.further * UNFUSED_KERNELS, UNFUSED_CALLS)
+        calls = np.where(table.backward, common.extra_kernel * UNFUSED_KERNELS, UNFUSED_CALLS)
         work = work + np.where(table.classes == FUSED_ATTENTION, calls, 0.0)
     # 3. Launches that fused kernels and CUDA graphs save.
     work = work * np.minimum(1.0, fused_share(table, features))

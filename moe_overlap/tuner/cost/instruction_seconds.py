@@ -52,7 +52,7 @@ from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes, sent_rows, tokens_of_rank
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Priced, cost_of, one_way_seconds, pair_seconds
-from moe_overlap.tuner.cost.captured_launches import Replayed, beside_replays, replayed_in
+from moe_overlap.tuner.cost.captured_launches import Replayed, more_launches_by_row, replayed_in
 from moe_overlap.tuner.cost.copied_bytes import HIDDEN, Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
@@ -137,7 +137,7 @@ class StagePrices:
         self._copied = copied_bytes(instructions, hidden, hidden * self._rows_per_token)
         if self.priced.setting.replays.captured:
             replayed = self.replayed(instructions)
-            self._more_launches = beside_replays(instructions, replayed, self.row)
+            self._more_launches = more_launches_by_row(instructions, replayed, self.row)
             for i in instructions:
                 if i.id in replayed:
                     seconds = sum(self._copy_seconds(size) for size in replayed[i.id].copies)

@@ -47,7 +47,7 @@ from moe_overlap.tuner.cost.operators import (
     Provenance,
     device_seconds,
 )
-from moe_overlap.tuner.cost.router import reached_places
+from moe_overlap.tuner.cost.router import DISPATCH_LIBRARIES, library_sends
 
 Floats = NDArray[np.float64]
 EXCHANGE_AXES = ("ep", "tp_ep", "etp")
@@ -76,12 +76,12 @@ class Setting:
     """Operators that the executor of lists replays as CUDA graphs, if it executes the part."""
     two_at_work: bool = False
     """The forward pass of a micro-batch is paired with the backward pass of another, layer by layer."""
-    alone: float = 0.0
+    unpaired_share: float = 0.0
     """Share of the passes that are unpaired although `two_at_work`."""
 
-    def reached_places(self, places: int) -> float:
-        """Expected number of the `places` (ranks or nodes) that hold experts of a token."""
-        return reached_places(self.experts, self.topk, self.features.router_groups, places)
+    def library_sends(self, group: Group) -> tuple[float, float]:
+        """Sends of a token by a dispatch library, and the share of them that cross the network (router.py)."""
+        return library_sends(self.experts, self.topk, self.features.router_groups, group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,15 +228,15 @@ Sent = list[tuple[int, str, float]]
 
 def _sent(table: OpTable, setting: Setting) -> Sent:
     """All collectives of a part; those that differ in their payloads only are priced in one call."""
-    alike: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}
     for place, (index, collective, _) in enumerate(table.collectives):
         key = collective.kind, collective.axis, table.ops[index].operator in (DISPATCH, COMBINE), table.loaded[index]
-        alike.setdefault(key, []).append(place)
+        groups.setdefault(key, []).append(place)
     seconds = np.zeros(len(table.collectives))
-    for places in alike.values():
+    for places in groups.values():
         index, collective, _ = table.collectives[places[0]]
         payloads = np.array([table.collectives[place][2] for place in places])
-        seconds[places] = _alone(table, setting, index, collective, payloads)
+        seconds[places] = _seconds_of_payloads(table, setting, index, collective, payloads)
     return [
         (index, kind_of(collective), isolated)
         for (index, collective, _), isolated in zip(table.collectives, seconds.tolist(), strict=True)
@@ -267,7 +267,7 @@ def _device_pass(
                 # product needs it immediately.
                 computation = _until_read(table, seconds, index)
             if features.overlap_tensor:
-                computation = max(computation, _products_beside(table, seconds, index))
+                computation = max(computation, _adjacent_product_seconds(table, seconds, index))
         exposed[kind] += _exposed(isolated, computation, concurrent)
     # 2. Rings and all-to-alls overlap as a kind, not one by one. A ring sends keys and values while attention computes on those
     # that have arrived; other exchanges of the context precede attention.
@@ -321,21 +321,22 @@ def kind_of(collective: Collective) -> str:
 
 def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Collective, payload: float) -> float:
     """Seconds of one of a part's collectives without interference."""
-    return float(_alone(table, setting, index, collective, np.asarray(payload)))
+    return float(_seconds_of_payloads(table, setting, index, collective, np.asarray(payload)))
 
 
-def _alone(table: OpTable, setting: Setting, index: int, collective: Collective, payload: Floats) -> Floats:
+def _seconds_of_payloads(
+    table: OpTable, setting: Setting, index: int, collective: Collective, payload: Floats
+) -> Floats:
     """`alone_seconds` for an array of payloads."""
     group, rates = setting.groups[collective.axis], setting.constants.link_rates
     scale = setting.load if table.loaded[index] else 1.0
     if collective.kind != "all_to_all":
         return scale * collective_seconds(collective.kind, payload, group, rates)
     share = 1.0
-    if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in ("deepep", "hybridep"):
-        # A token is sent once to each of its ranks, but crosses the network once per block of ranks.
-        ranks, blocks = (setting.reached_places(places) for places in (group.size, group.blocks))
+    if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in DISPATCH_LIBRARIES:
+        ranks, share = setting.library_sends(group)
         # The captured payload has the copies of a router that chooses among all experts.
-        payload, share = payload * ranks / expected_places(setting.topk, group.size), blocks / ranks
+        payload = payload * ranks / expected_places(setting.topk, group.size)
     return scale * all_to_all_seconds(payload, group, rates, share)
 
 
@@ -343,8 +344,8 @@ def token_use(setting: Setting) -> LinkUse:
     """The links that all-to-alls of tokens use."""
     group = setting.groups["ep" if setting.groups["etp"].size == 1 else "tp_ep"]
     share = 1.0
-    if setting.features.dispatcher in ("deepep", "hybridep"):
-        share = setting.reached_places(group.blocks) / setting.reached_places(group.size)
+    if setting.features.dispatcher in DISPATCH_LIBRARIES:
+        _, share = setting.library_sends(group)
     kind = "all_gather" if setting.features.dispatcher == "allgather" else "all_to_all"
     return link_use(kind, group, setting.constants.link_rates, share)
 
@@ -359,7 +360,7 @@ def _until_read(table: OpTable, seconds: Floats, index: int) -> float:
     return total
 
 
-def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
+def _adjacent_product_seconds(table: OpTable, seconds: Floats, index: int) -> float:
     """Seconds of the longest product directly before or after a collective."""
     around = (index - 1, index + 1)
     return max(
@@ -415,10 +416,10 @@ def hide_in_nodes(cost: PartCost, concurrent: Concurrent, delays: bool, unpaired
         (_combine(forward), rest[1], _combine(backward), rest[0], late[1]),
     )
     exposed = 0.0
-    for first, beside_first, second, beside_second, between in slots:
+    for first, compute_first, second, compute_second, between in slots:
         # 3. Weight gradients between the two all-to-alls may overlap with either of them, so both bounds are taken.
-        separate = (_exposed(first, beside_first, concurrent), _exposed(second, between + beside_second, concurrent))
-        both = _exposed(first + second, beside_first + beside_second, concurrent)
+        separate = (_exposed(first, compute_first, concurrent), _exposed(second, between + compute_second, concurrent))
+        both = _exposed(first + second, compute_first + compute_second, concurrent)
         exposed += max(*separate, both) if between else sum(separate)
     return _with_exposed(cost, exposed, unpaired)
 
@@ -431,7 +432,7 @@ def cost_of(table: OpTable, setting: Setting) -> PartCost:
 
 def overlapped(cost: PartCost, setting: Setting) -> PartCost:
     """A result of `part_cost` with its all-to-alls hidden under another micro-batch, in megatron-core's order."""
-    return hide_in_nodes(cost, setting.concurrent, setting.features.delay_weight_gradients, setting.alone)
+    return hide_in_nodes(cost, setting.concurrent, setting.features.delay_weight_gradients, setting.unpaired_share)
 
 
 def _combine(cost: PassCost) -> float:

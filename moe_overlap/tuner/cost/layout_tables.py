@@ -1,7 +1,7 @@
 """Operators of one part of a model under many layouts at once, from captured blocks. Numpy only.
 
-`LayoutTables` groups layouts whose graphs are the same but for sizes and evaluates every size of a group in one product of
-matrices. The numbers are those of `operators.tabulate` for each layout, in double precision. Legend: L layouts.
+`LayoutTables` groups layouts whose graphs differ only in sizes, and evaluates all sizes of a group by one matrix product. The
+numbers equal those of `operators.tabulate` for each layout, in double precision. Legend: L layouts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from moe_overlap.tuner.cost.operators import OpTable, resized, tabulate
 
 Floats = NDArray[np.float64]
 GroupKey = tuple[int, int]
-"""Identity of a composite, and the experts of a rank where they decide how many operators there are."""
+"""Identity of a composite, and the experts per rank if the number of operators depends on them; else 0."""
 
 
 class LayoutTables:
-    """Tables of the parts of one model; remembers what layouts of equal graphs share.
+    """Tables of the parts of one model, with caches of everything that layouts with equal graphs share.
 
     Args:
-        library: prepared for the layouts that are asked for (`BlockLibrary.prepare`); what it cannot put together is looked up
-            there, one by one.
+        library: prepared for all requested layouts (`BlockLibrary.prepare`).
     """
 
     def __init__(self, library: BlockLibrary) -> None:
@@ -39,36 +38,36 @@ class LayoutTables:
         self._groups: dict[GroupKey, _Group] = {}
 
     def operators(self, kind: str, requests: Sequence[Request], b: int, s: int) -> list[OpTable | None]:
-        """The operators of a kind of part under many layouts, as `tabulate` has them but for rounding, without their graphs.
+        """The operators of a kind of part under many layouts: `tabulate`'s except for rounding, without their graphs.
 
         Returns:
-            [layouts] A table each; those of equal sizes share one. None where captured blocks do not tell.
+            [L] tables; layouts of equal sizes share one. None if the captured blocks do not determine the operators.
         """
         tables: list[OpTable | None] = [None] * len(requests)
         members = self._grouped(kind, requests, b)
         for key, places in members.items():
             group = self._groups[key]
-            found: Sequence[OpTable | None]
+            group_tables: Sequence[OpTable | None]
             try:
-                found = group.operators([requests[place] for place in places], b, s)
+                group_tables = group.operators([requests[place] for place in places], b, s)
             except UndeterminedError:
-                found = [group.determined(requests[place], b, s) for place in places]
-            for place, table in zip(places, found, strict=True):
+                group_tables = [group.determined(requests[place], b, s) for place in places]
+            for place, table in zip(places, group_tables, strict=True):
                 tables[place] = table
         return tables
 
     def _grouped(self, kind: str, requests: Sequence[Request], b: int) -> dict[GroupKey, list[int]]:
-        """The places of requests by their group; those that have none are left out."""
+        """Group -> indices of its requests; requests without a group are left out."""
         members: dict[GroupKey, list[int]] = {}
         for place, request in enumerate(requests):
             composite = self._library.graph_of(kind, request, b)
             if composite is None:
                 continue
-            # Where operators run for one expert after the other, layouts run the same ones only with as many experts.
+            # If operators run for one expert after the other, their number depends on the experts per rank.
             key = id(composite), _experts(request) if composite.runs_each_expert else 0
             if key not in self._groups:
                 try:
-                    # The group holds the composite, so no other gets its identity.
+                    # The group keeps the composite alive, so its id is not reused.
                     self._groups[key] = _Group(composite, request)
                 except UndeterminedError:
                     continue
@@ -77,20 +76,20 @@ class LayoutTables:
 
 
 class _Group:
-    """Layouts that run the same operators.
+    """Layouts with the same operators.
 
     Args:
-        request: of one of them.
+        request: the request of one of them.
     """
 
     def __init__(self, composite: Composite, request: Request) -> None:
-        self._composite, whole = composite, composite.whole
+        self._composite, named_part = composite, composite.part
         sizes = list(composite.scalings)
         self._rows = {size: row for row, size in enumerate(sizes)}
         self._matrix = ScalingMatrix([composite.scalings[size] for size in sizes])
-        part = numbered(whole, request.layout, _experts(request), composite.sizes(_degrees(request)))
+        part = numbered(named_part, request.layout, _experts(request), composite.sizes(_degrees(request)))
         self._part = part
-        self._names = operator_order(whole, _experts(request))
+        self._names = operator_order(named_part, _experts(request))
         self._first: dict[tuple[int, int], OpTable] = {}
         self._resized: dict[tuple[int, int, bytes], OpTable] = {}
 
@@ -98,7 +97,7 @@ class _Group:
         """The operators under some layouts.
 
         Raises:
-            UndeterminedError: captured values do not decide one of them.
+            UndeterminedError: captured values do not determine the operators of some layout.
         """
         values = self._matrix.values([_degrees(request) for request in requests], b, s)[self._operator_rows]
         keys = [(b, s, sizes.tobytes()) for sizes in np.ascontiguousarray(values.T)]
@@ -107,7 +106,7 @@ class _Group:
         return [self._resized[key] for key in keys]
 
     def determined(self, request: Request, b: int, s: int) -> OpTable | None:
-        """The operators under one layout; None where captured values do not decide them."""
+        """The operators under one layout; None if captured values do not determine them."""
         try:
             return self.operators([request], b, s)[0]
         except UndeterminedError:
@@ -115,7 +114,7 @@ class _Group:
 
     @cached_property
     def _operator_rows(self) -> list[int]:
-        """Rows of the sizes of all operators: of each its bytes, the payload of a collective, and its shape."""
+        """Matrix rows of the sizes of all operators: bytes, payload if it is a collective, and shape of each."""
         rows = []
         for name, op in zip(self._names, self._part.ops, strict=True):
             rows.append(self._rows[name, "bytes", 0])
@@ -129,7 +128,7 @@ class _Group:
         return self._first[b, s]
 
     def _of_sizes(self, like: OpTable, sizes: Floats) -> Iterator[OpTable]:
-        """The table with each column of the sizes of `_operator_rows`."""
+        """One table per column of `sizes`, whose rows are those of `_operator_rows`."""
         ops, row = self._part.ops, 0
         moved, payloads, flops = [], [], []
         cuts: list[slice] = []
@@ -157,7 +156,7 @@ def _experts(request: Request) -> int:
 
 
 def _flops(op: Op, shape: Floats, count: int) -> Floats:
-    """[L] multiplications and additions, as `kernels.flops` has them."""
+    """[L] multiplications and additions; equal to `kernels.flops`."""
     if not op.flops.terms:
         return np.zeros(count)
     if op.cost_class == "gemm":
@@ -166,7 +165,7 @@ def _flops(op: Op, shape: Floats, count: int) -> Floats:
         return 2.0 * shape[1:].prod(axis=0)
     batch, heads, _, query, key, width, value_width, window = shape
     visible = np.where(window > 0, np.minimum(key, window), key)
-    # Sinks stand among the keys as one more of them, of which no rank has a share.
+    # A sink counts as one more key, which is not divided among ranks.
     sinks = float(dict(op.shape[4].terms).get((), 0))
     first, second = KERNELS[op.name].products
     pairs = (visible * key - visible**2 / 2) * query / (key - sinks)

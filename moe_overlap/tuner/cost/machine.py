@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from moe_overlap.describe.cluster import GIB, Cluster, Gpu, known_gpus
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.tuner.cost.expected_error import ExpectedError, shipped_errors
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.tuner.cost.expected_error import ExpectedError, Neighbours, shipped_errors
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import (
     NOT_REFINED,
@@ -27,6 +28,7 @@ from moe_overlap.tuner.cost.interference import (
     partly_concurrent,
     slowed_down,
 )
+from moe_overlap.tuner.cost.library_memory import reserved_bytes
 from moe_overlap.tuner.cost.links import Group
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup
 
@@ -44,12 +46,14 @@ class Machine:
         constants: constants of the GPU under the release.
         common: constants of all GPUs.
         software: the release of `constants`.
-        expected_error: error of predictions for this machine, precision and kind of model.
+        expected_error: error of predictions for this machine, kind of model and routing.
+        missed: the compared runs that are most like the model on this machine in this precision, if predictions miss them.
         beyond: factor on its interval if a prediction extrapolates beyond the calibration.
         traits: traits of the calibration runs.
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
         exchanges: costs of all-to-alls apart from their rows; None if they were not measured.
+        reserved_bytes: bytes of a GPU's memory that a plan cannot have (`library_memory.py`).
         refined: factors from traces on the prices of instructions; the closed form does not use them.
     """
 
@@ -58,9 +62,11 @@ class Machine:
     common: CommonConstants = CommonConstants()
     software: Software = REFERENCE
     expected_error: ExpectedError | None = None
+    missed: Neighbours | None = None
     beyond: float = 1.0
     traits: Traits = field(default_factory=dict)
     fragmentation: float = 0.0
+    reserved_bytes: int = 0
     memory: MemoryQuantiles = MemoryQuantiles()
     load: float = 1.0
     lookup: Lookup | None = None
@@ -69,8 +75,8 @@ class Machine:
 
     @property
     def usable_bytes(self) -> float:
-        """Most bytes of a GPU that a plan may need as predicted: the capacity divided by the quantile of `--memory-margin`."""
-        return self.cluster.group_of(0).gpu.memory_gib * GIB / self.memory.high
+        """Most bytes of a GPU that a plan may need as predicted: those that libraries leave, over the quantile of the margin."""
+        return (self.cluster.group_of(0).gpu.memory_gib * GIB - self.reserved_bytes) / self.memory.high
 
     @property
     def queue_seconds(self) -> float:
@@ -86,6 +92,7 @@ def machine_of(
     lookup: Lookup | None = None,
     precision: str = "bf16",
     is_moe: bool = False,
+    model: ModelDescription | None = None,
 ) -> tuple[Machine, tuple[str, ...]]:
     """The machine of a prediction, and why the prediction extrapolates.
 
@@ -95,13 +102,14 @@ def machine_of(
         lookup: the database of measured operators.
         precision: precision of the products.
         is_moe: whether the model has experts.
+        model: the model, to find compared runs of it; None finds none.
     Raises:
         ConfigError: the text does not name a release.
     """
     gpu = cluster.group_of(0).gpu
     of_gpu, other_gpu = constants.of_gpu(gpu)
     software = constants.of_release(release, gpu.architecture, precision, is_moe)
-    reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
+    reasons = [f"no calibration run of {gpu.name}"] if other_gpu else []
     reasons += _redescribed(gpu) if cluster.measured is None else []
     reasons += [*constants.uncalibrated(gpu, precision, is_moe), *software.extrapolating]
     if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
@@ -111,16 +119,21 @@ def machine_of(
         reasons.insert(0, f"no {precision} rate of {gpu.name} is known: products are priced in the next wider format")
     elif _lacks_block_scales(gpu, precision):
         reasons.insert(0, f"{gpu.name} has no units for {precision}: products are priced at its fp8 rate")
-    errors = shipped_errors()
+    errors, is_described = shipped_errors(), cluster.measured is None
+    expected = errors.expected(gpu, is_moe, load > 1.0) if is_described else None
+    nearest = errors.neighbours(gpu, precision, model) if is_described and model is not None else None
+    is_missed = nearest is not None and expected is not None and nearest.are_missed(expected)
     machine = Machine(
         cluster=cluster,
         constants=software.constants.apply(of_gpu),
         common=constants.common,
         software=software,
-        expected_error=errors.expected(gpu, precision, is_moe) if cluster.measured is None else None,
+        expected_error=expected,
+        missed=nearest if is_missed else None,
         beyond=errors.beyond,
         traits=constants.traits,
         fragmentation=constants.fragmentation,
+        reserved_bytes=reserved_bytes(cluster, is_moe),
         memory=constants.memory,
         load=load,
         lookup=lookup,
@@ -132,7 +145,7 @@ def _redescribed(gpu: Gpu) -> list[str]:
     """Why the constants of a GPU type do not apply: the description has its name but other peak rates."""
     shipped = known_gpus().get(gpu.name, {})
     others = [name for name in RATES if name in shipped and shipped[name] != getattr(gpu, name)]
-    return [f"no measured steps of {gpu.name} with another {' and '.join(others)}"] if others else []
+    return [f"no calibration run of {gpu.name} with another {' and '.join(others)}"] if others else []
 
 
 def _lacks_units(gpu: Gpu, precision: str) -> bool:

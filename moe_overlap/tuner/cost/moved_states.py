@@ -1,19 +1,18 @@
-"""Seconds and bytes of parameter groups that step by themselves (ZeRO 2 and 3, offloading), to order candidates by.
+"""Seconds and bytes of parameter groups that step separately (ZeRO 2 and 3, offloading), for ranking candidates.
 
-The simulator gives every answer's number (prediction.py); these sums decide which plans it sees first. A pass of a micro-batch
-through a part has four streams, which start together, run beside each other and slow each other down as measured
-(`Interference.seconds`); a stage takes the sum over its parts, so that a search prices a part once for all stages.
+Answers have the seconds of the simulator (prediction.py); these sums decide which plans are simulated first. A pass of a
+micro-batch through a part has four concurrent streams, which start together and slow each other down by measured factors
+(`Interference.seconds`). A stage takes the sum over its parts, so that a search prices a part once for all stages.
 
-                   compute        among ranks                  to the device                       to the host
+                   compute        between ranks                to the device                       to the host
     forward        F              gather                       weights                             activations
     backward       B              gather, scatter              weights, activations, gradients     gradients
     first forward  F, update      gather, gather of updated    states, gradients                   activations, states, weights
     first backward B              gather, scatter              weights, activations                gradients
-    last backward  B              gather, scatter, reduce      as of every backward pass           gradients
+    last backward  B              gather, scatter, reduce      weights, activations, gradients     gradients
 
-Left out: the buffers of two uses that limit how far ahead a stream runs, streams that go on under the next part, links that
-states and tokens share, updates while a stage waits for its first input. tests/unit/tuner/cost/test_cost_corners.py bounds the
-error.
+Not modelled: two buffers per use limit how far a stream runs ahead; streams continue during the next part; states and tokens
+share links; updates run while a stage waits for its first input. tests/unit/tuner/cost/test_cost_corners.py bounds the error.
 
 Legend: K kinds of part, N strategies; arrays are [K, N].
 Source: Mist, section 5.2 and equation (1).
@@ -37,12 +36,12 @@ class MovedTerms:
     """One part of each kind under each strategy; [K, N] each.
 
     Attributes:
-        seconds: forward pass, backward pass, what the first micro-batch adds (updates) and what the last one adds (gradient sums
-            are reduced), and the update behind all passes, which is 0: the names of `evaluate.SECONDS`.
-        used_bytes: on the device for one use beyond what always stays there; and for its neighbours, layers whose states come
-            or leave at that time.
+        seconds: in the order of `evaluate.SECONDS`: forward pass, backward pass, extra seconds of the first micro-batch (updates)
+            and of the last one (reduction of gradient sums), and the update after all passes, which is 0.
+        used_bytes: bytes on the device during a use, in addition to those that stay; and for the neighbouring layers, whose
+            states arrive or leave at the same time.
         updated_bytes: the same for an update.
-        leaving_bytes: of an update, on its way to the host while passes fill the device with activations.
+        leaving_bytes: bytes of an update that leave for the host while passes fill the device with activations.
     """
 
     seconds: tuple[Floats, Floats, Floats, Floats, Floats]
@@ -56,7 +55,7 @@ def moved_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     sizes, level = state_sizes(kinds, strategy, rates), strategy.zero_level
     dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
     nothing, is_layer = np.zeros_like(sizes.weights), kinds.is_layer[:, None]
-    # 1. Bytes that move with a use or an update, and whole tensors of one use whose shards stay.
+    # 1. Bytes that move with a use or an update, and the unsharded tensors of a use whose shards stay.
     weights = sizes.weights * strategy.offload_weights
     gradients = sizes.gradients * strategy.offload_gradients
     states = sizes.optimizer * strategy.offload_optimizer
@@ -64,19 +63,19 @@ def moved_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     replicated = (strategy.data > 1) | (strategy.expert_data > 1)
     gathered = np.where(replicated & (level >= 3), rates.weight_bytes * (dense + experts), nothing)
     own_gradients = np.where(replicated & (level >= 2), rates.gradient_bytes * (dense + experts), nothing)
-    # A use computes while the next one is loaded; gradients of the one before leave meanwhile.
+    # While a use computes, the next one is loaded, and the gradients of the previous one leave.
     used = weights + gathered + activations + gradients + own_gradients
     updated = states + gradients + weights
     # 2. Alone seconds of the streams.
     gather_seconds = state_seconds(dense, experts, rates.gathered_bytes, rates)
     reduced = state_seconds(dense, experts, rates.gradient_bytes, rates) * rates.reduce_scatter
     gather, scatter = np.where(level >= 3, gather_seconds, nothing), np.where(level >= 2, reduced, nothing)
-    # Without sharding gradient sums are all-reduced: a reduce-scatter and an all-gather.
+    # Unsharded gradient sums are all-reduced: a reduce-scatter and an all-gather.
     reduce = np.where(level >= 2, nothing, np.where(level == 0, 2.0 / rates.reduce_scatter, 1.0) * reduced)
     gather_updated = np.where((level >= 1) & (level < 3), gather_seconds, nothing)
     update, host = rates.optimizer_sweep * sizes.swept, rates.host_copy
     come = host * (weights + activations)
-    # 3. Passes, and what the first and the last of a step add.
+    # 3. Passes, and the extra seconds of the first and the last one of a step.
     forward_alone, backward_alone = kinds.forward_seconds[:, None] + nothing, kinds.backward_seconds[:, None] + nothing
     forward = concurrent(forward_alone, gather, host * weights, host * activations)
     backward = concurrent(backward_alone, gather + scatter, come + host * gradients, host * gradients)

@@ -217,7 +217,7 @@ def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConsta
     rate = np.where(low, low_precision_rate(gpu, precision, constants) * grouped, rate)
     # 2. Products. Without a fused kernel attention also computes the masked half, and writes every score to memory.
     attends = table.classes == FUSED_ATTENTION
-    work_factor = _beside_products(table, gpu) if features.flash else np.where(attends, 2.0, 1.0)
+    work_factor = _exponential_slowdown(table, gpu) if features.flash else np.where(attends, 2.0, 1.0)
     read, back = (
         0.0 if features.flash else stored + dropped * features.dropped_scores
         for stored, dropped in zip(SCORE_BYTES, DROPPED_BYTES, strict=True)
@@ -317,7 +317,7 @@ def _score_operations(op: Op, widths: Sequence[float]) -> float:
     return 2.0 * (3.0 * keys + 2.0 * values if backward else keys + values)
 
 
-def _beside_products(table: OpTable, gpu: Gpu) -> Floats:
+def _exponential_slowdown(table: OpTable, gpu: Gpu) -> Floats:
     """[N] slowdown of an attention kernel by its exponentials, relative to heads of the usual width; 1 elsewhere."""
     exponential = gpu.bf16_tflops * 1e12 / EXPONENTIALS.get(gpu.name, USUAL_EXPONENTIALS)
     return (1.0 + exponential / table.widths) / (1.0 + exponential / table.usual_widths)

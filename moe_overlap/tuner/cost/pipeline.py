@@ -1,34 +1,35 @@
 """The step of a pipeline from the seconds of its stages, under 1F1B and interleaved 1F1B.
 
-A stage has these seconds (`StageTimes`): a stable micro-batch takes F_i + B_i = t_i, and passes at the ends of a step take more
-than that. A step is as long as the longest chain of passes that wait for each other. For each stage s
-the chains are counted that pass there between its first and its last micro-batch. With G micro-batches, S stages of v chunks,
-passes of a chunk f = F / v and b = B / v, and what first and last passes take beyond them left out:
+A stage has these seconds (`StageTimes`): a stable micro-batch takes F_i + B_i = t_i; the passes at the ends of a step take more.
+A step is as long as the longest chain of passes that wait for each other. The formula has one chain for each stage s: to s,
+through the passes of s from its first to its last micro-batch, and back. With G micro-batches, S stages of v chunks, passes of a
+chunk f = F / v and b = B / v, and without the extra seconds of first and last passes:
 
-    in       the first micro-batch comes through the stages in front:          Σ_(j<=s) f_j
-    rounds   the first S micro-batches pass all chunks but the last, here, once around all stages, or on a stage in front, from
-             which the last chunk's first pass comes:                          max((v - 1) S f_s, (v - 1) Σ f_j)
-    warm-up  q_s more forward passes, or the first one's way there and back:   max(q_s f_s, Σ_(j>s) f_j + b_j)
+    in       the first micro-batch reaches stage s:                            Σ_(j<=s) f_j
+    rounds   forward passes of the first S micro-batches through all chunks but the last: all of them on s, or one micro-batch
+             around all stages, or on the stage before s:                      max((v - 1) S f_s, (v - 1) Σ f_j)
+    warm-up  q_s more forward passes, or the first micro-batch to the last
+             stage and back:                                                   max(q_s f_s, Σ_(j>s) f_j + b_j)
     steady   backward and forward passes in turn:                              (G v - 1 - (v - 1) S - q_s) · (f_s + b_s)
-    out      as many backward passes, or the last one's way there and back:    b_s + max(q_s b_s, Σ_(j>s) f_j + b_j)
-    rounds   max((v - 1) S b_s, (v - 1) Σ b_j), and the way out Σ_(j<s) b_j
+    out      q_s + 1 backward passes, or the last micro-batch to the last
+             stage and back:                                                   b_s + max(q_s b_s, Σ_(j>s) f_j + b_j)
+    rounds   backward, as above: max((v - 1) S b_s, (v - 1) Σ b_j), and the way to the first stage Σ_(j<s) b_j
 
-q_s is S - 1 - s, or twice that where v > 1: megatron-core's warm-up without the rounds. Where no steady part is left, the way
-there and back is waited for once: the last forward pass does not wait for the first backward pass. The step is the largest over
-s. Chains that change stages elsewhere are left out: the formula is never above a step of such passes, exact for 1F1B of two
-stages and for equal stages, and within 1 % for most others (tests/unit/tuner/cost/test_cost_pipeline.py).
+q_s is megatron-core's warm-up without the rounds: S - 1 - s, or twice that if v > 1. Without steady passes only one of the two
+ways to the last stage counts, because the last forward pass does not wait for the first backward pass. The step is the maximum
+over s. The formula leaves out chains that change stages elsewhere, so it is never above a step of such passes; it is exact for
+1F1B of two stages and for equal stages, and within 1 % for most others (tests/unit/tuner/cost/test_cost_pipeline.py).
 
-First and last passes. The first forward pass of a stage takes `first` longer, updates and gathered weights among it, while the
-stage waits for its input as well: D_i = max(D_(i-1), first_i - Σ_(j<i) f_j) is how late it ends. With several chunks the last
-chunk's first pass ends no earlier than all passes before it take on the stage, and no earlier than on the stage in front. `tail`
-seconds behind the last backward pass all gradients are reduced and copied: the end is that of the latest stage.
+First and last passes. The first forward pass of a stage takes `first` seconds more, which include updates and gathers of weights,
+and which overlap with the wait for its input: it ends D_i = max(D_(i-1), first_i - Σ_(j<i) f_j) late. With several chunks the
+first pass of the last chunk ends after all earlier passes of the stage, and after that of the stage before. Gradients are reduced
+and copied `tail` seconds after the last backward pass; the step ends with the latest stage.
 
-Stages of unlike shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j where those
-are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer.
-All of it is `pipeline_seconds`, which a prediction asks for one pipeline and a search for n at once: each field is a number, or
-[n] of them. Where all stages have as many micro-batches, a step is never shorter for any of a stage's seconds being longer: a
-candidate for a stage that another beats in all of them is in no best pipeline that this other is not in. Where forward passes
-take nothing, the formula is Alpa's: (G - 1) · max t_i + Σ t_i.
+Stages of different shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j if those
+are smaller. `pipeline_seconds` first lengthens passes by the transfers between stages, and adds the update of the slowest
+optimizer at the end. Predictions call it for one pipeline, searches for n at once: each field is a number, or [n] of them. If all
+stages have the same number of micro-batches, no step gets shorter if any of a stage's seconds gets longer, so a search may prune
+a candidate for a stage that another one dominates. Without forward seconds the formula is Alpa's: (G - 1) · max t_i + Σ t_i.
 
 Source: Mist, section 5.3, equation (1), third term, which is the last stage's chain; `simulate/step.py` is the slow twin.
 """
@@ -67,16 +68,16 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeconds:
-    """A step by what its seconds are spent on; they add up to its time without the optimizer."""
+    """The seconds of a step by cause; they add up to the step without the optimizer."""
 
     slowest: int | NDArray[np.intp]
-    """Index of the slowest stage, the first of equal ones."""
+    """Index of the slowest stage; of equal ones the first."""
     steady: Seconds
-    """The slowest stage at work."""
+    """Stable micro-batches of the slowest stage."""
     bubble: Seconds
     """Filling and draining the pipeline."""
     edges: Seconds
-    """First and last micro-batch beyond a stable one."""
+    """Extra seconds of the first and the last micro-batch."""
     total: Seconds
 
 
@@ -86,12 +87,12 @@ class PipelineRules:
 
     virtual: int
     """Model chunks per stage."""
-    beside: float | None
-    """Share by which a transfer slows down what runs beside it; None: every pass waits for its transfers."""
+    transfer_slowdown: float | None
+    """Share of a transfer's seconds by which it slows a concurrent pass; None: every pass waits for its transfers."""
     fixed: float = 0.0
-    """Seconds of every step, whatever its stages."""
+    """Seconds of every step outside of its stages."""
     uneven: Seconds = 1.0
-    """How many times as long passes take because chunks are unlike (uneven_chunks.py)."""
+    """Factor by which a step is longer because its chunks differ (uneven_chunks.py)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +102,13 @@ class PipelineSeconds:
     stages: tuple[StageTimes, ...]
     """With their transfers."""
     transfers: tuple[Seconds, ...]
-    """Seconds of a stable micro-batch at each stage that are transfers."""
+    """Seconds of transfers in a stable micro-batch, of every stage."""
     step: Seconds
-    """Without transfers that fill and drain, and without the optimizer."""
+    """Seconds of the passes: without `filling` and without the optimizer."""
     filling: Seconds
-    """Transfers that fill and drain the pipeline, beside what they add to the bubble."""
+    """Seconds of transfers that fill and drain the pipeline, in addition to their share of the bubble."""
     update: Seconds
-    """The slowest optimizer, and what every step takes."""
+    """Seconds of the slowest optimizer, and those of every step."""
 
     @property
     def total(self) -> Seconds:
@@ -126,16 +127,16 @@ def pipeline_seconds(
 
     Args:
         stages: in the order of the pipeline, without transfers.
-        optimizer: of every stage, the seconds of its update behind the last micro-batch.
+        optimizer: of every stage, the seconds of its update after the last micro-batch.
         one_way: seconds of one transfer from every stage but the last to the next.
         micro_batches: G_i of every stage.
     """
-    transfers, filling = transfer_waits(one_way, rules.virtual, rules.beside)
+    transfers, filling = transfer_waits(one_way, rules.virtual, rules.transfer_slowdown)
     times = [
         replace(stage, forward=stage.forward + transfer / 2, backward=stage.backward + transfer / 2)
         for stage, transfer in zip(stages, transfers, strict=True)
     ]
-    # Stages update at the same time, behind the norm that all of them wait for.
+    # Stages update at the same time, after the gradient norm that all of them wait for.
     update = _largest(optimizer) + rules.fixed
     step = step_seconds(times, micro_batches, rules.virtual) * rules.uneven
     return PipelineSeconds(stages=tuple(times), transfers=tuple(transfers), step=step, filling=filling, update=update)
@@ -153,7 +154,7 @@ def step_seconds(stages: Sequence[StageTimes], micro_batches: Sequence[int], vir
 
 
 def warm_up(stages: int, stage: int, micro_batches: int, virtual: int) -> tuple[int, int, int]:
-    """Passes of a chunk behind a stage's first one: those of the rounds, q, and pairs of passes of the steady part."""
+    """Numbers of chunk passes after a stage's first one: of the rounds, of the warm-up (q), and pairs of the steady part."""
     rounds = (virtual - 1) * min(stages, micro_batches)
     remaining = micro_batches * virtual - 1 - rounds
     warm = min((2 if virtual > 1 else 1) * (stages - 1 - stage), remaining)
@@ -161,7 +162,7 @@ def warm_up(stages: int, stage: int, micro_batches: int, virtual: int) -> tuple[
 
 
 def _left_to_right(terms: Iterable[Seconds]) -> Seconds:
-    """Sum in the order of the terms, for one plan and arrays of plans alike: since Python 3.12 `sum` compensates floats alone."""
+    """Sum in the order of the terms, the same for floats and arrays: since Python 3.12 `sum` compensates floats, not arrays."""
     return reduce(add, terms, 0.0)
 
 
@@ -174,7 +175,7 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
     after_last, gone = _ends(stages, backward)
     round_back: Seconds = _left_to_right(backward)
     longest: Seconds = float("-inf")
-    # Sums over the stages behind this one: forward passes of the last micro-batch, backward passes of the first.
+    # Sums over the later stages: forward passes of the last micro-batch, backward passes of the first.
     forward_rest: Seconds = 0.0
     backward_rest: Seconds = 0.0
     for index in range(len(stages) - 1, -1, -1):
@@ -195,7 +196,7 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
 
 
 def _entered(stages: Sequence[StageTimes], forward: Sequence[Seconds], count: int, virtual: int) -> list[Seconds]:
-    """[S] when the first forward pass of the last chunk ends."""
+    """[S] end of the first forward pass of the last chunk."""
     rounds, _, _ = warm_up(len(stages), 0, count, virtual)
     around = (virtual - 1) * _left_to_right(forward) if rounds else 0.0
     passed: Seconds = 0.0
@@ -215,7 +216,7 @@ def _entered(stages: Sequence[StageTimes], forward: Sequence[Seconds], count: in
 
 
 def _ends(stages: Sequence[StageTimes], backward: Sequence[Seconds]) -> tuple[list[Seconds], list[Seconds]]:
-    """[S] seconds after each stage's last backward pass, on it and on the stages in front; and the same with that pass."""
+    """[S] seconds from the end of each stage's last backward pass to the end of the step; and the same with that pass."""
     after_last, gone = [stages[0].tail], [backward[0] + stages[0].tail]
     for b, stage in zip(backward[1:], stages[1:], strict=True):
         after_last.append(np.maximum(stage.tail, gone[-1]))
@@ -226,45 +227,45 @@ def _ends(stages: Sequence[StageTimes], backward: Sequence[Seconds]) -> tuple[li
 def spent_on(
     stages: Sequence[StageTimes], micro_batches: Sequence[int], virtual: int, uneven: Seconds = 1.0
 ) -> StepSeconds:
-    """A step without the optimizer by what its seconds are spent on; arguments as of `step_seconds` and `PipelineRules`."""
+    """A step without the optimizer by cause; arguments as of `step_seconds` and `PipelineRules`."""
     work = np.stack(
         np.broadcast_arrays(*[count * stage.stable for count, stage in zip(micro_batches, stages, strict=True)])
     )
     bare = [StageTimes(forward=stage.forward, backward=stage.backward) for stage in stages]
-    total, stable = (step_seconds(given, micro_batches, virtual) * uneven for given in (stages, bare))
+    total, stable = (step_seconds(times, micro_batches, virtual) * uneven for times in (stages, bare))
     steady = work.max(axis=0)
-    # A single stage has no bubble, but its passes are added up in another order than its work.
+    # A single stage has no bubble; rounding may make the difference negative, as the sums have different orders.
     bubble = np.maximum(stable - steady, 0.0)
     return StepSeconds(slowest=np.argmax(work, axis=0), steady=steady, bubble=bubble, edges=total - stable, total=total)
 
 
-def transfer_waits(one_way: Sequence[Seconds], virtual: int, beside: float | None) -> tuple[list[Seconds], Seconds]:
+def transfer_waits(one_way: Sequence[Seconds], virtual: int, slowdown: float | None) -> tuple[list[Seconds], Seconds]:
     """Seconds that transfers between stages add to a step.
 
-    megatron-core's 1F1B waits for each of them: behind a forward pass for the transfer to the next stage, behind a backward
-    pass for that to the stage before. Its interleaved pipeline may have them beside its passes, which then take longer by a
-    share of every transfer in or out; the passes that fill and drain the pipeline wait for them, but for those of stages that
-    wait anyway. That count is read off simulated lists; with transfers of 5 % of a forward pass it is right to 1 % of a step.
+    megatron-core's 1F1B waits for each transfer: after a forward pass for that to the next stage, after a backward pass for that
+    to the stage before. Its interleaved pipeline may overlap transfers with passes, which then take longer by a share of every
+    transfer in or out; passes that fill and drain the pipeline wait, except on stages that are idle anyway. The number of these
+    waits comes from simulated lists; with transfers of 5 % of a forward pass it is right to 1 % of a step.
 
     Args:
         one_way: seconds of one transfer from every stage but the last to the next.
-        beside: share by which a transfer slows down what runs beside it; None: every pass waits for its transfers.
+        slowdown: share of a transfer's seconds by which it slows a concurrent pass; None: every pass waits for its transfers.
     Returns:
-        Seconds of a stable micro-batch at each stage; seconds of filling and draining beside what those add to the bubble.
+        Seconds per stable micro-batch of each stage; seconds of filling and draining in addition to their share of the bubble.
     """
     if not one_way:
         return [0.0], 0.0
     stages, slowest = len(one_way) + 1, _largest(one_way)
     if virtual == 1:
-        return [before + behind for before, behind in zip([0.0, *one_way], [*one_way, 0.0], strict=True)], 0.0
-    # The last stage of a chunk sends to the first of the next: all links are in every pass.
-    if beside is None:
+        return [before + after for before, after in zip([0.0, *one_way], [*one_way, 0.0], strict=True)], 0.0
+    # The last stage sends to the first one of the next chunk, so every pass uses all links.
+    if slowdown is None:
         return [2.0 * slowest * virtual] * stages, 0.0
-    return [beside * slowest * (4 * virtual - 2)] * stages, slowest * (2 * virtual * stages - stages - 1)
+    return [slowdown * slowest * (4 * virtual - 2)] * stages, slowest * (2 * virtual * stages - stages - 1)
 
 
 def averaged(times: StageTimes, micro_batches: int) -> StageTimes:
-    """The seconds of a stage whose micro-batches all take their mean."""
+    """The seconds of a stage with its first and last extra seconds spread over all micro-batches."""
     return StageTimes(
         forward=times.forward + times.first / micro_batches,
         backward=times.backward + times.tail / micro_batches,
@@ -272,13 +273,13 @@ def averaged(times: StageTimes, micro_batches: int) -> StageTimes:
 
 
 def in_flight(stages: int, stage: int, micro_batches: int, layers: tuple[int, ...]) -> float:
-    """Micro-batches whose activations a stage holds at once, in whole passes of all its layers.
+    """Number of micro-batches, each of all its layers, whose activations a stage holds at once.
 
-    1F1B: stages behind it, and its own. Interleaved: 2 (S - 1 - i) + (v - 1) S + 1 chunk passes of v, where the chunks have as
-    many layers; where not, those of the chunks that are held when most layers are.
+    1F1B: one for each later stage, and its own. Interleaved with equal chunks: 2 (S - 1 - i) + (v - 1) S + 1 passes of a chunk,
+    each 1 / v of a micro-batch. With unequal chunks: the largest number of held layers over the stage's layers.
 
     Args:
-        layers: of each of its chunks.
+        layers: number of layers of each of its chunks.
     """
     virtual = len(layers)
     if virtual == 1:
@@ -290,19 +291,19 @@ def in_flight(stages: int, stage: int, micro_batches: int, layers: tuple[int, ..
 
 
 def lone_share(stages: int, chunks: int, micro_batches: int) -> float:
-    """Share of the passes of a pipeline, with those that its bubble stands for, that no pass of another micro-batch runs beside.
+    """Share of unpaired passes in a pipeline that pairs forward with backward passes; its bubble counts as passes, too.
 
-    Where a forward pass runs beside a backward pass (plan/lowering/pipeline_order.py: `paired`), the step goes through the last
-    stage: S - 1 chunk passes until its first one begins and after its last one has ended, (v - 1) S + 1 of its own forward until
-    the first pair and as many backward behind the last, and pairs. As mean seconds of the closed form's v M + S - 1 passes these
-    are v S alone. On a single stage: the first forward and the last backward pass, one of M.
+    With pairs (plan/lowering/pipeline_order.py: `paired`) the critical path is the last stage's: S - 1 chunk passes before its
+    first one and after its last one, (v - 1) S + 1 of its own forward passes before the first pair and as many backward passes
+    after the last pair, and the pairs. So v S of the closed form's v M + S - 1 mean passes are unpaired. On a single stage: the
+    first forward and the last backward pass, one of M.
     """
     return min(1.0, chunks * stages / (chunks * micro_batches + stages - 1))
 
 
 @cache
 def _most_layers(stages: int, ahead: int, micro_batches: int, layers: tuple[int, ...]) -> int:
-    """Layers whose activations are held at once: counted in the order of the passes, which repeats itself."""
+    """Most layers whose activations are held at once, counted along the periodic order of the passes."""
     entered = [
         chunk
         for first in range(0, micro_batches, stages)
@@ -314,13 +315,13 @@ def _most_layers(stages: int, ahead: int, micro_batches: int, layers: tuple[int,
         held += layers[chunk]
         most = max(most, held)
         if number >= ahead:
-            # Gradients come back through the chunks from the last to the first.
+            # Backward passes go through the chunks from the last to the first.
             held -= layers[len(layers) - 1 - entered[number - ahead]]
     return most
 
 
 def _largest(seconds: Sequence[Seconds]) -> Seconds:
-    """The largest of several, in each pipeline by itself."""
+    """The elementwise maximum."""
     largest: Seconds = seconds[0]
     for other in seconds[1:]:
         largest = np.maximum(largest, other)

@@ -1,4 +1,5 @@
-"""Expected number of ranks or nodes that hold the experts of a token, for routers that first choose groups of experts.
+"""Expected number of ranks or nodes that hold the experts of a token, for routers that first choose groups of experts; and from
+it how often DeepEP and HybridEP send a token (`library_sends`).
 
 A router without groups chooses among all experts; `model.expected_places` has the closed form. DeepSeek-V3's router scores groups
 of neighbouring experts by their best members, allows a few groups, and chooses experts in those (`--moe-router-num-groups`,
@@ -16,6 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from moe_overlap.describe.model import expected_places
+from moe_overlap.tuner.cost.links import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,19 @@ def reached_places(experts: int, choices: int, groups: RouterGroups, places: int
     if places <= 1 or groups.count <= groups.allowed or experts % places or experts % groups.count:
         return expected_places(choices, places)
     return _sampled(experts, choices, groups, places)
+
+
+DISPATCH_LIBRARIES = ("deepep", "hybridep")
+
+
+def library_sends(experts: int, choices: int, groups: RouterGroups, group: Group) -> tuple[float, float]:
+    """How DeepEP and HybridEP send a token: the ranks that it is sent to, and the share of these sends that cross the network.
+
+    A token is sent once to each of its ranks, but crosses the network once per block of ranks. A plain all-to-all sends it once
+    for each of its experts.
+    """
+    ranks, blocks = (reached_places(experts, choices, groups, places) for places in (group.size, group.blocks))
+    return ranks, blocks / ranks
 
 
 @lru_cache(maxsize=256)

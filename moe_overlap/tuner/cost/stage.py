@@ -1,10 +1,10 @@
-"""Seconds and bytes of a stage's layers under decisions about their states, for many strategies at once.
+"""Seconds and bytes of a stage's layers under many strategies about their states.
 
-Steps, so that a search pays for the first once.
+Steps; a search executes the first one once.
 1. `layer_terms` prices each kind of layer under each strategy: data parallelism, ZeRO level, offloading.
-   Where parameter groups step by themselves (ZeRO 2 and 3, offloading) moved_states.py prices its seconds and passing bytes.
+   If parameter groups step separately (ZeRO 2 and 3, offloading), moved_states.py prices its seconds and passing bytes.
 2. evaluate.py sums the terms over the layers of a stage.
-3. pipeline.py makes a step of stages.
+3. pipeline.py computes the step from its stages.
 
 Legend: K kinds of part (kind and recompute variant), N strategies. Arrays broadcast: [K, N].
 Source: Mist, section 5.2. Unlike Mist's release, it prices the optimizer step and tensor-parallel collectives of forward passes.
@@ -28,26 +28,26 @@ class KindTerms:
     """Costs of one layer of each kind before any strategy; [K] each. Seconds and bytes of one micro-batch."""
 
     forward_seconds: Floats
-    """Computation, and the communication inside the layer that computation does not hide."""
+    """Computation and exposed communication inside the layer."""
     backward_seconds: Floats
     saved_bytes: Floats
-    """Kept from the forward to the backward pass."""
+    """Bytes saved from the forward to the backward pass."""
     working_bytes: Floats
-    """Peak bytes inside a pass beyond the saved ones."""
+    """Peak bytes inside a pass in addition to the saved ones."""
     dense_parameters: Floats
-    """Numbers of parameters on a rank: replicated over the data ranks."""
+    """Number of parameters on a rank that are replicated over the data ranks."""
     expert_parameters: Floats
-    """Replicated over the expert-data ranks."""
+    """Number of parameters that are replicated over the expert-data ranks."""
     is_layer: NDArray[np.bool_]
-    """Whether it saves activations that are worth moving: all parts but embedding and head."""
+    """True if offloading moves its activations: all parts except embedding and head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """Decisions about the states (weights, gradients, optimizer) of a stage; [N] each. Offloading: shares in [0, 1]."""
+    """Strategies about the states (weights, gradients, optimizer) of a stage; [N] each. Offloading: shares in [0, 1]."""
 
     data: Floats
-    """Ranks that share dense states (with context parallelism all of them)."""
+    """Ranks with the same dense states, including those of context parallelism."""
     expert_data: Floats
     zero_level: Floats
     offload_weights: Floats
@@ -69,7 +69,7 @@ class StateRates:
     """The links that collectives of dense states use."""
     expert_use: LinkUse = LinkUse()
     token_use: LinkUse = LinkUse()
-    """The links that tokens travel on."""
+    """The links of the tokens' all-to-alls."""
     host_copy: float
     """Seconds per byte, one direction."""
     optimizer_sweep: float
@@ -86,19 +86,19 @@ class StateRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTerms:
-    """One layer of each kind under each strategy; [K, N] each. Seconds hold where all parameter groups step together."""
+    """One layer of each kind under each strategy; [K, N] each. Seconds hold if all parameter groups step together."""
 
     forward_seconds: Floats
     backward_seconds: Floats
     first_extra_seconds: Floats
-    """Seconds that the first micro-batch of a step adds: updated parameters are gathered beside it."""
+    """Extra seconds of the first micro-batch of a step, during which updated parameters are gathered."""
     last_extra_seconds: Floats
-    """Seconds that the last micro-batch adds: gradients are reduced."""
+    """Extra seconds of the last micro-batch, during which gradients are reduced."""
     optimizer_seconds: Floats
     gathered_seconds: Floats
-    """Seconds in which updated parameters are gathered behind the optimizer, where no pass hides that."""
+    """Seconds of the gather of updated parameters after the optimizer, if no pass hides it."""
     weights: Floats
-    """Bytes, as everything below; of states what stays on the device."""
+    """Bytes, as all fields below; of states only those that stay on the device."""
     gradients: Floats
     optimizer: Floats
     saved: Floats
@@ -107,7 +107,7 @@ class LayerTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSizes:
-    """Bytes of the states of one layer that a rank keeps, on the device or on the host; [K, N] each."""
+    """Bytes of one layer's states that a rank holds, on the device or on the host; [K, N] each."""
 
     weights: Floats
     gradients: Floats
@@ -117,13 +117,13 @@ class StateSizes:
 
 
 def state_sizes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> StateSizes:
-    """The states of every kind under every strategy: whole, or the shard of a rank."""
+    """The states of every kind under every strategy: unsharded, or the shard of a rank."""
     dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
     level, numbers = strategy.zero_level, dense + experts
     shard = dense / strategy.data + experts / strategy.expert_data
     weights, gradients, optimizer = (np.where(level >= first, shard, numbers) for first in (3, 2, 1))
-    # Gradient, master weight and moments are read, all but the gradient written; the gradient is read for its norm, and
-    # as much of it as is kept is zeroed.
+    # The step reads gradient, master weight and moments, and writes all but the gradient; the norm reads the gradient once more,
+    # and the gradients that the rank holds are zeroed.
     swept = optimizer * (2 * rates.optimizer_bytes + 2 * rates.gradient_bytes) + gradients * rates.gradient_bytes
     return StateSizes(
         weights=rates.weight_bytes * weights,
@@ -134,7 +134,7 @@ def state_sizes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> Stat
 
 
 def is_decoupled(strategy: Strategy) -> NDArray[np.bool_]:
-    """[N] whether parameter groups step by themselves, as `StagePlan.is_decoupled`."""
+    """[N] True if parameter groups step separately, as `StagePlan.is_decoupled`."""
     moved = strategy.offload_weights + strategy.offload_gradients
     return (strategy.zero_level > 1) | (moved + strategy.offload_optimizer + strategy.offload_activations > 0)
 
@@ -145,12 +145,12 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     zeros = np.zeros_like(sizes.weights)
     forward, backward = kinds.forward_seconds[:, None] + zeros, kinds.backward_seconds[:, None] + zeros
     dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
-    # What is updated in shards is gathered, and gradients are reduced; without sharding by an all-reduce, which is a
+    # Sharded updates need a gather of weights and a reduce-scatter of gradients; unsharded ones an all-reduce, which is a
     # reduce-scatter and an all-gather.
     gather = np.where(level > 0, state_seconds(dense, experts, rates.gathered_bytes, rates), 0.0)
     reduced = np.where(level == 0, 2.0, rates.reduce_scatter)
     scatter = state_seconds(dense, experts, rates.gradient_bytes, rates) * reduced
-    # Where no pass hides that, weights are gathered behind the update, as Megatron-LM does.
+    # If no pass hides the gather, it follows the update, as in Megatron-LM.
     first = concurrent(forward, gather, zeros, zeros) - forward if rates.overlap_param_gather else zeros
     gathered = zeros if rates.overlap_param_gather else gather
     last = concurrent(backward, scatter, zeros, zeros) - backward if rates.overlap_grad_reduce else scatter

@@ -1,7 +1,7 @@
-"""The parts of a stage: which there are, in which order, and under which recomputation.
+"""The parts of a stage: their number, order and recomputation.
 
-A part is a kind of layer, the embedding, a prediction layer or the head, as the capture has it; its *variant* is what of it is
-recomputed. A stage's parts are counted (`part_counts`) and put in the order of its forward pass (`ordered_parts`).
+A part is a captured kind of layer, the embedding, a prediction layer or the head; its *variant* names the recomputed modules.
+`part_counts` counts a stage's parts, `ordered_parts` lists them in the order of its forward pass.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class StagePart:
     """A parameter group of a stage.
 
     Attributes:
-        row: its kind.
-        chunk: its model chunk.
-        held_once: whether the activations of a single micro-batch are ever held of it, as of the head.
+        row: row of its kind in the table of parts.
+        chunk: index of its model chunk.
+        held_once: True if it holds the activations of at most one micro-batch, as the head does.
     """
 
     row: int
@@ -31,7 +31,7 @@ class StagePart:
 
 
 def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[CapturedPart, float]]:
-    """The parts of a stage and how often each is there."""
+    """The parts of a stage, each with its number."""
     stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
     variants: dict[tuple[str, str], int] = {}
     for first, last in stage.chunks:
@@ -52,16 +52,16 @@ def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Capt
 
 
 def holding_words(part: CapturedPart) -> CapturedPart:
-    """A prediction layer on another stage than the embedding, whose copy of the words is counted here."""
-    words = part.holds(WORDS, "constant")
-    assert words is not None, f"{part.kind} reads no word embedding"
+    """A prediction layer on another stage than the embedding: its copy of the word embedding counts as a parameter."""
+    words_index = part.holds(WORDS, "constant")
+    assert words_index is not None, f"{part.kind} reads no word embedding"
     storages = list(part.storages)
-    storages[words] = replace(storages[words], role="parameter")
+    storages[words_index] = replace(storages[words_index], role="parameter")
     return replace(part, storages=tuple(storages))
 
 
 def layer_variant(stage: StagePlan, place: int) -> str:
-    """The variant of recomputation of the layer at a place of its chunk, as the capture names it."""
+    """The captured variant of recomputation of the layer at a place of its chunk."""
     recompute = stage.recompute
     if recompute.granularity == "none" or (recompute.granularity != "uniform" and place >= recompute.layers):
         return "none"
@@ -69,7 +69,7 @@ def layer_variant(stage: StagePlan, place: int) -> str:
 
 
 def prediction_variant(stage: StagePlan) -> str:
-    """The variant of prediction layers: megatron-core leaves them out where it recomputes the first layers of a chunk."""
+    """The variant of prediction layers: megatron-core does not recompute them with the first layers of a chunk."""
     recompute = stage.recompute
     if recompute.granularity == "selective":
         return "+".join(sorted(recompute.modules))
@@ -88,24 +88,24 @@ def ordered_parts(
     """A stage's parts in the order of its forward pass.
 
     Args:
-        of_kind: kind and variant of the stage's parts -> their rows.
+        of_kind: (kind, variant) of the stage's parts -> their rows.
     """
     stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
     last = len(stage.chunks) - 1
-    found = []
+    parts = []
     if index == plan.embedding_stage:
         row = of_kind["embedding", graph.part("embedding", samples=samples).variant]
-        found.append(StagePart(row))
+        parts.append(StagePart(row))
     for chunk, (first, end) in enumerate(stage.chunks):
-        found += [
+        parts += [
             StagePart(of_kind[graph.layer_kinds[layer], layer_variant(stage, layer - first)], chunk)
             for layer in range(first, end)
         ]
-    # The last chunk runs a backward pass right behind its forward pass, so no second micro-batch waits in what follows.
+    # The last chunk runs a backward pass right after its forward pass, so these parts never hold a second micro-batch.
     if index == plan.mtp_stage:
         kinds = [(kind, prediction_variant(stage)) for kind in graph.mtp_kinds]
-        found += [StagePart(of_kind[kind], last, held_once=True) for kind in kinds]
+        parts += [StagePart(of_kind[kind], last, held_once=True) for kind in kinds]
     if index == plan.loss_stage:
         row = of_kind["head", graph.part("head", samples=samples).variant]
-        found.append(StagePart(row, last, held_once=True))
-    return tuple(found)
+        parts.append(StagePart(row, last, held_once=True))
+    return tuple(parts)

@@ -1,16 +1,17 @@
-"""How much longer an interleaved pipeline takes because its chunks do not take equally long.
+"""The factor by which an interleaved pipeline is longer because its chunks do not take equally long.
 
-The closed form (pipeline.py) takes all chunks of a stage for their mean. Where some have a layer more, or the last one has the
-head, stages wait for each other although each has as much to do: whoever has the long chunk holds up the others, which meet
-theirs at another time, and what is in flight makes up for little of that. DeepSeek-V3 in 16 stages of three chunks takes a
-quarter longer for it.
+The closed form (pipeline.py) gives every chunk of a stage the mean seconds. If some chunks have one layer more, or the last one
+has the head, stages wait for each other even if their totals are equal: a stage in its long chunk delays the others, which have
+their long chunks at other times, and micro-batches in flight compensate little. DeepSeek-V3 in 16 stages of three chunks takes a
+quarter longer.
 
-1. Passes run in megatron-core's order, each behind the one before it on its stage and the one that it gets its input from. That
-   order knows no seconds: `_order` sorts it once by how many passes stand one behind another. Passes of one level, at most one of
-   a stage, are played at once.
-2. Beyond FEW rounds of micro-batches every further one takes as long as the last one's forward passes came behind those before:
-   these are in step by then, while the last backward passes, beside which nothing runs, are not.
-3. The share by which that is longer than the closed form of the same passes is the answer; transfers and ends are left out.
+1. Passes run in megatron-core's order. Each waits for the previous pass of its stage and for the pass that computes its input.
+   The order does not depend on seconds, so `_order` sorts it once into levels: the level of a pass is the length of the longest
+   chain before it. The passes of one level, at most one per stage, are simulated at once.
+2. FEW rounds of micro-batches are simulated. Each further round adds the time between the ends of the last two rounds' forward
+   passes: these are periodic by then; the last backward passes, which overlap with nothing, are not.
+3. The answer is the ratio to the closed form of the same passes. Transfers and the extra seconds of first and last passes are
+   left out.
 
 Legend: S stages, V chunks of each, G micro-batches, D directions (forward, backward), R choices of recomputation.
 Time: S · V · min(G, FEW · S) passes. `simulate/step.py` is the slow twin.
@@ -31,29 +32,29 @@ from moe_overlap.tuner.cost.stage_parts import StagePart
 
 Floats = NDArray[np.float64]
 FEW = 4
-"""Rounds that are played, each of as many micro-batches as there are stages; with three, steps of chunks drawn at random
-erred by up to 4.4 %."""
+"""Number of simulated rounds; a round has one micro-batch per stage. With three rounds, steps of random chunks had errors of up
+to 4.4 %."""
 DIRECTIONS = ("forward", "backward")
 
 
 def unevenness(stages: Sequence[Floats], micro_batches: int) -> Floats:
-    """[R] How many times as long a step takes as the closed form says; 1 where chunks are equal or stages have one.
+    """[R] Factor of a step over its closed form, at least 1; exactly 1 with one stage or one chunk per stage.
 
     Args:
         stages: [S] of [D, V, R] seconds of passes (`chunk_seconds`).
-        micro_batches: of a step.
+        micro_batches: number of micro-batches of a step.
     """
     count, (_, virtual, choices) = len(stages), stages[0].shape
     if virtual == 1 or count == 1 or micro_batches % count:
         return np.ones(choices)
     seconds = np.stack(stages)
     few = min(micro_batches, FEW * count)
-    played, further = _played(seconds, few)
+    step, round_seconds = _simulated_passes(seconds, few)
     if micro_batches > few:
-        played = played + (micro_batches - few) / count * further
-    whole = seconds.sum(axis=2)
-    times = [StageTimes(forward=forward, backward=backward) for forward, backward in whole]
-    longer: Floats = np.maximum(1.0, played / step_seconds(times, [micro_batches] * count, virtual))
+        step = step + (micro_batches - few) / count * round_seconds
+    stage_seconds = seconds.sum(axis=2)
+    times = [StageTimes(forward=forward, backward=backward) for forward, backward in stage_seconds]
+    longer: Floats = np.maximum(1.0, step / step_seconds(times, [micro_batches] * count, virtual))
     return longer
 
 
@@ -61,9 +62,9 @@ def chunk_seconds(parts: Sequence[StagePart], counts: Floats, seconds: tuple[Flo
     """[D, V, R] seconds of the passes of a stage's chunks.
 
     Args:
-        parts: of the stage.
-        counts: [parts, R] how often each is there.
-        seconds: forward and backward, row -> of a pass through such a part.
+        parts: the parts of the stage.
+        counts: [parts, R] number of times that the stage has each part.
+        seconds: forward and backward seconds of a pass through a part, by row.
     """
     chunks = np.zeros((len(seconds), virtual, counts.shape[1]))
     for part, count in zip(parts, counts, strict=True):
@@ -74,31 +75,31 @@ def chunk_seconds(parts: Sequence[StagePart], counts: Floats, seconds: tuple[Flo
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """The passes of all stages, level by level; they are counted from 1.
+    """The passes of all stages, numbered from 1 by level.
 
     Attributes:
-        taken: the row of each pass's seconds among those of stages, directions and chunks.
-        levels: for each level the number of its first pass; for each of its passes the number of the one before it on its stage,
-            and of the one that it gets its input from, 0 where there is none.
-        rounds: [2, S] the last forward passes of the last two rounds on every stage.
+        seconds_rows: the row of each pass's seconds in the table of stages, directions and chunks.
+        levels: for each level the number of its first pass; for each of its passes the numbers of the previous pass of its stage
+            and of the pass that computes its input, 0 if there is none.
+        rounds: [2, S] number of the last forward pass of each of the last two rounds, on every stage.
     """
 
-    taken: NDArray[np.intp]
+    seconds_rows: NDArray[np.intp]
     levels: tuple[tuple[int, NDArray[np.intp], NDArray[np.intp]], ...]
     rounds: NDArray[np.intp]
 
 
-def _played(seconds: Floats, micro_batches: int) -> tuple[Floats, Floats]:
-    """[R] Seconds of all passes, and those by which the last round's forward passes end behind those of the round before.
+def _simulated_passes(seconds: Floats, micro_batches: int) -> tuple[Floats, Floats]:
+    """[R] Seconds of all passes, and the time between the ends of the last two rounds' forward passes.
 
     Args:
         seconds: [S, D, V, R].
     """
     stages, _, virtual, choices = seconds.shape
     order = _order(stages, virtual, micro_batches)
-    ended = np.zeros((len(order.taken) + 1, choices))
-    # What a pass takes stands where its end will: one array is read and written.
-    np.take(seconds.reshape(-1, choices), order.taken, axis=0, out=ended[1:])
+    ended = np.zeros((len(order.seconds_rows) + 1, choices))
+    # `ended` first holds the seconds of each pass, then its end.
+    np.take(seconds.reshape(-1, choices), order.seconds_rows, axis=0, out=ended[1:])
     for first, before, source in order.levels:
         ended[first : first + len(before)] += np.maximum(ended.take(before, axis=0), ended.take(source, axis=0))
     earlier, later = ended[order.rounds]
@@ -120,22 +121,26 @@ def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
                 before = level[index, order[done[index] - 1]] if done[index] else -1
                 level[index, step] = 1 + max(before, -1 if source is None else level[source])
                 done[index] += 1
-    passes = sorted(level, key=lambda each: level[each])
-    number = {each: place + 1 for place, each in enumerate(passes)}
-    behind = {(index, step): order[place - 1] for index, order in enumerate(orders) for place, step in enumerate(order)}
+    passes = sorted(level, key=lambda chunk_pass: level[chunk_pass])
+    number = {chunk_pass: place + 1 for place, chunk_pass in enumerate(passes)}
+    previous = {
+        (index, step): order[place - 1] for index, order in enumerate(orders) for place, step in enumerate(order)
+    }
     first = {(index, order[0]) for index, order in enumerate(orders)}
-    sources = [_source(*each, stages, virtual) for each in passes]
-    ends = np.cumsum(np.bincount([level[each] for each in passes]))[:-1]
-    ahead = np.array([0 if each in first else number[each[0], behind[each]] for each in passes])
-    given = np.array([0 if source is None else number[source] for source in sources])
+    sources = [_source(*chunk_pass, stages, virtual) for chunk_pass in passes]
+    ends = np.cumsum(np.bincount([level[chunk_pass] for chunk_pass in passes]))[:-1]
+    ahead = np.array(
+        [0 if chunk_pass in first else number[chunk_pass[0], previous[chunk_pass]] for chunk_pass in passes]
+    )
+    inputs = np.array([0 if source is None else number[source] for source in sources])
     last = (micro_batches - 1, max(0, micro_batches - 1 - stages))
     return _Order(
-        taken=np.array(
+        seconds_rows=np.array(
             [(index * 2 + DIRECTIONS.index(step.direction)) * virtual + step.chunk for index, step in passes]
         ),
         levels=tuple(
             (begin + 1, *of_level)
-            for begin, *of_level in zip([0, *ends.tolist()], np.split(ahead, ends), np.split(given, ends), strict=True)
+            for begin, *of_level in zip([0, *ends.tolist()], np.split(ahead, ends), np.split(inputs, ends), strict=True)
         ),
         rounds=np.array(
             [
@@ -147,7 +152,7 @@ def _order(stages: int, virtual: int, micro_batches: int) -> _Order:
 
 
 def _source(index: int, step: PipelineStep, stages: int, virtual: int) -> tuple[int, PipelineStep] | None:
-    """The pass that a pass gets its input from; None where it is the data."""
+    """The pass that computes the input of a pass; None if its input is data."""
     if step.direction == "forward":
         if index:
             return index - 1, step

@@ -1,12 +1,12 @@
 """Lower bounds of a uniform layout that need no captured graph: seconds of a step, and bytes of a stage.
 
-Seconds. No product runs faster than the best efficiency of this GPU, all-to-alls that nothing hides take what they take, and
-tensor ranks wait for their output in every forward pass. `pipelined` makes a step of the seconds of one micro-batch.
+Seconds. No product runs faster than the best efficiency of this GPU; exposed all-to-alls count in full; tensor ranks wait for
+their output in every forward pass. `pipelined` bounds a step by the seconds of one micro-batch.
 
-Bytes. A stage of average size holds its share of weights, gradients and optimizer states, sharded as far as the space allows, and
-what full recomputation keeps of one micro-batch: the input of each of its layers.
+Bytes. An average stage holds its share of weights, gradients and optimizer states, sharded as far as the space allows. Of each
+micro-batch in flight it holds the inputs of its layers, which full recomputation keeps, too.
 
-A bound that were too high would lose plans in silence: `test_search_uniform.py` compares both with evaluated layouts.
+A bound above the true value would lose plans without notice: `test_search_uniform.py` compares both with evaluated layouts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collect
 from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, low_precision_rate
 from moe_overlap.tuner.cost.pipeline import in_flight
-from moe_overlap.tuner.cost.router import reached_places
+from moe_overlap.tuner.cost.router import DISPATCH_LIBRARIES, library_sends
 from moe_overlap.tuner.search.space import SearchSpace, UniformLayout
 
 
@@ -43,7 +43,7 @@ class Bounds:
     space: SearchSpace
 
     def step_seconds(self, layout: UniformLayout) -> float:
-        """Seconds that no step of the layout stays below."""
+        """Lower bound of the seconds of a step of the layout."""
         plan = self.template
         data = plan.world_size // (layout.tensor * layout.context * layout.pipeline)
         micro_batches = plan.global_batch_size // (data * layout.micro_batch)
@@ -51,23 +51,23 @@ class Bounds:
         return pipelined(through, layout, micro_batches)
 
     def needed_bytes(self, layout: UniformLayout) -> float:
-        """Bytes that no plan of the layout needs less of on its fullest stage."""
+        """Lower bound of the bytes that any plan of the layout needs on its fullest stage."""
         features, plan, space = self.features, self.template, self.space
         dense, experts = _parameters(self.model, layout.tensor, layout.expert, layout.expert_tensor)
         ranks = plan.world_size // layout.pipeline
         data, expert_data = ranks // layout.tensor, ranks // (layout.expert * layout.expert_tensor)
-        whole, shard = dense + experts, dense / data + experts / expert_data
+        unsharded, sharded = dense + experts, dense / data + experts / expert_data
         level = max(space.zero_levels)
         if space.offloads:
             return 0.0
-        weights, gradients, optimizer = (shard if level >= first else whole for first in (3, 2, 1))
+        weights, gradients, optimizer = (sharded if level >= first else unsharded for first in (3, 2, 1))
         states = features.weight_bytes * weights + features.gradient_bytes * gradients
         states += features.optimizer_bytes * optimizer
-        # Averages over the stages: one of them holds as much, or more.
+        # Averages over the stages: the fullest stage holds at least as much.
         micro_batches = plan.global_batch_size * layout.context // (data * layout.micro_batch)
         stages = layout.pipeline
-        alike = (1,) * layout.virtual
-        flying = sum(in_flight(stages, index, micro_batches, alike) for index in range(stages)) / stages
+        equal_chunks = (1,) * layout.virtual
+        flying = sum(in_flight(stages, index, micro_batches, equal_chunks) for index in range(stages)) / stages
         inputs = self.model.num_layers * self._hidden_bytes(layout) / layout.tensor
         return (states + flying * inputs) / stages
 
@@ -78,7 +78,7 @@ class Bounds:
 
     def _compute_seconds(self, layout: UniformLayout) -> float:
         """Seconds of the products of a micro-batch, over all stages."""
-        if self.machine.lookup is not None:  # Measured operators know no bound.
+        if self.machine.lookup is not None:  # Measured seconds of operators have no bound.
             return 0.0
         constants, precision = self.machine.constants, self.features.precision
         gpu = self.machine.cluster.group_of(0).gpu
@@ -91,21 +91,21 @@ class Bounds:
         return flops * tokens / rate
 
     def _sent_seconds(self, layout: UniformLayout) -> float:
-        """Seconds of a micro-batch's communication that nothing runs beside, over all stages."""
+        """Seconds of a micro-batch's exposed communication, over all stages."""
         features, model = self.features, self.model
         links, world = self.machine.cluster.group_of(0), self.template.world_size
         rates, hidden = self.machine.constants.link_rates, self._hidden_bytes(layout)
         seconds = self.exchange_seconds(layout)
         if not features.overlap_tensor:
             group = axis_group(layout.tensor, 1, world, links)
-            # Latent attention gathers its latents, which are narrower.
+            # Latent attention gathers its latents, which are narrower than hidden states: only the scatter counts.
             kinds = ("reduce_scatter",) if model.latent_attention is not None else ("all_gather", "reduce_scatter")
             for kind in kinds:
                 seconds += model.num_layers * float(collective_seconds(kind, hidden, group, rates))
         return seconds
 
     def exchange_seconds(self, layout: UniformLayout) -> float:
-        """Seconds in which a micro-batch's tokens travel to their experts and back while nothing runs beside, over all stages."""
+        """Exposed seconds of the dispatch and combine of a micro-batch's tokens, in both passes and over all stages."""
         features, model = self.features, self.model
         if features.overlap_experts or features.overlap_shared_expert:
             return 0.0
@@ -120,21 +120,20 @@ class Bounds:
             return passes * sum(float(collective_seconds(kind, gathered, every, rates)) for kind in kinds)
         group = axis_group(layout.expert, layout.expert_tensor, world, links)
         rows, share = hidden / layout.tensor * width * model.router_topk, 1.0
-        if features.dispatcher in ("deepep", "hybridep"):
-            choices, groups = max(1, model.router_topk), features.router_groups
-            ranks, blocks = (
-                reached_places(model.num_experts, choices, groups, places) for places in (group.size, group.blocks)
-            )
-            rows, share = rows * ranks / choices, blocks / ranks
+        if features.dispatcher in DISPATCH_LIBRARIES:
+            choices = max(1, model.router_topk)
+            ranks, share = library_sends(model.num_experts, choices, features.router_groups, group)
+            rows = rows * ranks / choices
         return 2.0 * passes * float(all_to_all_seconds(rows, group, rates, share))
 
 
 def pipelined(through: float, layout: UniformLayout, micro_batches: int) -> float:
-    """Lower bound of a step, however the stages divide a micro-batch's seconds C among them.
+    """Lower bound of a step over all ways to divide a micro-batch's seconds C among the stages.
 
-    The chains of pipeline.py, weighted so that all stages count as much, give for 1F1B with G > S that of equal stages. With
-    fewer micro-batches the chains Σ_(j<s) t_j + G t_s are least where t_s falls by 1 - 1 / G from stage to stage. Interleaved, a
-    chain takes t_s / v another G v - 1 - (S - 1 - s) times at least, which is least where all of these products are equal.
+    1F1B with G > S: the weighted mean of pipeline.py's chains in which every stage counts the same is the step of equal stages.
+    1F1B with fewer micro-batches: the largest chain Σ_(j<s) t_j + G t_s is smallest if t_s falls by the factor 1 - 1 / G from
+    stage to stage. Interleaved: the chain at stage s takes C / v and at least G v - 1 - (S - 1 - s) further passes of t_s / v;
+    the largest of these products is smallest if all are equal.
 
     Args:
         through: C, seconds of one micro-batch over all stages.
@@ -147,7 +146,7 @@ def pipelined(through: float, layout: UniformLayout, micro_batches: int) -> floa
     if micro_batches < stages:
         return micro_batches * through / stages
     passes = (micro_batches * virtual - stages + stage for stage in range(stages))
-    return through / virtual * (1.0 + 1.0 / sum(1.0 / each for each in passes))
+    return through / virtual * (1.0 + 1.0 / sum(1.0 / count for count in passes))
 
 
 _flops = lru_cache(training_flops_per_token)

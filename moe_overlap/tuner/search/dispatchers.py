@@ -1,12 +1,12 @@
-"""The dispatcher of tokens as a choice of the search: those that the GPUs run, and which layouts are faster with another one.
+"""The dispatcher of tokens as a choice of the search: which dispatchers the GPUs run, and which layouts are faster with another.
 
-1. A search takes one dispatcher, all-to-alls, to its end. `search_dispatchers` then asks of each other one for plans that are
-   faster than the best so far, and for no others: a dispatcher changes the routed experts' block alone, so its layouts have a
-   bound from the graphs that are there (`FlooredCosts`), and hardly any graph of another dispatcher is ever captured.
-2. The bound prices everything but dispatch, combine and permutation as the first dispatcher runs it, bytes and recomputation
-   included (`Floors`), and what the other one must send (`Bounds.exchange_seconds`).
-3. With Megatron-LM's overlap of all-to-alls (paired.py) other work runs beside what is sent, and the bound is without it.
-4. What is kept is exactly what an enumeration of all layouts under all dispatchers would have for the best.
+1. One search runs to its end with the first dispatcher, all-to-alls. `search_dispatchers` then searches each other dispatcher
+   only for plans that are faster than the incumbent. A dispatcher changes nothing but the routed experts' block, so the graphs of
+   the first dispatcher bound its layouts (`FlooredCosts`), and graphs of another dispatcher are rarely captured.
+2. The bound is the sum of two terms: everything but dispatch, combine and permutation, priced under the first dispatcher with its
+   bytes and recomputation (`Floors`); and the bytes that the other dispatcher must send (`Bounds.exchange_seconds`).
+3. With Megatron-LM's overlap of all-to-alls (paired.py) other work hides the sends, so the bound omits the second term.
+4. The result is exact: the best plans equal those of an enumeration of all layouts under all dispatchers.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from moe_overlap.tuner.search.uniform import Accepts, Progress, RankedLayout, Un
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 
 FIRST: Dispatcher = "alltoall"
-"""The dispatcher that goes with every setting, and that the others are compared with."""
+"""The dispatcher that every setting allows, and the baseline of the others."""
 NAMES: tuple[Dispatcher, ...] = ("alltoall", "allgather", "deepep", "hybridep")
 LIBRARIES: Mapping[Dispatcher, tuple[str, ...]] = MappingProxyType(
     {"deepep": ("Ampere", "Hopper", "Blackwell"), "hybridep": ("Hopper", "Blackwell")}
 )
-"""Dispatchers that are libraries of their own, and the chips that they are written for; both want NVLink between GPUs."""
+"""Dispatchers from separate libraries -> the GPU architectures they support; both need NVLink between GPUs."""
 CALIBRATED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"allgather": (), "deepep": ("H100",), "hybridep": ("B200", "GB200", "GB300")}
 )
-"""Dispatchers and the GPUs whose constants were fitted to runs with them; of all-to-alls the constants themselves say it."""
+"""Dispatchers -> the GPUs whose constants were fitted to runs with them; `alltoall` is fitted wherever constants exist."""
 PRODUCTS = ("gemm", "grouped_gemm")
-"""Classes of operators that every dispatcher leaves to the experts."""
+"""Cost classes of operators that belong to the experts under every dispatcher."""
 OF_EXPERTS = "experts"
-"""The module of the experts inside of a layer."""
+"""Name of the experts' module inside a layer."""
 KEPT = 3
-"""Plans of every further dispatcher that are ranked: each may need captures."""
+"""Number of plans that are ranked per other dispatcher; each may need captures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +60,8 @@ class Side:
     """The search under one dispatcher.
 
     Attributes:
-        bounds: of a layout's tensor ranks.
-        paired: the task with Megatron-LM's overlap, where that is searched, too.
+        bounds: layout -> the bounds for its tensor ranks.
+        paired: the task with Megatron-LM's overlap; None if that is not searched.
     """
 
     task: UniformTask
@@ -74,8 +74,9 @@ class DispatcherOutcome:
     """The outcome of the search for one dispatcher.
 
     Attributes:
-        best: its fastest plan that was looked for; None where it has none that is faster than the first dispatcher's best.
-        priced: layouts that needed graphs of its own.
+        best: its fastest plan; None if no plan is faster than the incumbent of the dispatchers before.
+        layouts: layouts that it could run.
+        priced: layouts that were priced with graphs of this dispatcher.
     """
 
     name: Dispatcher
@@ -85,7 +86,7 @@ class DispatcherOutcome:
 
 
 def dispatchers_of(links: NodeGroup) -> tuple[Dispatcher, ...]:
-    """The dispatchers that run on these GPUs, the first one ahead."""
+    """The dispatchers that run on these GPUs, beginning with FIRST."""
     has_links = links.domain_gpus > 1
     return tuple(
         name for name in NAMES if name not in LIBRARIES or (has_links and links.gpu.architecture in LIBRARIES[name])
@@ -93,22 +94,22 @@ def dispatchers_of(links: NodeGroup) -> tuple[Dispatcher, ...]:
 
 
 def uncalibrated(name: str, gpu: str) -> list[str]:
-    """Why prices of a dispatcher reach beyond measured steps, if they do."""
-    return [] if gpu in CALIBRATED.get(name, (gpu,)) else [f"no measured steps of the {name} dispatcher on {gpu}"]
+    """The reason why prices of a dispatcher extrapolate beyond measured steps; empty if they do not."""
+    return [] if gpu in CALIBRATED.get(name, (gpu,)) else [f"no calibration run of the {name} dispatcher on {gpu}"]
 
 
 def runs(name: str, layout: UniformLayout) -> bool:
-    """Whether a dispatcher runs a layout: megatron-core's flex dispatcher wants ranks that send each other tokens."""
+    """True if a dispatcher runs a layout: megatron-core's flex dispatcher requires more than one expert rank."""
     return name not in LIBRARIES or layout.expert * layout.expert_tensor > 1
 
 
 class Floors(UniformCosts):
-    """Prices of what no dispatcher changes, from the graphs of the first one.
+    """Prices of the work that is the same under every dispatcher, from the graphs of the first one.
 
     Args:
         task: under the first dispatcher.
-        is_hosted: whether a pass takes at least as long as the host needs to launch it. Tokens travel while the host launches,
-            so that what an all-to-all takes is added to prices without a host only.
+        is_hosted: True if a pass takes at least its host seconds. Tokens travel while the host launches, so the seconds of
+            all-to-alls are added only to prices without host seconds.
     """
 
     def __init__(self, task: UniformTask, is_hosted: bool = True) -> None:
@@ -124,16 +125,16 @@ class Floors(UniformCosts):
         super().__init__(replace(task, graphs=without))
 
     def step_floor(self, layout: UniformLayout, exchange: float) -> float:
-        """Seconds of a step that no plan of the layout stays below under a dispatcher.
+        """Lower bound of the seconds of a step of the layout under a dispatcher.
 
         Args:
-            exchange: seconds of a micro-batch's all-to-alls over all stages that nothing runs beside.
+            exchange: exposed seconds of a micro-batch's all-to-alls over all stages.
         """
         through = self.through_seconds(replace(layout, dispatcher="")) + self._added(exchange)
         return pipelined(through, layout, self._micro_batches(layout))
 
     def fitting_floor(self, layout: UniformLayout, exchange: float, capacity: float) -> float:
-        """The same of the plans that may fit, with what they recompute and wait for; infinite where none fits.
+        """As `step_floor`, for the plans that may fit memory, with their recomputation and waits; infinite if none fits.
 
         Args:
             capacity: bytes of a GPU that a plan may need.
@@ -147,11 +148,11 @@ class Floors(UniformCosts):
         chunks = chunks_of(model.num_layers, layout.pipeline, layout.virtual)
         fewest = min(sum(sum(model.moe_layers[first:last]) for first, last in of_stage) for of_stage in chunks)
         # Reductions and gathers of states may hide beside all-to-alls of the first and the last micro-batch.
-        alone = max(0, self._micro_batches(layout) - 2)
-        return least + alone * self._added(exchange) * fewest / max(1, sum(model.moe_layers))
+        inner_micro_batches = max(0, self._micro_batches(layout) - 2)
+        return least + inner_micro_batches * self._added(exchange) * fewest / max(1, sum(model.moe_layers))
 
     def part_table(self, table: OpTable) -> OpTable:
-        """The operators of a part that run under every dispatcher."""
+        """The operators of a part without those of the dispatcher."""
         if id(table) not in self._tables_without:
             self._tables_without[id(table)] = table, without_exchange(table)
         return self._tables_without[id(table)][1]
@@ -161,14 +162,14 @@ class Floors(UniformCosts):
 
     def _cost(self, table: OpTable, layout: UniformLayout, setting: Setting) -> PartCost:
         cost = super()._cost(table, layout, setting)
-        # Beside another micro-batch the host never waits for an empty queue.
+        # In pairs of micro-batches the other one fills the queue: the host never drains it.
         pairs = self.task.features.overlap_experts and any(op.operator in EXCHANGE_PARTS for op in table.ops)
         if self._is_hosted and not pairs:
             return cost
         if id(cost) not in self._floored:
             less: dict[str, Any] = {} if self._is_hosted else {"host_seconds": 0.0, "drained_seconds": 0.0}
             less |= {"is_overlapped": True} if pairs else {}
-            forward, backward = (replace(each, **less) for each in (cost.forward, cost.backward))
+            forward, backward = (replace(pass_cost, **less) for pass_cost in (cost.forward, cost.backward))
             self._floored[id(cost)] = cost, replace(cost, forward=forward, backward=backward)
         return self._floored[id(cost)][1]
 
@@ -185,9 +186,9 @@ class Floors(UniformCosts):
 
 
 def is_of_dispatcher(op: Op) -> bool:
-    """Whether an operator may run otherwise, or not at all, under another dispatcher: all-to-alls and permutations of rows.
+    """True if another dispatcher replaces or drops the operator: all-to-alls and permutations of rows.
 
-    Experts compute the same products and activations of their rows, which are as many.
+    The experts themselves compute the same products and activations of as many rows under every dispatcher.
     """
     if block_of(op) != ROUTED or op.cost_class in PRODUCTS:
         return False
@@ -195,18 +196,18 @@ def is_of_dispatcher(op: Op) -> bool:
 
 
 def without_exchange(table: OpTable) -> OpTable:
-    """The operators of a part of which those of the dispatcher take no time; all keep their places."""
+    """The table with the dispatcher's operators free of cost; all operators keep their rows."""
     gone = np.array([is_of_dispatcher(op) for op in table.ops], dtype=np.bool_)
     return replace(
         table,
         classes=np.where(gone, CostClassCode.FREE, table.classes),
         launches=np.where(gone, 0.0, table.launches),
-        collectives=tuple(each for each in table.collectives if not gone[each[0]]),
+        collectives=tuple(entry for entry in table.collectives if not gone[entry[0]]),
     )
 
 
 def part_without_exchange(part: CapturedPart) -> CapturedPart:
-    """A part whose dispatcher takes no time, and whose results take no bytes."""
+    """The part with its dispatcher free of cost, and with no bytes for the dispatcher's results."""
     zero, gone = Expression.of(0), [is_of_dispatcher(op) for op in part.ops]
     first: dict[int, bool] = {}
     for op, is_gone in zip(part.ops, gone, strict=True):
@@ -216,45 +217,46 @@ def part_without_exchange(part: CapturedPart) -> CapturedPart:
         replace(op, cost_class="free", flops=zero, bytes=zero, collective=None) if is_gone else op
         for op, is_gone in zip(part.ops, gone, strict=True)
     ]
-    storages = [replace(each, bytes=zero) if first.get(each.id) else each for each in part.storages]
+    storages = [replace(storage, bytes=zero) if first.get(storage.id) else storage for storage in part.storages]
     return replace(part, ops=tuple(free), storages=tuple(storages))
 
 
 def floors_of(first: UniformTask, paired: UniformTask | None = None) -> dict[bool, list[Floors]]:
-    """Floors under the first dispatcher of layouts without Megatron-LM's overlap, and of those with it.
+    """Whether a layout has Megatron-LM's overlap -> its floors under the first dispatcher.
 
-    Without it the host is told apart from what is sent while it launches; with it nothing is added for what is sent.
+    Without the overlap there are two floors, one by host seconds and one by sends, since both elapse at the same time. With the
+    overlap sends add nothing.
     """
     floors = {False: [Floors(first, is_hosted=is_hosted) for is_hosted in (True, False)]}
     return floors if paired is None else floors | {True: [Floors(paired)]}
 
 
 class FlooredCosts(CostsOfBoth):
-    """Prices layouts under another dispatcher than the first, whose graphs give their bounds.
+    """Prices of layouts under another dispatcher, with bounds from the graphs of the first one.
 
     Args:
-        side: this dispatcher.
-        first: of `floors_of`.
-        known: seconds of a plan; layouts whose bound is above it are bounded no further.
+        side: the other dispatcher.
+        first: the result of `floors_of`.
+        incumbent_seconds: step seconds of the incumbent; a layout whose first bound is above them gets no tighter one.
     """
 
-    def __init__(self, side: Side, first: Mapping[bool, Sequence[Floors]], known: float) -> None:
+    def __init__(self, side: Side, first: Mapping[bool, Sequence[Floors]], incumbent_seconds: float) -> None:
         super().__init__(side.task, side.paired)
-        self._first, self._bounds, self._known = first, self.bounds(side.bounds), known
+        self._first, self._bounds, self._incumbent_seconds = first, self.bounds(side.bounds), incumbent_seconds
 
     def step_bound(self, layout: UniformLayout) -> float:
-        """Seconds that no plan of the layout stays below; asks for no graph of this dispatcher."""
+        """Lower bound of the seconds of any plan of the layout; captures no graph of this dispatcher."""
         exchange = self._bounds(layout).exchange_seconds(layout)
         of_first = self._first[layout.paired]
         floor = max(floors.step_floor(layout, exchange) for floors in of_first)
-        if floor > self._known:
+        if floor > self._incumbent_seconds:
             return floor
         capacity = self.task.machine.usable_bytes
         return max(floor, *(floors.fitting_floor(layout, exchange, capacity) for floors in of_first))
 
 
 def search_dispatchers(
-    found: UniformSearch,
+    search: UniformSearch,
     layouts: Sequence[UniformLayout],
     first: UniformTask,
     names: Sequence[Dispatcher],
@@ -266,52 +268,56 @@ def search_dispatchers(
     progress: Progress = lambda done, total, best: None,
     paired: UniformTask | None = None,
 ) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
-    """Plans of further dispatchers that are faster than the best of the first one.
+    """The search joined with plans of other dispatchers that are faster than its incumbent.
 
     Args:
-        found: of the first dispatcher.
-        first: its task.
-        paired: that task with Megatron-LM's overlap, where that is searched, too.
-        names: the further dispatchers.
-        keep: plans that are ranked in all.
+        search: the result for the first dispatcher.
+        first: the task of the first dispatcher.
+        paired: that task with Megatron-LM's overlap; None if that is not searched.
+        names: the other dispatchers.
+        keep: number of plans that are ranked in all.
+    Returns:
+        The joined search, and the outcome of each dispatcher that was searched before a time limit.
     """
     floors = floors_of(first, paired)
     outcomes: list[DispatcherOutcome] = []
     for name in names:
-        if found.solution.status is Status.TIME_LIMIT:
+        if search.solution.status is Status.TIME_LIMIT:
             break
-        under, before = side(name), found.solution.value
-        own = [replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
-        own = own if under.paired is None else [*with_paired(own)]
-        costs = FlooredCosts(under, floors, found.solution.objective)
+        dispatcher_side, before = side(name), search.solution.value
+        candidates = [replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
+        candidates = candidates if dispatcher_side.paired is None else [*with_paired(candidates)]
+        costs = FlooredCosts(dispatcher_side, floors, search.solution.objective)
         wide = search_uniform(
-            own,
+            candidates,
             costs,
-            costs.bounds(under.bounds),
+            costs.bounds(dispatcher_side.bounds),
             accepts,
             admits,
             keep=KEPT,
             deadline=deadline,
-            known=found.solution.objective,
+            incumbent_seconds=search.solution.objective,
             progress=lambda done, total, best, before=before: progress(done, total, best or before),  # type: ignore[misc]
         )
         outcomes.append(
-            DispatcherOutcome(name=name, best=wide.solution.value, layouts=len(own), priced=wide.counts.evaluated)
+            DispatcherOutcome(
+                name=name, best=wide.solution.value, layouts=len(candidates), priced=wide.counts.evaluated
+            )
         )
-        found = with_further(found, wide, keep)
-    return found, tuple(outcomes)
+        search = with_dispatcher(search, wide, keep)
+    return search, tuple(outcomes)
 
 
-def with_further(found: UniformSearch, wide: UniformSearch, keep: int) -> UniformSearch:
-    """Both searches as one: `widened`, with the layouts of both counted."""
-    both = widened(found, wide, keep)
+def with_dispatcher(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSearch:
+    """Both searches joined by `widened`, with the layout counts of both added up."""
+    both = widened(narrow, wide, keep)
     counts = replace(
         both.counts,
-        layouts=found.counts.layouts + wide.counts.layouts,
-        too_large=found.counts.too_large + wide.counts.too_large,
-        too_slow=found.counts.too_slow + wide.counts.too_slow,
-        not_reached=found.counts.not_reached + wide.counts.not_reached,
-        evaluated=found.counts.evaluated + wide.counts.evaluated,
-        fitting=found.counts.fitting + wide.counts.fitting,
+        layouts=narrow.counts.layouts + wide.counts.layouts,
+        too_large=narrow.counts.too_large + wide.counts.too_large,
+        too_slow=narrow.counts.too_slow + wide.counts.too_slow,
+        not_reached=narrow.counts.not_reached + wide.counts.not_reached,
+        evaluated=narrow.counts.evaluated + wide.counts.evaluated,
+        fitting=narrow.counts.fitting + wide.counts.fitting,
     )
     return replace(both, counts=counts)

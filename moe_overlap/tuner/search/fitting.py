@@ -2,9 +2,9 @@
 
 1. `memory_changes` derives plans from the one that does not fit: modules or whole layers are recomputed, micro-batches halved,
    states sharded, the optimizer moved to host memory.
-2. Each is predicted as any other plan, with the features that the job has with the flags of the change; one whose flags make no
-   such job is left out. Of those that fit the fastest is the answer. Of whole layers as few are recomputed as fit, found by
-   bisection: a layer more never needs more memory.
+2. Each changed plan is predicted with the features of the job under the change's flags; a change that no flags express is
+   skipped. The answer is the fastest plan that fits. The number of recomputed layers is the smallest that fits, by bisection:
+   recomputing another layer never needs more memory.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from moe_overlap.tuner.cost.stage_parts import stage_variants
 from moe_overlap.tuner.problem import Problem
 
 Capture = Callable[[Plan], Mapping[int, CapturedModel]]
-"""A plan -> the captured models of its stages."""
+"""Plan -> the captured models of its stages."""
 
 
-Said = Callable[[MemoryChange, Plan], Features | None]
-"""A change and its plan -> the features of the job with the flags of the change; None where they make no such job."""
+FeaturesOf = Callable[[MemoryChange, Plan], Features | None]
+"""Change and changed plan -> the features of the job under the change's flags; None if those flags give no such job."""
 
 
 Degrees = Sequence[tuple[MemoryChange, Plan]]
-"""A change by degrees, each needing no more memory than the one before; often a single one."""
+"""A change by degrees, each of which needs no more memory than the degree before; often a single degree."""
 
 
 def cheapest_change(
-    failing: Prediction, problem: Problem, capture: Capture, said: Said
+    failing: Prediction, problem: Problem, capture: Capture, features_of: FeaturesOf
 ) -> tuple[Remedy | None, tuple[MemoryChange, ...]]:
     """The change that fits with the shortest step.
 
     Args:
         failing: the prediction of the problem's plan.
-        capture: called for every changed plan, since it may recompute what the problem's graphs do not.
-        said: what the flags of a change make of the job.
+        capture: called for every changed plan, since its recomputation may be missing from the problem's graphs.
+        features_of: the features of the job under the flags of a change.
     Returns:
-        The change, None where none fits alone; and all changes that were tried.
+        The change, None if no single change fits; and all changes that were tried.
     """
     remedies, tried = [], []
     for degrees in memory_changes(problem.plan, problem.model, problem.features):
-        change, prediction = _least_that_fits(degrees, problem, capture, said)
+        change, prediction = _least_that_fits(degrees, problem, capture, features_of)
         if change is None:
             continue
         tried.append(change)
@@ -68,15 +68,15 @@ def cheapest_change(
 
 
 def _least_that_fits(
-    degrees: Degrees, problem: Problem, capture: Capture, said: Said
+    degrees: Degrees, problem: Problem, capture: Capture, features_of: FeaturesOf
 ) -> tuple[MemoryChange | None, Prediction | None]:
     """The least degree of a change that fits, and its prediction.
 
     Returns:
-        The last degree without a prediction where none fits; nothing where the change cannot be said or predicted.
+        (last degree, None) if no degree fits; (None, None) if no flags express the change or it cannot be predicted.
     """
     most = degrees[-1][1]
-    features = said(*degrees[-1])
+    features = features_of(*degrees[-1])
     if features is None:
         return None, None
     graphs = dict(capture(most))
@@ -100,7 +100,7 @@ def _least_that_fits(
             else:
                 first = middle + 1
     except ConfigError:
-        # An overlap that was decided for the plan as it stands may not go with the changed one.
+        # The overlap that was decided for the unchanged plan may be refused for the changed one.
         return None, None
     return degrees[last][0], best
 
@@ -111,15 +111,15 @@ def _has_variants(stage: StagePlan, graph: CapturedModel) -> bool:
 
 
 def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> Iterator[Degrees]:
-    """The changes that may lower the memory of a plan."""
+    """The changes that may lower the memory of a plan, each by its degrees."""
     for modules in module_sets(plan, model, features):
         yield [(MemoryChange(ChangeKind.MODULES, modules), _with(plan, partial(_recomputing, modules=modules)))]
-    # megatron-core refuses whole layers beside its overlap of two micro-batches.
+    # megatron-core refuses recomputation of whole layers together with its overlap of two micro-batches.
     if not features.overlap_experts and all(stage.recompute.granularity != "uniform" for stage in plan.stages):
         degrees = _recomputed_layers(plan)
         if degrees:
             yield degrees
-    # The tiles that cross between unlike stages are of the samples of a micro-batch.
+    # Between unlike stages the tiles of transfers are cut for the samples of a micro-batch.
     if not plan.transfers and all(stage.micro_batch_size % 2 == 0 for stage in plan.stages):
         yield [
             (MemoryChange(ChangeKind.MICRO_BATCH, number=plan.stages[0].micro_batch_size // 2), _with(plan, _halved))
@@ -134,9 +134,9 @@ def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> I
 
 
 def _recomputed_layers(plan: Plan) -> Degrees:
-    """More whole layers of every chunk, one by one, up to all of them.
+    """One more recomputed layer of every chunk per degree, up to all of them.
 
-    Flags say one number for all chunks, above the layers of none: where chunks are unlike, the last degree is every layer.
+    One flag gives one number for all chunks, at most the layers of the shortest; if chunks differ, EVERY_LAYER comes last.
     """
     now = max(stage.recompute.layers if stage.recompute.granularity == "full" else 0 for stage in plan.stages)
     sizes = {last - first for stage in plan.stages for first, last in stage.chunks if last > first}
@@ -157,9 +157,9 @@ def _with(plan: Plan, changed: Callable[[StagePlan], StagePlan]) -> Plan:
 
 
 def module_sets(plan: Plan, model: ModelDescription, features: Features) -> Iterator[tuple[str, ...]]:
-    """Sets of modules to recompute beside those that are: the cheap ones, the dear ones, and all of them.
+    """Sets of modules to recompute, each including the plan's own: with the cheap modules, with the expensive ones, with both.
 
-    Cheap are modules whose output alone is discarded; dear ones run their products again.
+    Cheap modules discard nothing but their outputs; expensive ones (dense MLPs, experts) run all their products again.
     """
     if any(stage.recompute.granularity in ("full", "uniform") for stage in plan.stages):
         return
@@ -167,10 +167,10 @@ def module_sets(plan: Plan, model: ModelDescription, features: Features) -> Iter
     cheap = {"layernorm"} | ({"moe_act"} if any(model.moe_layers) else set())
     cheap |= {"mla_up_proj"} if model.latent_attention is not None else set()
     cheap |= set() if features.flash else {"core_attn"}
-    dear = {"mlp"} if not all(model.moe_layers) else set()
-    dear |= {"moe"} if any(model.moe_layers) else set()
-    # Experts that run again as a whole need no activation function of their own to do so.
-    sets = [now | cheap, now | dear, (now | cheap | dear) - {"moe_act"}]
+    expensive = {"mlp"} if not all(model.moe_layers) else set()
+    expensive |= {"moe"} if any(model.moe_layers) else set()
+    # Recomputing the experts includes their activation function.
+    sets = [now | cheap, now | expensive, (now | cheap | expensive) - {"moe_act"}]
     yield from dict.fromkeys(tuple(sorted(modules)) for modules in sets if modules != now)
 
 

@@ -1,19 +1,20 @@
-"""Layouts whose steps may be the shortest once they hide their all-to-alls, though others are faster without overlap.
+"""Layouts that may have the shortest step with hidden all-to-alls, although other layouts are faster without overlap.
 
-A search by plain steps rules out layouts that send much: wide expert groups across nodes, which spare memory or bubble. Deciding
-the overlap of every layout takes seconds each, so they are found by a closed form first.
+A search by steps without overlap prunes layouts that send many bytes: wide expert groups across nodes, which save memory or
+bubble. Deciding the overlap of a layout takes seconds, so a closed form selects such layouts first.
 
-1. `HiddenCosts` prices a layout as if a way to overlap hid all that it can: per layer and pass the longer of computation and
-   all-to-alls, under the interference of this host. Recomputation and everything else stay what they are. The host launches what
-   stands between the all-to-alls once for each of the fewest partitions; a layer for which that is longer stays whole. Where the
-   run replays captured graphs (`Features.listed_graphs`), each is one launch.
-2. What a way needs counts: partitions divide the samples of a micro-batch; two micro-batches at a time need two of them, and hold
-   the activations of `paired`. Partitions recompute no layer norms (plan/capabilities.py), so sets of modules go without.
-3. `search_hidden` ranks the layouts whose step may then be below the best plain one. What partitions cost the device, and wider
-   ranges the host, is not in the form, so the caller simulates what is ranked. The form is no strict bound: it was up to a tenth
-   above simulated steps of tensor ranks (tests/unit/plan_search/test_overlapped_search.py).
+1. `HiddenCosts` prices a layout as if a way to overlap hid as much as it can: per layer and pass the longer of computation and
+   all-to-alls, under the interference of this host. Recomputation and everything else are unchanged. The host launches the
+   operators between the all-to-alls once per partition, of the fewest partitions; a layer that is slower so stays uncut. If the
+   run replays captured graphs (`Features.listed_graphs`), each replay is one launch.
+2. The requirements of each way count: partitions divide the samples of a micro-batch; two micro-batches at a time need at least
+   two per step, and hold the activations of `paired`. Partitions recompute no layer norms (plan/capabilities.py), so sets of
+   modules contain none.
+3. `search_hidden` ranks the layouts whose priced step is below the best step without overlap. The closed form leaves out the cost
+   of partitions on the device and of wider ranges on the host, so the caller simulates the ranked layouts. It is no strict bound:
+   for tensor ranks it was up to a tenth above the simulated step (tests/unit/plan_search/test_overlapped_search.py).
 
-Source: Lancet, section 4: what a pipeline of partitions reaches at best is max(computation, communication) of its range.
+Source: Lancet, section 4: the lower bound of a pipeline of partitions is max(computation, communication) of its range.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ from moe_overlap.tuner.search.uniform import Accepts, Progress, RankedLayout, Un
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, pipeline_sizes
 
 BETWEEN = (DISPATCH, EXPERTS, COMBINE, MERGE)
-"""Operators of the narrowest range in partitions; a gate may decide over the whole micro-batch."""
+"""Operators of the narrowest range in partitions, without the gate, which may need all tokens of the micro-batch."""
 
 
 class Way(StrEnum):
-    """Ways to overlap that differ in which layouts they go with, and in the memory that they need."""
+    """Ways to overlap, which differ in the layouts they allow and in the memory they need."""
 
     PARTITIONS = "partitions"
     """Partitions of a micro-batch, pipelined against each other."""
     PAIRS = "two micro-batches at a time"
-    """The forward pass of one beside the backward pass of another."""
+    """The forward pass of one micro-batch at the same time as the backward pass of another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HiddenLayout:
-    """A layout that may gain by a way to overlap.
+    """A layout that may be faster with a way to overlap.
 
     Attributes:
-        ranked: its seconds are the closed form's.
+        ranked: the layout with its memory choice; its seconds are those of the closed form.
     """
 
     way: Way
@@ -65,7 +66,7 @@ class HiddenLayout:
 
 
 class HiddenCosts(UniformCosts):
-    """Prices layouts that hide their all-to-alls as far as a way to overlap may."""
+    """Prices of layouts that hide as much of their all-to-alls as a way to overlap can."""
 
     def __init__(self, task: UniformTask, way: Way) -> None:
         super().__init__(task)
@@ -81,7 +82,7 @@ class HiddenCosts(UniformCosts):
         return held_in_pairs(len(plan.stages), index, stage.gradient_accumulation_steps, layers)
 
     def paired_passes(self, layout: UniformLayout) -> tuple[int, int, int] | None:
-        """Stages, chunks and micro-batches, by which passes run in pairs or alone."""
+        """(stages, chunks, micro-batches), which determine the share of unpaired passes; None if all passes are unpaired."""
         return pipeline_sizes(layout, self.task) if self._way is Way.PAIRS else super().paired_passes(layout)
 
     def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> Setting:
@@ -91,43 +92,43 @@ class HiddenCosts(UniformCosts):
 
     def _cost(self, table: OpTable, layout: UniformLayout, setting: Setting) -> PartCost:
         cost, concurrent = super()._cost(table, layout, setting), setting.concurrent
-        unpaired = setting.alone if self._way is Way.PAIRS else 0.0
+        unpaired = setting.unpaired_share if self._way is Way.PAIRS else 0.0
         key = id(cost), unpaired
         if key not in self._hidden:
             if self._way is Way.PAIRS:
                 hidden = hide_all_to_alls(cost, concurrent, unpaired)
             else:
                 cut = hide_all_to_alls(launched_again(cost, table, setting, layout.micro_batch), concurrent)
-                hidden = min(cost, cut, key=lambda each: each.seconds)
+                hidden = min(cost, cut, key=lambda priced: priced.seconds)
             self._hidden[key] = cost, hidden
         return self._hidden[key][1]
 
 
 def launched_again(cost: PartCost, table: OpTable, setting: Setting, samples: int) -> PartCost:
-    """A part whose host launches what stands between the all-to-alls for each of the fewest partitions.
+    """The part with the host seconds of the fewest partitions: operators between the all-to-alls are launched once for each.
 
     Args:
-        samples: of a micro-batch.
+        samples: number of samples of a micro-batch.
     """
     partitions = next((count for count in range(2, samples + 1) if samples % count == 0), 1)
     work = host_work(table, setting.features, setting.common, setting.constants.host_seconds, setting.replays)
     between = np.isin(table.operators, BETWEEN)
 
-    def again(one: PassCost, is_backward: bool) -> PassCost:
+    def again(pass_cost: PassCost, is_backward: bool) -> PassCost:
         more = float(work.seconds[between & (table.backward == is_backward)].sum())
-        return replace(one, host_seconds=one.host_seconds + (partitions - 1) * more)
+        return replace(pass_cost, host_seconds=pass_cost.host_seconds + (partitions - 1) * more)
 
     return replace(cost, forward=again(cost.forward, False), backward=again(cost.backward, True))
 
 
 def with_cuttable_modules(task: UniformTask) -> UniformTask:
-    """The run whose plans recompute only modules that partitions may: a rule would refuse others after they were ranked."""
-    kept = dict.fromkeys(cuttable(modules) for modules in task.modules)
-    return replace(task, modules=tuple(modules for modules in kept if modules))
+    """The task with only those modules to recompute that partitions allow; a rule would refuse the others after ranking."""
+    module_sets = dict.fromkeys(cuttable(modules) for modules in task.modules)
+    return replace(task, modules=tuple(modules for modules in module_sets if modules))
 
 
 def goes_with(way: Way, layout: UniformLayout, global_batch_size: int, gpus: int) -> bool:
-    """Whether a layout exchanges tokens, and a way to overlap is executed with it."""
+    """True if a layout has all-to-alls and the runtime executes this way to overlap with it."""
     if layout.expert * layout.expert_tensor == 1:
         return False
     if way is Way.PARTITIONS:
@@ -137,7 +138,7 @@ def goes_with(way: Way, layout: UniformLayout, global_batch_size: int, gpus: int
 
 
 def search_hidden(
-    found: UniformSearch,
+    baseline_search: UniformSearch,
     layouts: Sequence[UniformLayout],
     task: UniformTask,
     bounds: Callable[[UniformLayout], Bounds],
@@ -148,22 +149,22 @@ def search_hidden(
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
 ) -> tuple[HiddenLayout, ...]:
-    """The layouts whose steps may be below a bar if they hide their all-to-alls, the shortest first.
+    """The layouts whose steps may be below a bar if they hide their all-to-alls, shortest step first.
 
     Args:
-        found: the search by plain steps, whose best stays the best that progress shows.
-        bounds: as of that search; what is sent does not count here.
-        keep: layouts of each way.
-        bar: seconds of a step.
+        baseline_search: the search by steps without overlap; `progress` shows its best plan.
+        bounds: as in that search; their exposed all-to-alls are left out here.
+        keep: number of layouts per way.
+        bar: seconds of a step; slower layouts are pruned.
     Raises:
-        KeyboardInterrupt: Ctrl-C came meanwhile.
+        KeyboardInterrupt: Ctrl-C during the search.
     """
     template, _ = task.templates(1)
     result: list[HiddenLayout] = []
 
     def unsent(layout: UniformLayout) -> Bounds:
-        own = bounds(layout)
-        return replace(own, features=replace(own.features, overlap_experts=True))
+        baseline_bounds = bounds(layout)
+        return replace(baseline_bounds, features=replace(baseline_bounds.features, overlap_experts=True))
 
     for way in Way:
         priced = with_cuttable_modules(task) if way is Way.PARTITIONS else task
@@ -175,10 +176,10 @@ def search_hidden(
             admits,
             keep,
             deadline,
-            known=bar,
-            progress=lambda done, total, best: progress(done, total, found.solution.value),
+            incumbent_seconds=bar,
+            progress=lambda done, total, best: progress(done, total, baseline_search.solution.value),
         )
         if hidden.is_interrupted:
             raise KeyboardInterrupt
         result += [HiddenLayout(way=way, ranked=plan) for plan in hidden.ranked]
-    return tuple(sorted(result, key=lambda each: each.ranked.order))
+    return tuple(sorted(result, key=lambda hidden_layout: hidden_layout.ranked.order))

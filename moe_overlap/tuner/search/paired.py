@@ -1,9 +1,9 @@
 """Megatron-LM's overlap of all-to-alls as a choice of the search: layouts that run two micro-batches at a time.
 
-With --overlap-moe-expert-parallel-comm each layer runs the forward pass of one micro-batch beside the backward pass of another.
-That wants ranks that send each other tokens, and model chunks where there are stages. Layouts with the overlap and without are
-searched as one space, so that the fastest of either rule out the rest; graphs, operators, bytes and seconds on the device are
-those without.
+With --overlap-moe-expert-parallel-comm each layer runs the forward pass of one micro-batch at the same time as the backward pass
+of another. This requires several expert ranks, and model chunks in pipelines. Layouts with and without the overlap form one
+search space, so that the fastest plans of both kinds prune the rest. Both kinds share graphs, operators, bytes and device
+seconds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from moe_overlap.tuner.search.uniform_cost import Evaluated, UniformCosts, Unifo
 
 
 class CostsOfBoth(UniformCosts):
-    """Prices layouts with the overlap and without.
+    """Prices of layouts with and without the overlap.
 
     Args:
-        task: without it.
-        paired: the same run with the features of one with it; None: no layout has it.
+        task: the task without the overlap.
+        paired: the same task with the features of the overlap; None if no layout has it.
     """
 
     def __init__(self, task: UniformTask, paired: UniformTask | None) -> None:
@@ -29,11 +29,11 @@ class CostsOfBoth(UniformCosts):
         self._paired = UniformCosts(paired or task, like=self)
 
     def step_bound(self, layout: UniformLayout) -> float:
-        """Seconds that no plan of the layout stays below, with the overlap where the layout has it."""
+        """Lower bound of the seconds of the layout's plans, with the overlap if the layout has it."""
         return self._paired.step_bound(layout) if layout.paired else super().step_bound(layout)
 
     def evaluate(self, layout: UniformLayout, of_modules: bool = False) -> Evaluated:
-        """Steps and bytes of a layout under every decision about memory, with the overlap where the layout has it."""
+        """Steps and bytes of a layout under every memory choice, with the overlap if the layout has it."""
         if not layout.paired:
             return super().evaluate(layout, of_modules)
         before = self._paired.stages_priced
@@ -42,21 +42,21 @@ class CostsOfBoth(UniformCosts):
         return evaluated
 
     def bounds(self, of_layout: Callable[[UniformLayout], Bounds]) -> Callable[[UniformLayout], Bounds]:
-        """The bounds of both, from those of layouts without the overlap."""
-        known: dict[int, Bounds] = {}
+        """The bounds of all layouts, from those of layouts without the overlap."""
+        bounds_of_tensor: dict[int, Bounds] = {}
 
         def bounds(layout: UniformLayout) -> Bounds:
             if not layout.paired:
                 return of_layout(layout)
-            if layout.tensor not in known:
-                known[layout.tensor] = replace(of_layout(layout), features=self._paired.task.features)
-            return known[layout.tensor]
+            if layout.tensor not in bounds_of_tensor:
+                bounds_of_tensor[layout.tensor] = replace(of_layout(layout), features=self._paired.task.features)
+            return bounds_of_tensor[layout.tensor]
 
         return bounds
 
 
 def with_paired(layouts: Sequence[UniformLayout]) -> Iterator[UniformLayout]:
-    """Each layout, and with the overlap what megatron-core runs with it."""
+    """Each layout without the overlap, and with it if megatron-core runs that."""
     for layout in layouts:
         yield layout
         if layout.expert > 1 and (layout.pipeline == 1 or layout.virtual > 1):

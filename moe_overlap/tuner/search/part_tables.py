@@ -1,7 +1,7 @@
-"""The operators of a model's parts under the layouts of a search, read from captured blocks: no graph is put together for them.
+"""The operators of a model's parts under the layouts of a search, from captured blocks, without a graph per layout.
 
-A bound of a layout's step needs the seconds of its parts, and those need sizes alone. `LayoutTables` has them for all layouts
-whose blocks run the same operators in one product of matrices; a graph of each layout would number every operator and storage.
+A bound of a layout's step needs the seconds of its parts, which depend only on sizes. `LayoutTables` computes the sizes of all
+layouts with the same operators by one matrix product; a graph per layout would number every operator and storage.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Ranks = tuple[int, int, int, int]
 
 
 class PartTables:
-    """Tables of the parts of one model under layouts that are known ahead.
+    """Tables of the parts of one model under a given set of layouts.
 
     Args:
         library: prepared for the layouts.
         requests: ranks -> the request for graphs without recomputation.
-        layouts: those that may be asked for; layouts of equal ranks have equal graphs.
-        sequence_length: of a sample.
-        shares: in which processes deal the layouts (shares.py); tables of a share are made once one of it is asked for,
-            so that a process makes those of its own share alone.
+        layouts: all layouts of later calls; layouts of equal ranks have equal graphs.
+        sequence_length: tokens of a sample.
+        shares: number of processes that share the layouts (shares.py). The tables of a share are computed at its first request,
+            so a process computes only those of its share.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class PartTables:
         self._known: dict[tuple[int, int], Mapping[Ranks, list[tuple[OpTable, int]]]] = {}
 
     def of(self, layout: UniformLayout) -> list[tuple[OpTable, int]] | None:
-        """The parts of the whole model, each with how often it is there; None where a graph must be captured for it."""
+        """The parts of the model, each with its number; None if the layout needs a captured graph."""
         lot = self._lot(layout)
         if lot not in self._known:
             self._known[lot] = self._together(self._ranks[lot], layout.micro_batch)
         return self._known[lot].get(layout.ranks)
 
     def _lot(self, layout: UniformLayout) -> tuple[int, int]:
-        """Micro-batch and share, of which all tables are made together."""
+        """Micro-batch and share: the tables of one such lot are computed together."""
         return layout.micro_batch, self._share[layout.ranks]
 
     def _together(self, every: Iterable[Ranks], samples: int) -> Mapping[Ranks, list[tuple[OpTable, int]]]:
-        """The parts under some ranks at a micro-batch."""
+        """The parts under some ranks with a micro-batch of `samples`."""
         requests = {ranks: self._requests[ranks] for ranks in every}
         parts: dict[Ranks, list[tuple[OpTable, int]]] = {ranks: [] for ranks in requests}
         model = next(iter(requests.values())).model

@@ -1,6 +1,6 @@
-"""Shares of a search, each for a process (`plan_search/processes.py`), and the bar that the processes tell each other.
+"""Shares of a search, one per process (`plan_search/processes.py`), and the bar that all processes lower together.
 
-`share_of` deals the layouts: a share has all layouts of its ranks, so no two put together the same graphs.
+`share_of` divides the layouts by their ranks, so that no two processes build the same graphs.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from moe_overlap.tuner.search.space import UniformLayout
 
 @dataclass(frozen=True, slots=True)
 class LayoutShare:
-    """A share of a search: the `index`-th of `count`, from 0 on."""
+    """A share of a search: the `index`-th of `count`, counted from 0."""
 
     index: int
     count: int
 
 
 def share_of(layouts: Sequence[UniformLayout], share: LayoutShare) -> list[UniformLayout]:
-    """The layouts of a share, in their order; there may be none."""
+    """The layouts of a share, in their order; possibly empty."""
     ranks = list(dict.fromkeys(layout.ranks for layout in layouts))
     dealt = set(ranks[share.index :: share.count])
     return [layout for layout in layouts if layout.ranks in dealt]
 
 
 class SharedBar:
-    """The seconds that a plan must stay below, of all processes that search shares of one space. Build it before they are forked.
+    """The bar of step seconds of all processes that search one space in shares. It must exist before they are forked.
 
-    Every process writes the steps of the plans that it keeps into memory that forked processes share; the bar of all is the
-    `keep`-th smallest of them. A process that knew only its own plans would price layouts that the others have long ruled out:
-    two of them together nearly twice as many as one alone.
+    Every process writes the steps of its incumbents into memory shared by forked processes; the bar is the `keep`-th smallest of
+    all steps. Without it a process would price layouts that the incumbents of others prune: two processes together would price
+    nearly twice as many as one.
 
-    No lock is needed. A process keeps faster plans over time, so that each place of its ascending row only ever falls. Whoever
-    reads a row while it is written sees new and old numbers, of which none is below the new one in its place: the bar may be too
-    high for a moment, and rules out too little, never too much.
+    No lock is needed. The incumbents of a process only improve, so each number of its ascending row only falls. A reader during a
+    write sees new and old numbers, none below the new number at its place. So the bar may be too high for a moment, which prunes
+    too few layouts, never too many.
 
     Args:
-        processes: that search, each a share of the shapes that plans are ranked by.
-        keep: plans that the search ranks.
+        processes: number of processes, each with a share of the shapes by which plans are ranked.
+        keep: number of plans that the search ranks.
     """
 
     def __init__(self, processes: int, keep: int) -> None:
@@ -54,14 +54,14 @@ class SharedBar:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: slower plans are not among the fastest of all processes. Infinity while too few are known."""
+        """Step seconds above which a plan is not among the fastest of all processes; infinite until there are `keep` plans."""
         return float(np.partition(self._rows, self._keep - 1, axis=None)[self._keep - 1])
 
     def tell(self, index: int, steps: Iterable[float]) -> None:
-        """Tell the others the steps of what a process keeps.
+        """Publish the steps of a process's incumbents.
 
         Args:
-            index: of the process, from 0 on.
+            index: index of the process.
             steps: seconds, at most `keep` of them.
         """
         row = sorted(steps)

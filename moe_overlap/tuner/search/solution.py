@@ -1,7 +1,7 @@
-"""The answer of every solver: the best value that it found, and how good that is.
+"""The answer of a solver: its best value, with an objective and a bound.
 
-All solvers minimise. `bound` is below every feasible objective, whether the solver has seen it or not; it is never above
-`objective`, since what remains between the two after a proof is the rounding of floating-point sums.
+All solvers minimise. `bound` is a lower bound of all feasible objectives. It is never above `objective`:
+solvers cap it, because a proof of optimality leaves differences by rounding.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class Status(StrEnum):
     """How a search ended."""
 
     OPTIMAL = "optimal"
-    """No other value is better."""
+    """No value is better."""
     FEASIBLE = "feasible"
-    """The search ended at the gap that was asked for."""
+    """The search ended at the requested gap."""
     INFEASIBLE = "infeasible"
-    """Nothing satisfies the constraints."""
+    """No value satisfies the constraints."""
     TIME_LIMIT = "time limit"
-    """The search was stopped; there may be a value, and there may be a better one."""
+    """The search was stopped, with or without a value; a better one may exist."""
     CUT_OFF = "cut off"
-    """Nothing is better than what was known before; there is no value."""
+    """No value is better than the incumbent of the caller; the answer has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +34,11 @@ class Solution(Generic[Value]):
     """The answer of a solver.
 
     Attributes:
-        value: the best that was found; None where there is none.
-        objective: seconds, or whatever the solver minimises; infinite without a value.
-        bound: no feasible value has a smaller objective; infinite where nothing is feasible.
+        value: the best value of the search; None if it has none.
+        objective: the minimised quantity, such as seconds; infinite without a value.
+        bound: no feasible value has a smaller objective; infinite if no value is feasible.
         status: how the search ended.
-        seconds: time that the search took, on the wall clock.
+        seconds: wall-clock time of the search.
     """
 
     value: Value | None
@@ -53,7 +53,7 @@ class Solution(Generic[Value]):
 
     @property
     def gap(self) -> float:
-        """Share of the objective by which an unseen value might be better; infinite without a value."""
+        """Relative gap between objective and bound; infinite without a value."""
         if self.value is None:
             return math.inf
         if self.objective == self.bound:

@@ -1,7 +1,7 @@
 """The output of a solver's own C code, kept away from the answer.
 
-HiGHS prints a debug line now and then (`transformNewIntegerFeasibleSolution: …`), whatever its parameters say. It goes to the
-process's standard output, where a search may print its answer in JSON.
+HiGHS sometimes prints a debug line (`transformNewIntegerFeasibleSolution: …`), even if its parameters ask for silence. The line
+goes to the process's standard output, where a search may print its answer as JSON.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ OUTPUT, ERRORS = 1, 2
 
 @contextlib.contextmanager
 def output_among_errors() -> Iterator[None]:
-    """Have what is written to standard output inside the block arrive at standard error."""
+    """Redirect standard output to standard error inside the block."""
     sys.stdout.flush()
     try:
-        kept = os.dup(OUTPUT)
-    except OSError:  # closed by whoever started this process: nobody reads it
+        saved_output = os.dup(OUTPUT)
+    except OSError:  # the parent process closed standard output: nobody reads it
         yield
         return
     try:
@@ -29,7 +29,7 @@ def output_among_errors() -> Iterator[None]:
             os.dup2(ERRORS, OUTPUT)
         yield
     finally:
-        # C keeps lines back where its output is no terminal.
+        # C buffers its output unless it is a terminal.
         ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, OUTPUT)
-        os.close(kept)
+        os.dup2(saved_output, OUTPUT)
+        os.close(saved_output)

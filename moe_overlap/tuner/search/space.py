@@ -1,13 +1,13 @@
-"""The layouts that all stages of a plan may share, and the plan that a layout stands for.
+"""Uniform layouts, which all stages of a plan share; their enumeration; and the plan of a layout.
 
-1. `SearchSpace` says what a search is free to decide; `SEARCH_SPACES` is the table of `--search-space`.
-2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on so many GPUs, but for two kinds that are
-   never better than another: tensor-parallel groups, whose ranks talk in every layer, across the network; and CP with a
-   micro-batch that has a common divisor with it, as a c-th of both computes as many tokens per rank and sends fewer.
-3. `uniform_plan` makes the plan of a layout with its decisions about memory.
+1. `SearchSpace` lists the free decisions of a search; `SEARCH_SPACES` is the table of `--search-space`.
+2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on a number of GPUs. It leaves out two kinds
+   that are never the best: tensor-parallel groups across the network, since their ranks communicate in every layer; and CP with a
+   micro-batch that shares a divisor c with it, since dividing both by c keeps the tokens per rank and sends fewer.
+3. `uniform_plan` makes the plan of a layout with a memory choice.
 
-Rules of divisibility are those of `plan/rules/stages.py`; a test holds every enumerated layout against it, and every layout that
-is missing.
+Rules of divisibility are those of `plan/rules/stages.py`; a test compares every enumerated layout, and every missing one, with
+them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Devices, Offload, Plan, Recompute, StagePlan
 
 MOST_VIRTUAL = 8
-"""Most model chunks of a stage: every further one adds transfers, and hides less of the bubble than the one before."""
+"""Most model chunks of a stage: each one adds transfers, and hides less of the bubble than the one before."""
 MOST_SAMPLES = 32
 """Most samples of a micro-batch."""
 LEVELS = (0, 1, 2, 3)
 """Levels of ZeRO."""
 ON_HOST = ("weights", "gradients", "optimizer", "activations")
-"""Tensors that may wait in host memory; fields of `Offload`."""
+"""Tensors that may be offloaded to host memory; fields of `Offload`."""
 
 
 class Restriction(StrEnum):
@@ -36,29 +36,29 @@ class Restriction(StrEnum):
 
     FREE = "free"
     EQUAL_OPERATORS = "equal operators"
-    """Every stage has as many captured operators as any other, as far as whole layers allow (Alpa's "equal operator")."""
+    """All stages have the same number of captured operators, as far as complete layers allow (Alpa's "equal operator")."""
     ONE_DEVICE = "one device"
-    """Every stage has one device: no parallelism inside of stages (Alpa's "inter-op only")."""
+    """Every stage has one device: no parallelism inside a stage (Alpa's "inter-op only")."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """The decisions that a search makes beside the layout.
+    """The decisions that a search makes in addition to the layout.
 
     Attributes:
-        recomputes: layers and modules to compute again.
-        all_layers: whether layers are computed again either all or not at all, as Megatron-LM's users do, and no modules.
-        zero_levels: shardings of the states.
-        offloads: which of `ON_HOST` may wait in host memory.
-        frees_stages: whether every stage decides for itself about its layers and its memory.
-        equal_layers: whether stages keep as many layers as in a uniform plan nevertheless.
-        one_memory: whether stages decide about memory as the uniform plan does nevertheless.
-        only_data: whether all ranks are data ranks.
-        one_stage: whether all GPUs are one stage (Alpa's "intra-op only").
-        shards_operators: whether the best sharding of every operator is searched beside the plan.
-        meshes: the plans on sub-meshes of unlike size that are searched.
-        uniform: whether uniform plans are in the space.
-        overlaps: whether plans may hide their all-to-alls behind computation.
+        recomputes: True if layers and modules may be recomputed.
+        all_layers: True if only all layers or none are recomputed, as Megatron-LM's users do, and no modules.
+        zero_levels: the ZeRO levels.
+        offloads: the members of `ON_HOST` that may be offloaded.
+        frees_stages: True if every stage has its own layers and memory choice.
+        equal_layers: True if stages keep the layers of a uniform plan, even with `frees_stages`.
+        one_memory: True if stages keep the memory choice of the uniform plan, even with `frees_stages`.
+        only_data: True if all ranks are data ranks.
+        one_stage: True if all GPUs are one stage (Alpa's "intra-op only").
+        shards_operators: True if the best sharding of every operator is searched, too.
+        meshes: restrictions of the searches of plans on sub-meshes; empty: none is searched.
+        uniform: True if uniform plans are in the space.
+        overlaps: True if plans may hide their all-to-alls behind computation.
     """
 
     name: str
@@ -77,7 +77,7 @@ class SearchSpace:
     overlaps: bool = True
 
     def has(self, layout: UniformLayout, gpus: int | None = None) -> bool:
-        """Whether a layout is in the space; of so many GPUs, which is asked where each stage has one."""
+        """True if a layout on a number of GPUs is in the space; the number is read only if each stage has one GPU."""
         if self.one_stage and layout.pipeline > 1:
             return False
         if self.meshes == (Restriction.ONE_DEVICE,):
@@ -98,55 +98,55 @@ class SpaceOfTargets:
     """A value of `--search-space`.
 
     Attributes:
-        about: its decisions beside the layout, for `--help`.
-        whole: searched for the target `any`.
-        moe_overlap, megatron_lm: the part that this fork, or Megatron-LM, executes; None where it adds nothing for that target.
+        about: its decisions in addition to the layout, for `--help`.
+        any_target: the space of the target `any`.
+        moe_overlap, megatron_lm: the part that this fork, or Megatron-LM, executes; None if it adds no plan for that target.
     """
 
     about: str
-    whole: SearchSpace
+    any_target: SearchSpace
     moe_overlap: SearchSpace | None = None
     megatron_lm: SearchSpace | None = None
 
     def of(self, target: str) -> SearchSpace | None:
         """The space that is searched for `moe-overlap`, `megatron-lm` or `any`."""
-        return {"moe-overlap": self.moe_overlap, "megatron-lm": self.megatron_lm}.get(target, self.whole)
+        return {"moe-overlap": self.moe_overlap, "megatron-lm": self.megatron_lm}.get(target, self.any_target)
 
 
 SEARCH_SPACES = {
     "megatron": SpaceOfTargets(
-        about="ZeRO-1, no recomputation", whole=MEGATRON, moe_overlap=MEGATRON, megatron_lm=MEGATRON
+        about="ZeRO-1, no recomputation", any_target=MEGATRON, moe_overlap=MEGATRON, megatron_lm=MEGATRON
     ),
     "recompute": SpaceOfTargets(
         about="and recomputation, the same on every stage",
-        whole=RECOMPUTE,
+        any_target=RECOMPUTE,
         moe_overlap=RECOMPUTE,
         megatron_lm=RECOMPUTE,
     ),
     "stages": SpaceOfTargets(
         about="each stage with its own layers and recomputation",
-        whole=STAGES,
+        any_target=STAGES,
         moe_overlap=STAGES,
-        # Its flags say the layers of every stage, and one recomputation for all of them.
+        # Megatron-LM's flags set the layers of each stage, and one recomputation for all stages.
         megatron_lm=replace(STAGES, one_memory=True, meshes=()),
     ),
     # Megatron-FSDP shards gradients and weights over the replicas (ZeRO-2 and 3), without pipelines.
-    "zero": SpaceOfTargets(about="ZeRO 0 to 3", whole=ZERO, megatron_lm=replace(ZERO, zero_levels=(1, 2, 3))),
+    "zero": SpaceOfTargets(about="ZeRO 0 to 3", any_target=ZERO, megatron_lm=replace(ZERO, zero_levels=(1, 2, 3))),
     "offload": SpaceOfTargets(
         about="and states in host memory",
-        whole=OFFLOAD,
-        # Activations of whole layers may wait on the host. Its offloaded optimizer steps on the CPU, which is not priced.
+        any_target=OFFLOAD,
+        # Megatron-LM offloads activations of complete layers. Its offloaded optimizer steps on the CPU, which is not priced.
         megatron_lm=replace(OFFLOAD, zero_levels=(1, 2, 3), offloads=("activations",)),
     ),
-    "full": SpaceOfTargets(about="and each stage with its own of all these", whole=FULL),
+    "full": SpaceOfTargets(about="and each stage with its own of all these", any_target=FULL),
 }
-"""Value of `--search-space` -> its spaces; up to `full` each adds to the one before."""
+"""Value of `--search-space` -> its spaces; each includes the one before."""
 REMOVED_SPACES = {
     **dict.fromkeys(("data", "zero2", "zero3"), "zero"),
     **dict.fromkeys(("equal-layer", "intra-only", "inter-only"), "full"),
     "equal-operator": "stages",
 }
-"""Earlier values of `--search-space`, with which papers compare -> a space that has their plans."""
+"""Removed values of `--search-space`, spaces that papers compare with -> a space that includes their plans."""
 
 
 DEFAULT_SPACE = "stages"
@@ -157,8 +157,8 @@ class UniformLayout:
     """Degrees that all stages share; numbers of ranks, chunks and samples.
 
     Attributes:
-        dispatcher: of the tokens, where it is another than that of the flags.
-        paired: whether two micro-batches run at a time, as Megatron-LM overlaps their all-to-alls.
+        dispatcher: the token dispatcher if it differs from that of the flags; else empty.
+        paired: True if two micro-batches run at a time, with Megatron-LM's overlap of their all-to-alls.
     """
 
     tensor: int
@@ -191,11 +191,11 @@ class UniformLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """The run that layouts are enumerated for.
+    """The run whose layouts are enumerated.
 
     Attributes:
         domain_gpus: GPUs of an NVLink domain or of a node, whichever has more: the most ranks of a tensor-parallel group.
-        micro_batch: the only one that is looked at; None: every one that divides, MOST_SAMPLES at most.
+        micro_batch: the only size of a micro-batch; None: every divisor of the samples up to MOST_SAMPLES.
     """
 
     gpus: int
@@ -205,7 +205,7 @@ class Run:
     micro_batch: int | None = None
 
     def micro_batches(self, samples: int) -> list[int]:
-        """Sizes of a micro-batch that are looked at, where a data rank has so many samples."""
+        """Sizes of a micro-batch if a data rank has so many samples."""
         if self.micro_batch is None:
             return _divisors(samples, MOST_SAMPLES)
         return [] if samples % self.micro_batch else [self.micro_batch]
@@ -248,7 +248,7 @@ def _attention_degrees(model: ModelDescription, run: Run, ranks: int) -> Iterato
     widths = [model.num_attention_heads, model.shared_expert_hidden_size]
     widths += [] if all(model.moe_layers) else [model.ffn_hidden_size]
     for tensor in _divisors(ranks, run.domain_gpus):
-        # Tensor ranks hold whole groups of queries, or a group is held by several ranks.
+        # A tensor rank holds complete groups of queries, or several ranks share a group.
         groups = model.num_query_groups if model.latent_attention is None else tensor
         if any(width % tensor for width in widths) or (groups % tensor and tensor % groups):
             continue
@@ -259,29 +259,29 @@ def _attention_degrees(model: ModelDescription, run: Run, ranks: int) -> Iterato
 
 
 def _expert_degrees(model: ModelDescription, run: Run, ranks: int, tensor: int) -> Iterator[tuple[int, int]]:
-    """Expert- and expert-tensor-parallel ranks of a stage; of a dense model none and those of attention."""
+    """Expert- and expert-tensor-parallel ranks of a stage; for a dense model 1 and the tensor ranks of attention."""
     if not model.num_experts:
         yield 1, tensor
         return
     for expert_tensor in _divisors(ranks, run.domain_gpus):
         if model.moe_ffn_hidden_size % expert_tensor or (model.linear_bias and expert_tensor > 1):
-            continue  # megatron-core splits no expert that has biases
+            continue  # megatron-core does not split experts with biases
         for expert in _divisors(ranks // expert_tensor, model.num_experts):
             if model.num_experts % expert == 0:
                 yield expert, expert_tensor
 
 
 def _virtual_stages(model: ModelDescription, pipeline: int, micro_batches: int) -> Iterator[int]:
-    """Model chunks of a stage: one, or several where micro-batches come in whole groups of stages."""
+    """Model chunks of a stage: one, or several if the number of micro-batches is a multiple of the stages."""
     yield 1
     if pipeline > 1 and micro_batches % pipeline == 0:
         yield from range(2, min(MOST_VIRTUAL, model.num_layers // pipeline) + 1)
 
 
 def layers_of_parts(num_layers: int, parts: int) -> list[int]:
-    """Layers of each part of a pipeline, as equal as they can be.
+    """Layers of each part of a pipeline, as equal as possible.
 
-    The parts that are a layer shorter stand at the ends, where the embedding and the loss run beside layers.
+    Parts with one layer less are at the ends, which also run the embedding and the loss.
     """
     ends = [end for place in range(parts) for end in (parts - 1 - place, place)]
     short = set(list(dict.fromkeys(ends))[: -num_layers % parts])
@@ -289,11 +289,11 @@ def layers_of_parts(num_layers: int, parts: int) -> list[int]:
 
 
 def layers_of_chunks(num_layers: int, pipeline: int, virtual: int) -> list[int]:
-    """Layers of each chunk of an interleaved pipeline in the order of the model, as equal as they can be.
+    """Layers of each chunk of an interleaved pipeline in the order of the model, as equal as possible.
 
-    Stages wait for each other's longer chunks (uneven_chunks.py), least where all of them have theirs at the same time: the first
-    chunks of all stages are a layer longer, and of the row that is longer in part only, those of the stages in the middle. The
-    last chunks, which the loss makes longer, are among the short ones.
+    Stages wait for each other's longer chunks (uneven_chunks.py), least if all stages have them at the same time. So the first
+    rows of chunks have one layer more; in the row that is longer only in part, the stages in the middle have it. The last chunks,
+    which also run the loss, are short.
     """
     least, longer = divmod(num_layers, pipeline * virtual)
     rows, rest = divmod(longer, pipeline)
@@ -321,8 +321,9 @@ class MemoryChoice:
     """Decisions about memory that all stages share.
 
     Attributes:
-        layers: of every chunk that are recomputed as a whole; with modules, all layers recompute those.
-        every_layer: all layers are, where chunks have unlike numbers of them and no one number says it.
+        layers: number of layers per chunk that are recomputed completely.
+        every_layer: True if all layers are recomputed and chunks have different numbers of them.
+        modules: modules that all layers recompute; if there are any, `layers` and `every_layer` are not read.
     """
 
     layers: int = 0

@@ -1,4 +1,4 @@
-"""The stages of a uniform layout as shapes of a stage evaluator: which parts they hold under every choice of recomputation.
+"""The stages of a uniform layout as shapes of a stage evaluator: the parts they hold under every choice of recomputation.
 
 Legend: S stages, N strategies about states, R choices of recomputation.
 """
@@ -35,7 +35,7 @@ class PricedParts:
     """Kinds of the multi-token-prediction layers."""
     boundary_bytes: float
     parts: tuple[CapturedPart, ...]
-    """The parts behind the rows; kept alive, as costs are cached by the identity of their parts."""
+    """The parts of the rows. The reference keeps them alive, because costs are cached by the identity of their parts."""
 
     def shapes(self, plan: Plan, index: int, recomputes: Sequence[MemoryChoice], held: float) -> StageShapes:
         """A stage under every choice of recomputation: its parts in the order of a forward pass.
@@ -58,7 +58,7 @@ class PricedParts:
             place = first
             for kind, layers in groupby(self.kinds[first:end]):
                 size = len(list(layers))
-                # The first layers of a chunk are recomputed: so many of this run.
+                # The first layers of a chunk are recomputed: the number of them in this run.
                 again = [
                     size if choice.every_layer else min(size, max(0, choice.layers - (place - first)))
                     for choice in recomputes
@@ -79,12 +79,12 @@ class PricedParts:
             runs=tuple(runs),
             counts=np.array(counts),
             in_flight=np.full(len(recomputes), held),
-            # The only stage of a pipeline sends no hidden states.
+            # A single stage sends no hidden states.
             boundary_bytes=self.boundary_bytes if len(plan.stages) > 1 else 0.0,
         )
 
     def lots(self, plan: Plan, recomputes: Sequence[MemoryChoice], held: Sequence[float]) -> list[StageLot]:
-        """All stages of a plan, those of equal parts together: they take equally long.
+        """The stages of a plan in lots of equal parts, which take equally long.
 
         Args:
             held: [S] micro-batches whose activations a stage holds at once.
@@ -96,32 +96,34 @@ class PricedParts:
             members.setdefault((kinds, index if index in ends else None), []).append(index)
         return [
             StageLot(
-                stages=tuple(alike), one=self.shapes(plan, alike[0], recomputes, 1.0), held=[held[i] for i in alike]
+                stages=tuple(indices),
+                shape=self.shapes(plan, indices[0], recomputes, 1.0),
+                held=[held[i] for i in indices],
             )
-            for alike in members.values()
+            for indices in members.values()
         ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLot:
-    """Stages of a pipeline that hold equal parts.
+    """Stages of a pipeline with equal parts.
 
     Attributes:
         stages: their places in the pipeline.
-        one: the shape of each of them, with one micro-batch in flight.
+        shape: the shape of each of them, with one micro-batch in flight.
         held: micro-batches whose activations each of them holds at once.
     """
 
     stages: tuple[int, ...]
-    one: StageShapes
+    shape: StageShapes
     held: Sequence[float]
 
     @property
     def all(self) -> StageShapes:
-        """[stages · R] the shapes of all of them: those of the first stage, then those of the next."""
-        choices = self.one.counts.shape[1]
-        counts = np.tile(self.one.counts, (1, len(self.stages)))
-        return replace(self.one, counts=counts, in_flight=np.repeat(np.asarray(self.held, float), choices))
+        """[stages · R] the shapes of all stages: R of the first stage, then R of the next."""
+        choices = self.shape.counts.shape[1]
+        counts = np.tile(self.shape.counts, (1, len(self.stages)))
+        return replace(self.shape, counts=counts, in_flight=np.repeat(np.asarray(self.held, float), choices))
 
 
 def parts_of(graph: CapturedModel, plan: Plan, samples: int) -> Iterator[tuple[Row, CapturedPart]]:
@@ -139,23 +141,23 @@ def parts_of(graph: CapturedModel, plan: Plan, samples: int) -> Iterator[tuple[R
     for number, kind in enumerate(graph.mtp_kinds):
         for variant in variants:
             part = graph.part(kind, variant, samples)
-            apart = number == 0 and plan.mtp_stage != plan.embedding_stage and head.holds(WORDS) is None
-            yield (_prediction_row(number, kind), variant), holding_words(part) if apart else part
+            copies_words = number == 0 and plan.mtp_stage != plan.embedding_stage and head.holds(WORDS) is None
+            yield (_prediction_row(number, kind), variant), holding_words(part) if copies_words else part
     yield ("head", "none"), head
 
 
 def _prediction_row(number: int, kind: str) -> str:
-    """The row of a prediction layer: the first may hold the words of the embedding."""
+    """The key of a prediction layer; the first one is separate, as it may hold a copy of the word embedding."""
     return kind if number else f"first {kind}"
 
 
 def _by_variant(
     size: int, again: Sequence[int], recomputes: Sequence[MemoryChoice]
 ) -> Iterator[tuple[str, list[float]]]:
-    """How many of a run of layers have each variant, for every choice.
+    """Each variant with the number of layers of a run that have it, under every choice.
 
     Args:
-        again: [R] layers of the run that are recomputed as a whole.
+        again: [R] number of layers of the run that are recomputed completely.
     """
     yield "full", [float(layers) for layers in again]
     yield (

@@ -1,13 +1,13 @@
 """The fastest uniform plans of a run: best first, with bounds.
 
-1. Every layout gets a lower bound of its bytes and of its step (bounds.py); those that cannot fit are left out.
-2. Layouts are evaluated in the order of their bounds, each with all its decisions about memory (uniform_cost.py), until no
-   remaining bound is below the step of the last plan that is kept. What is kept is then exactly what an enumeration of all
-   layouts by `predict` would keep. Modules are recomputed only where nothing recomputed would be kept but does not fit:
-   elsewhere they only cost seconds.
-3. A deadline or an interrupt ends the search early: the best so far stays, and the bound says how good it is.
+1. Every layout gets a lower bound of its bytes and of its step (bounds.py); layouts that cannot fit are pruned.
+2. Layouts are evaluated in the order of their bounds, each with all its memory choices (uniform_cost.py), until no remaining
+   bound is below the slowest incumbent. The incumbents then equal those of an enumeration of all layouts by `predict`. Choices
+   that recompute modules are evaluated only if a plan without them would be an incumbent but does not fit: else they only add
+   seconds.
+3. A deadline or an interrupt ends the search early: the best plan so far is the answer, and the bound tells its quality.
 
-No solver is needed: a uniform plan has one layout and one decision about memory.
+No solver is needed: a uniform plan has one layout and one memory choice.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from moe_overlap.tuner.search.uniform_cost import Evaluated, UniformCosts
 
 Accepts = Callable[[UniformLayout, MemoryChoice], bool]
 Waiting = list[tuple[float, bool, UniformLayout]]
-"""A heap of layouts that are not evaluated yet: a bound, and whether it is that of the priced parts."""
+"""A heap of layouts to evaluate: lower bound, True if it is the tighter one of priced parts, layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedLayout:
-    """A layout with the decision about memory that is fastest among those that fit.
+    """A layout with its fastest memory choice that fits.
 
     Attributes:
-        needed_bytes: of the fullest stage, as predicted.
+        seconds: predicted seconds of a step.
+        needed_bytes: predicted bytes of the fullest stage.
     """
 
     layout: UniformLayout
@@ -46,19 +47,19 @@ class RankedLayout:
 
     @property
     def name(self) -> str:
-        """Degrees, then decisions about memory."""
+        """Degrees, then the memory choice."""
         return ", ".join(filter(None, (self.layout.name, self.memory.name)))
 
     @property
     def order(self) -> tuple[float, float, UniformLayout, str]:
-        """The order of plans: of equal steps the one that needs less memory comes first, and no two plans are equal."""
+        """Sort key of plans: by step seconds, then by bytes; no two plans have equal keys."""
         return self.seconds, self.needed_bytes, self.layout, self.memory.name
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The ranks, stages, dispatcher and overlap of which one plan is ranked, and one whose states move.
+        """Key of the ranking, which has one plan per value: ranks, stages, dispatcher, overlap, and whether states move.
 
-        The closed form of the latter is rougher: where it is too short it must not hide a plan whose states stay.
+        The closed form is less exact for plans whose states move: an underestimate must not displace a plan whose states stay.
         """
         layout = self.layout
         return layout.ranks, layout.pipeline, layout.dispatcher, layout.paired, self.memory.moves_states
@@ -66,20 +67,20 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchCounts:
-    """Layouts by what became of them, and stages that were priced."""
+    """Numbers of layouts by outcome, and of priced stages."""
 
     layouts: int
     too_large: int
-    """Left out: not even the lower bound of their bytes fits."""
+    """Pruned: the lower bound of their bytes does not fit."""
     too_slow: int
-    """Left out: the lower bound of their step is above the plans that are kept."""
+    """Pruned: the lower bound of their step is above the incumbents."""
     not_reached: int
-    """Neither: the search ended early."""
+    """Neither pruned nor evaluated: the search ended early."""
     evaluated: int
     fitting: int
-    """Evaluated layouts that have a plan that fits."""
+    """Evaluated layouts with a plan that fits."""
     stages: int
-    """Complete stages that were priced."""
+    """Priced stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +88,10 @@ class UniformSearch:
     """The answer of a search over uniform plans.
 
     Attributes:
-        ranked: the fastest that fit, one for each `RankedLayout.shape`.
-        smallest: of the evaluated layouts what needs the least memory; the answer where nothing fits.
-        frontier: of seconds and bytes over all evaluated plans.
-        is_interrupted: whether Ctrl-C ended the search.
+        ranked: the fastest plans that fit, one for each `RankedLayout.shape`.
+        smallest: the evaluated plan with the least memory; the answer if no plan fits.
+        frontier: Pareto frontier of seconds and bytes over all evaluated plans.
+        is_interrupted: True if Ctrl-C ended the search.
     """
 
     solution: Solution[RankedLayout]
@@ -102,7 +103,7 @@ class UniformSearch:
 
 
 Progress = Callable[[int, int, RankedLayout | None], None]
-"""Called with layouts done, layouts in all, and the best so far."""
+"""Called with the number of finished layouts, the number of all layouts, and the best plan so far."""
 
 
 def search_uniform(
@@ -113,20 +114,20 @@ def search_uniform(
     admits: Callable[[RankedLayout], bool] = lambda plan: True,
     keep: int = 20,
     deadline: float = math.inf,
-    known: float = math.inf,
+    incumbent_seconds: float = math.inf,
     progress: Progress = lambda done, total, best: None,
     shared: tuple[SharedBar, int] | None = None,
 ) -> UniformSearch:
     """Search the fastest plans.
 
     Args:
-        bounds: of a layout's tensor ranks, whose vocabulary is padded to their multiple.
-        accepts: whether a plan may be the answer (`--target`).
-        admits: the same, asked only of plans that would be kept: it may take long.
-        keep: layouts that are ranked.
-        deadline: of `time.monotonic`, behind which the best so far is the answer.
-        known: seconds of a plan that fits; what is slower is not looked for.
-        shared: the bar of all processes that search shares of the layouts, and the index of this one.
+        bounds: layout -> the bounds for its tensor ranks, which pad the vocabulary.
+        accepts: True if a plan may be the answer (`--target`).
+        admits: a slower test of the same, called only for plans that would become incumbents.
+        keep: number of plans that are ranked.
+        deadline: time by `time.monotonic`; after it the best plan so far is the answer.
+        incumbent_seconds: step seconds of the incumbent; layouts bounded above them are pruned.
+        shared: the bar that all processes of a shared search lower, and the index of this process.
     """
     begun = time.monotonic()
     capacity = costs.task.machine.usable_bytes
@@ -137,30 +138,30 @@ def search_uniform(
     ]
     small = len(waiting)
     heapq.heapify(waiting)
-    found = _Kept(keep, capacity, admits, known, shared)
+    incumbents = _Incumbents(keep, capacity, admits, incumbent_seconds, shared)
     done, status, is_interrupted = 0, Status.OPTIMAL, False
     try:
-        while waiting and waiting[0][0] <= found.bar:
+        while waiting and waiting[0][0] <= incumbents.bar:
             if time.monotonic() > deadline:
                 status = Status.TIME_LIMIT
                 break
-            # A layout leaves when it is done: where the search is interrupted, what waits says how good a plan may still be.
+            # A layout leaves the heap after its evaluation: after an interrupt the heap then bounds all unevaluated plans.
             bound, is_priced, layout = waiting[0]
             if not is_priced:
-                # Pricing the parts is cheaper than pricing stages: most layouts go no further.
+                # Pricing parts is cheaper than pricing stages, and prunes most layouts.
                 heapq.heapreplace(waiting, (max(bound, costs.step_bound(layout)), True, layout))
                 continue
-            is_short = found.add(costs.evaluate(layout), accepts)
+            is_short = incumbents.add(costs.evaluate(layout), accepts)
             if is_short and costs.task.modules:
-                found.add(costs.evaluate(layout, of_modules=True), accepts)
+                incumbents.add(costs.evaluate(layout, of_modules=True), accepts)
             heapq.heappop(waiting)
             done += 1
-            progress(done, small, found.best)
+            progress(done, small, incumbents.best)
     except KeyboardInterrupt:
         status, is_interrupted = Status.TIME_LIMIT, True
-    best = found.best
-    left = waiting[0][0] if waiting else math.inf
-    not_reached = sum(bound <= found.bar for bound, _, _ in waiting)
+    best = incumbents.best
+    open_bound = waiting[0][0] if waiting else math.inf
+    not_reached = sum(bound <= incumbents.bar for bound, _, _ in waiting)
     objective = best.seconds if best is not None else math.inf
     if best is None and status is Status.OPTIMAL:
         status = Status.INFEASIBLE
@@ -168,20 +169,20 @@ def search_uniform(
         solution=Solution(
             value=best,
             objective=objective,
-            bound=min(objective, left),
+            bound=min(objective, open_bound),
             status=status,
             seconds=time.monotonic() - begun,
         ),
-        ranked=found.ranked,
-        smallest=found.smallest,
-        frontier=found.frontier,
+        ranked=incumbents.ranked,
+        smallest=incumbents.smallest,
+        frontier=incumbents.frontier,
         counts=SearchCounts(
             layouts=len(layouts),
             too_large=len(layouts) - small,
             too_slow=small - done - not_reached,
             not_reached=not_reached,
             evaluated=done,
-            fitting=len(found.fitting),
+            fitting=len(incumbents.fitting),
             stages=costs.stages_priced,
         ),
         is_interrupted=is_interrupted,
@@ -189,10 +190,11 @@ def search_uniform(
 
 
 def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSearch:
-    """A search over a space and one over a wider space as one.
+    """A search over a space joined with one over a wider space.
 
     Args:
-        wide: over some of the layouts; it knew the fastest plan of the narrow one, and looked for faster ones alone.
+        wide: a search of some of the layouts that was pruned by the fastest plan of the narrow one.
+        keep: number of plans that are ranked.
     """
     ranked = tuple(ranked_first([*narrow.ranked, *wide.ranked])[:keep])
     best = ranked[0] if ranked else None
@@ -219,13 +221,14 @@ def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSea
 
 
 def joined_uniform(searches: Sequence[UniformSearch], keep: int) -> UniformSearch:
-    """Searches of shares of the layouts as one of all of them.
+    """The searches of shares of the layouts, joined to one.
 
-    A share keeps at least those of its layouts that a search of all would keep, and plans have one order, so the ranked plans do
-    not depend on how many shares there are. Evaluated layouts and the frontier do: a share knows less of the plans of the others.
+    A share keeps at least those of its layouts that a search of all layouts would keep, and the order of plans is total, so the
+    ranked plans do not depend on the number of shares. The evaluated layouts and the frontier do, because a share sees fewer
+    plans.
 
     Args:
-        keep: layouts that each has ranked at most.
+        keep: most plans that each search ranks.
     """
     ranked = ranked_first([plan for search in searches for plan in search.ranked])[:keep]
     best = ranked[0] if ranked else None
@@ -262,7 +265,7 @@ def ranked_first(plans: Iterable[RankedLayout]) -> list[RankedLayout]:
 
 
 def least_of_both(plans: Iterable[RankedLayout]) -> tuple[RankedLayout, ...]:
-    """The plans that no other beats in both seconds and bytes, fastest first."""
+    """The Pareto frontier of seconds and bytes, fastest plan first."""
     frontier: list[RankedLayout] = []
     for plan in sorted(plans, key=lambda plan: plan.order):
         if not frontier or plan.needed_bytes < frontier[-1].needed_bytes:
@@ -270,18 +273,18 @@ def least_of_both(plans: Iterable[RankedLayout]) -> tuple[RankedLayout, ...]:
     return tuple(frontier)
 
 
-class _Kept:
-    """The plans that a search keeps: of layouts that differ in micro-batch and model chunks only, the best."""
+class _Incumbents:
+    """The best plan so far of each `RankedLayout.shape`: layouts of one shape differ in micro-batch and model chunks only."""
 
     def __init__(
         self,
         keep: int,
         capacity: float,
         admits: Callable[[RankedLayout], bool],
-        known: float,
+        incumbent_seconds: float,
         shared: tuple[SharedBar, int] | None = None,
     ) -> None:
-        self._keep, self._capacity, self._admits, self._known = keep, capacity, admits, known
+        self._keep, self._capacity, self._admits, self._incumbent_seconds = keep, capacity, admits, incumbent_seconds
         self._shared = shared
         self._best: dict[object, RankedLayout] = {}
         self._points: list[RankedLayout] = []
@@ -290,36 +293,36 @@ class _Kept:
 
     @property
     def bar(self) -> float:
-        """Seconds that a plan must stay below to be kept."""
+        """Seconds above which no plan becomes an incumbent."""
         full = len(self._best) == self._keep
-        own = max(plan.seconds for plan in self._best.values()) if full else math.inf
-        return min(self._known, own, self._of_all)
+        slowest_incumbent = max(plan.seconds for plan in self._best.values()) if full else math.inf
+        return min(self._incumbent_seconds, slowest_incumbent, self._of_all)
 
     @property
     def _of_all(self) -> float:
-        """The bar of all processes that share the search."""
+        """The bar of all processes of a shared search; infinite if it is not shared."""
         return math.inf if self._shared is None else self._shared[0].seconds
 
     @property
     def ranked(self) -> tuple[RankedLayout, ...]:
-        """From the fastest on; of equal steps the one that needs less memory first."""
+        """The incumbents by `RankedLayout.order`."""
         return tuple(sorted(self._best.values(), key=lambda plan: plan.order))
 
     @property
     def best(self) -> RankedLayout | None:
-        """The fastest that fits."""
+        """The fastest plan that fits."""
         return next(iter(self.ranked), None)
 
     @property
     def frontier(self) -> tuple[RankedLayout, ...]:
-        """The evaluated plans that no other beats in both seconds and bytes."""
+        """The Pareto frontier of seconds and bytes over the evaluated plans."""
         return least_of_both(self._points)
 
     def add(self, evaluated: Evaluated, accepts: Accepts) -> bool:
-        """Keep what is worth it of a layout.
+        """Add the plans of an evaluated layout to the incumbents and to the frontier.
 
         Returns:
-            Whether a plan that is faster than what is kept of the layout, and would be kept, does not fit.
+            True if some plan would become an incumbent but does not fit.
         """
         rows, columns = np.unravel_index(
             np.argsort(evaluated.seconds, axis=None, kind="stable"), evaluated.seconds.shape
@@ -328,7 +331,7 @@ class _Kept:
         least = math.inf
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
             needed = float(evaluated.needed_bytes[row, column])
-            # Behind a faster one, only what needs less memory matters.
+            # After a faster plan only one that needs less memory matters.
             if needed >= least or not accepts(evaluated.layout, evaluated.choices[row][column]):
                 continue
             plan = RankedLayout(
@@ -339,7 +342,7 @@ class _Kept:
             )
             is_worth = self._is_worth(plan)
             is_first = needed <= self._capacity and not fits
-            # What is refused stands in the way of no other plan.
+            # A refused plan must not exclude slower ones.
             if is_first and is_worth and not self._admits(plan):
                 continue
             least = needed
@@ -355,12 +358,12 @@ class _Kept:
         return is_short
 
     def _is_worth(self, plan: RankedLayout) -> bool:
-        """Whether a plan is faster than what it would take the place of."""
-        if plan.seconds >= self._known or plan.seconds > self._of_all:
+        """True if a plan would replace an incumbent."""
+        if plan.seconds >= self._incumbent_seconds or plan.seconds > self._of_all:
             return False
         if plan.shape in self._best:
             return plan.order < self._best[plan.shape].order
-        return len(self._best) < self._keep or plan.order < max(kept.order for kept in self._best.values())
+        return len(self._best) < self._keep or plan.order < max(incumbent.order for incumbent in self._best.values())
 
     def _keep_fastest(self, plan: RankedLayout) -> None:
         self._best[plan.shape] = plan
@@ -369,4 +372,4 @@ class _Kept:
             del self._best[slowest]
         if self._shared is not None:
             bar, index = self._shared
-            bar.tell(index, (kept.seconds for kept in self._best.values()))
+            bar.tell(index, (incumbent.seconds for incumbent in self._best.values()))

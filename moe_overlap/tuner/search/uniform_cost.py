@@ -1,10 +1,10 @@
-"""Seconds and bytes of a uniform layout under many decisions about memory at once.
+"""Seconds and bytes of a uniform layout under many memory choices at once.
 
-1. The parts of the model are priced for the ranks and the micro-batch of a layout (`PricedParts`); layouts that differ in their
-   pipelines only share them.
+1. The parts of the model are priced for the ranks and the micro-batch of a layout (`PricedParts`); layouts that differ only in
+   their pipelines share the prices.
 2. `UniformCosts.evaluate` counts the parts of every stage under every choice of recomputation (stage_shapes.py), prices all
-   stages under all strategies by one `StageEvaluator`, and makes steps of them by `pipeline_seconds`: the numbers are those of
-   `analytic.price` for each plan alone.
+   stages under all strategies by one `StageEvaluator`, and computes their steps by `pipeline_seconds`. The numbers equal those of
+   `analytic.price` for each single plan.
 
 Legend: S stages, N strategies about states, R choices of recomputation.
 """
@@ -46,9 +46,9 @@ from moe_overlap.tuner.search.stage_shapes import PricedParts, StageLot, parts_o
 
 Floats = NDArray[np.float64]
 ROUNDED = 1.0 - 1e-9
-"""Factor of a bound whose sizes are computed in another order than those of the plan, which rounding must not put above it."""
+"""Factor of a bound, which must not exceed the plan's seconds by rounding: it sums in another order."""
 SHARES = (0.0, 0.5, 1.0)
-"""Shares of a state that may wait in host memory."""
+"""Searched shares of a state in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +56,16 @@ class UniformTask:
     """A run whose uniform plans are searched.
 
     Attributes:
-        templates: number of tensor ranks -> a plan that names model, machines, batch and precision, and its model: the rows of a
-            vocabulary are padded to a multiple of the ranks.
-        graphs: the captured models of the stages of a plan.
-        space: what is free beside the layout.
+        templates: number of tensor ranks -> a plan with model, machines, batch and precision, and its model, whose vocabulary is
+            padded to a multiple of the ranks.
+        graphs: (plan, model) -> the captured models of the plan's stages.
+        space: the free decisions in addition to the layout.
         modules: the sets of modules that may be recomputed.
-        load: expert ranks -> rows of the busiest of them over the mean.
-        averages: whether the objective takes all micro-batches of a stage for their mean, as tuners do that tell none from
-            another; what it decides is then predicted as everything is.
-        operators: a layout -> its model's parts without recomputation, as `PartTables.of`; default none, and graphs are asked.
+        load: number of expert ranks -> rows of the busiest rank over the mean.
+        averages: True if the objective gives every micro-batch of a stage their mean seconds, as some tuners do; the resulting
+            plan is predicted as any other.
+        operators: layout -> tables and counts of its model's parts without recomputation, as `PartTables.of`; None: the graphs
+            are tabulated.
     """
 
     templates: Callable[[int], tuple[Plan, ModelDescription]]
@@ -84,30 +85,30 @@ class UniformTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """Every decision about the memory of one layout."""
+    """All memory choices of one layout, with their steps and bytes."""
 
     layout: UniformLayout
     choices: tuple[tuple[MemoryChoice, ...], ...]
     """[N][R]"""
     seconds: Floats
-    """[N, R] of a step."""
+    """[N, R] seconds of a step."""
     needed_bytes: Floats
-    """[N, R] of the fullest stage, without what the allocator reserves in vain."""
+    """[N, R] bytes of the fullest stage, without fragmentation."""
 
 
 class UniformCosts:
-    """Prices layouts of a task, and remembers what they share."""
+    """Prices of the layouts of a task, with caches of everything that layouts share."""
 
     def __init__(self, task: UniformTask, like: UniformCosts | None = None) -> None:
         """Costs of a task.
 
         Args:
-            like: costs of a task that differs in the work of the host and in how micro-batches overlap alone: graphs, sizes and
-                seconds on the device are shared with it.
+            like: costs of a task that differs only in host work and in the overlap of micro-batches; both share graphs, sizes
+                and device seconds.
         """
         self.task = task
         self.stages_priced = 0
-        """Complete stages that were priced: stages by strategies by choices of recomputation."""
+        """Number of priced stages: stages × strategies × choices of recomputation."""
         self.strategies: list[tuple[int, Offload]] = list(_strategies(task.space))
         """[N] ZeRO levels with shares on the host."""
         self._graphs: dict[tuple[tuple[int, ...], tuple[MemoryChoice, ...]], CapturedModel] = (
@@ -121,28 +122,32 @@ class UniformCosts:
         self._prices: dict[tuple[object, ...], PricedParts] = {}
 
     def step_bound(self, layout: UniformLayout) -> float:
-        """Seconds that no plan of the layout stays below; tighter than `Bounds.step_seconds`, and dearer, as parts are priced."""
+        """Lower bound of the seconds of the layout's plans; tighter and slower than `Bounds.step_seconds` (prices parts)."""
         return pipelined(self.through_seconds(layout), layout, pipeline_sizes(layout, self.task)[-1])
 
     def through_seconds(self, layout: UniformLayout) -> float:
-        """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
+        """Seconds of a micro-batch through all parts, without recomputation."""
         template, model = self.task.templates(layout.tensor)
         ranks, links = template.world_size // layout.pipeline, self.task.machine.cluster.group_of(0)
         axis = axis_group(ranks // layout.tensor, layout.tensor, template.world_size, links)
         key, pairs = (layout.ranks, layout.micro_batch, _ranks_of(axis)), self.paired_passes(layout)
         if key not in self._through:
             shares = (0.0, 1.0) if pairs else (0.0,)
-            self._through[key] = [self._through_seconds(layout, template, model, alone) for alone in shares]
-        # In pairs or alone a pass takes what it takes whatever the pipeline, which decides how many do.
+            self._through[key] = [
+                self._through_seconds(layout, template, model, unpaired_share) for unpaired_share in shares
+            ]
+        # The pipeline determines only the share of unpaired passes, not the seconds of paired and unpaired ones.
         return float(np.interp(lone_share(*pairs), (0.0, 1.0), self._through[key])) if pairs else self._through[key][0]
 
     def part_table(self, table: OpTable) -> OpTable:
         """The operators of a part that count in `through_seconds`: all of them."""
         return table
 
-    def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription, alone: float) -> float:
+    def _through_seconds(
+        self, layout: UniformLayout, template: Plan, model: ModelDescription, unpaired_share: float
+    ) -> float:
         plan = uniform_plan(template, model.num_layers, layout)
-        setting = replace(self._setting(layout, plan, model), alone=alone)
+        setting = replace(self._setting(layout, plan, model), unpaired_share=unpaired_share)
         tables = self.task.operators(layout)
         if tables is None:
             graph = self._graph(layout, plan, model, [MemoryChoice()])
@@ -153,10 +158,10 @@ class UniformCosts:
         return ROUNDED * sum(seconds)
 
     def evaluate(self, layout: UniformLayout, of_modules: bool = False) -> Evaluated:
-        """Steps and bytes of a layout under every decision about memory.
+        """Steps and bytes of a layout under every memory choice.
 
         Args:
-            of_modules: modules are recomputed; else nothing or whole layers.
+            of_modules: True for the choices that recompute modules; False for those that recompute nothing or complete layers.
         """
         task, (template, model) = self.task, self.task.templates(layout.tensor)
         plan = uniform_plan(template, model.num_layers, layout)
@@ -167,7 +172,7 @@ class UniformCosts:
         seconds: dict[int, tuple[StageTimes, Floats]] = {}
         for lot in lots:
             costs, choices = prices.evaluator.costs(lot.all), len(recomputes)
-            # What stages hold does not change their seconds: those of the first are those of all.
+            # Held micro-batches do not change seconds: the first stage of a lot has those of all.
             first = costs.some(slice(0, choices))
             seconds |= dict.fromkeys(lot.stages, (self.times(first, count), first.optimizer_seconds))
             needed.append(needed_bytes(costs).reshape(len(self.strategies), len(lot.stages), choices).max(axis=1))
@@ -193,10 +198,10 @@ class UniformCosts:
     def stage_costs(
         self, layout: UniformLayout, plan: Plan, index: int, recomputes: Sequence[MemoryChoice]
     ) -> StageCosts:
-        """[N, R] costs of one stage of a plan of the layout, whose chunks may be any.
+        """[N, R] costs of one stage of a plan of the layout, with any chunks.
 
         Args:
-            plan: what it says of recomputation and of states is not looked at.
+            plan: its recomputation and strategies are not read.
         """
         prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
         return prices.evaluator.costs(prices.shapes(plan, index, recomputes, self.held(plan, index)))
@@ -211,13 +216,13 @@ class UniformCosts:
         """Costs of many stages of one shape at once, and the bytes that one of them sends.
 
         Args:
-            layout: its pipeline is only a name for the devices of the stages.
-            places: each stage in a plan of the ranks of the run, whose stages have its shape; what the plans say of
-                recomputation and of states is not looked at.
+            layout: its pipeline is only a key for the devices of the stages.
+            places: each stage as (plan, index), in a plan on all ranks of the run whose stages have its shape; recomputation and
+                strategies of the plans are not read.
             recomputes: [places] of [R_i] choices.
-            flying: [F] micro-batches that a stage may hold at once.
+            flying: [F] numbers of micro-batches that a stage may hold at once.
         Returns:
-            [places] of [N, R_i · F]: all of the first number, then those of the next.
+            [places] of [N, R_i · F]: R_i columns for the first number of micro-batches, then those for the next.
         """
         # One recomputed layer stands for any number of them.
         prices = self._priced(layout, places[0][0], self.task.templates(layout.tensor)[1], [MemoryChoice(layers=1)])
@@ -247,7 +252,7 @@ class UniformCosts:
         return in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, sizes)
 
     def paired_passes(self, layout: UniformLayout) -> tuple[int, int, int] | None:
-        """Stages, chunks and micro-batches, by which passes run in pairs or alone; None where all run alone."""
+        """(stages, chunks, micro-batches), which determine the share of unpaired passes; None if all passes are unpaired."""
         return pipeline_sizes(layout, self.task) if self.task.features.overlap_experts else None
 
     def layer_kinds(self, layout: UniformLayout, plan: Plan) -> tuple[str, ...]:
@@ -260,10 +265,10 @@ class UniformCosts:
         return one_way_seconds(plan, sent, self.task.machine_of(layout))
 
     def rules(self, layout: UniformLayout) -> PipelineRules:
-        """The rules that hold for all stages of a layout's pipeline."""
+        """The rules of a layout's pipeline."""
         constants = self.task.machine_of(layout).constants
-        beside = constants.overlap_slowdown if self.task.features.overlap_transfers else None
-        return PipelineRules(virtual=layout.virtual, beside=beside, fixed=constants.step_seconds)
+        transfer_slowdown = constants.overlap_slowdown if self.task.features.overlap_transfers else None
+        return PipelineRules(virtual=layout.virtual, transfer_slowdown=transfer_slowdown, fixed=constants.step_seconds)
 
     def times(self, costs: StageCosts, micro_batches: int) -> StageTimes:
         """Seconds of a stage in the objective."""
@@ -276,7 +281,7 @@ class UniformCosts:
         """The parts of the model at the ranks and the micro-batch of a layout, in the variants of some choices."""
         # One recomputed layer stands for any number of them.
         choices = _variants([MemoryChoice(), *recomputes])
-        # Stages of as many ranks have the same groups; a single stage reduces over all of them and sends nothing.
+        # Stages with the same number of ranks have the same groups; a single stage reduces over all ranks and sends nothing.
         key = (layout.ranks, layout.pipeline, layout.micro_batch, self.paired_passes(layout), *choices)
         if key not in self._prices:
             graph = self._graph(layout, plan, model, choices)
@@ -318,9 +323,9 @@ class UniformCosts:
         return self._graphs[key]
 
     def _cost(self, table: OpTable, layout: UniformLayout, setting: Setting) -> PartCost:
-        """Seconds of a part; ranks that share states count by the links they use, as these run beside computation."""
+        """Seconds of a part. Ranks that share states count by the links of their transfers, which slow computation down."""
         groups, axes = setting.groups, {collective.axis for _, collective, _ in table.collectives}
-        # What sends to nobody costs the same whatever ranks the other parts have.
+        # Only the axes of the part's own collectives are in the key.
         sent, replicas = tuple((axis, _ranks_of(groups[axis])) for axis in sorted(axes)), groups["dp_cp"]
         key = (id(table), setting.load, replicas.nodes, min(replicas.per_node, replicas.size), sent)
         if key not in self._costs:
@@ -329,8 +334,8 @@ class UniformCosts:
             self._costs[key] = launched(self._devices[key], table, setting)
         if not self.task.features.overlap_experts:
             return self._costs[key]
-        # How much runs in pairs differs from pipeline to pipeline; what a pass takes does not.
-        paired = (*key, setting.alone)
+        # The share of unpaired passes depends on the pipeline; the seconds of a pass do not.
+        paired = (*key, setting.unpaired_share)
         if paired not in self._costs:
             self._costs[paired] = overlapped(self._costs[key], setting)
         return self._costs[paired]
@@ -353,13 +358,13 @@ class UniformCosts:
 
 
 def _ranks_of(group: Group) -> tuple[int, int, int]:
-    """Ranks that tell groups of one cluster apart; hashing a group with its links takes many times as long."""
+    """Key of a group within one cluster; hashing a group with its links takes many times as long."""
     return group.size, group.per_domain, group.per_node
 
 
 def recompute_choices(task: UniformTask, plan: Plan) -> list[MemoryChoice]:
-    """[R] Nothing, and whole layers of every chunk: as many as the shortest has, or all."""
-    # megatron-core refuses whole layers beside its overlap of two micro-batches.
+    """[R] No recomputation, and that of complete layers of every chunk: from 1 to those of the shortest chunk, and all."""
+    # megatron-core refuses recomputation of complete layers together with its overlap of two micro-batches.
     if not task.space.recomputes or task.features.overlap_experts:
         return [MemoryChoice()]
     sizes = {last - first for stage in plan.stages for first, last in stage.chunks if last > first}
@@ -371,21 +376,23 @@ def recompute_choices(task: UniformTask, plan: Plan) -> list[MemoryChoice]:
 
 
 def _variants(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
-    """The choices that differ in what a single layer recomputes.
+    """The choices reduced to the recomputation of a single layer, without repetition.
 
-    All layers are variants of the same parts as one; those that predict further tokens are captured in all variants.
+    Any number of recomputed layers needs the same captured parts; multi-token-prediction layers are captured in all variants.
     """
-    again = (replace(each, layers=int(each.layers > 0 or each.every_layer), every_layer=False) for each in choices)
+    again = (
+        replace(choice, layers=int(choice.layers > 0 or choice.every_layer), every_layer=False) for choice in choices
+    )
     return list(dict.fromkeys(again))
 
 
 def module_choices(task: UniformTask) -> list[MemoryChoice]:
-    """[R] Sets of modules."""
+    """[R] The choices that recompute a set of modules."""
     return [MemoryChoice(modules=modules) for modules in task.modules]
 
 
 def variant_plans(task: UniformTask, plan: Plan) -> Iterator[Plan]:
-    """One-stage plans, whose graphs together hold every variant of recomputation at the ranks of a plan."""
+    """One-stage plans whose graphs together contain every variant of recomputation at the ranks of a plan."""
     return _variant_plans(plan, _variants([*recompute_choices(task, plan), *module_choices(task)]))
 
 
@@ -393,14 +400,14 @@ def _variant_plans(plan: Plan, choices: Sequence[MemoryChoice]) -> Iterator[Plan
     """A one-stage plan for every choice of recomputation."""
     stage = plan.stages[0]
     last = max(last for stage in plan.stages for _, last in stage.chunks)
-    whole = replace(plan, stages=(replace(stage, chunks=((0, last),)),), loss_stage=0)
-    whole = replace(whole, mtp_stage=None if plan.mtp_stage is None else 0)
+    one_stage = replace(plan, stages=(replace(stage, chunks=((0, last),)),), loss_stage=0)
+    one_stage = replace(one_stage, mtp_stage=None if plan.mtp_stage is None else 0)
     for choice in choices:
-        yield replace(whole, stages=(replace(whole.stages[0], recompute=recompute_of(choice, ((0, last),))),))
+        yield replace(one_stage, stages=(replace(one_stage.stages[0], recompute=recompute_of(choice, ((0, last),))),))
 
 
 def _family_of(plan: Plan, model: ModelDescription, tables: Sequence[OpTable], sizes: Sequence[PartBytes]) -> Family:
-    """The parts as stages of a layout, of which none is counted yet."""
+    """A family of the given parts without any stage."""
     nothing = np.zeros(0)
     return Family(
         stage=plan.stages[0],
@@ -415,7 +422,7 @@ def _family_of(plan: Plan, model: ModelDescription, tables: Sequence[OpTable], s
 
 
 def _strategies(space: SearchSpace) -> Iterator[tuple[int, Offload]]:
-    """[N] ZeRO levels with shares on the host."""
+    """[N] ZeRO levels with offloaded shares."""
     shares = [SHARES if name in space.offloads else (0.0,) for name in ON_HOST]
     for level in space.zero_levels:
         for of_each in product(*shares):
@@ -429,11 +436,11 @@ def _strategy(stage: StagePlan, strategies: Sequence[tuple[int, Offload]]) -> St
 def _strategy_arrays(
     strategies: Sequence[tuple[int, Offload]], data: float = 1.0, expert_data: float = 1.0
 ) -> Strategy:
-    one = np.ones(len(strategies))
+    ones = np.ones(len(strategies))
     offloads = [offload for _, offload in strategies]
     return Strategy(
-        data=one * data,
-        expert_data=one * expert_data,
+        data=ones * data,
+        expert_data=ones * expert_data,
         zero_level=np.array([float(level) for level, _ in strategies]),
         offload_weights=np.array([offload.weights for offload in offloads]),
         offload_gradients=np.array([offload.gradients for offload in offloads]),
@@ -443,27 +450,28 @@ def _strategy_arrays(
 
 
 def _unevenness(prices: PricedParts, lots: Sequence[StageLot], virtual: int, micro_batches: int) -> Floats | float:
-    """[R] How many times as long a step takes because chunks are unlike.
+    """[R] Factor by which a step is longer because its chunks differ.
 
     Args:
-        lots: all stages of a pipeline, of so many chunks each.
+        lots: all stages of a pipeline.
+        virtual: number of chunks per stage.
     """
     if virtual == 1:
         return 1.0
     chunks: dict[int, Floats] = {}
     for lot in lots:
-        of_one = chunk_seconds(lot.one.runs, lot.one.counts, prices.evaluator.pass_seconds, virtual)
+        of_one = chunk_seconds(lot.shape.runs, lot.shape.counts, prices.evaluator.pass_seconds, virtual)
         chunks.update(dict.fromkeys(lot.stages, of_one))
     return unevenness([chunks[index] for index in range(len(chunks))], micro_batches)
 
 
 def pipeline_sizes(layout: UniformLayout, task: UniformTask) -> tuple[int, int, int]:
-    """Stages, model chunks of each, and micro-batches of a step: by them a pipeline's passes run in pairs or alone."""
+    """(stages, model chunks per stage, micro-batches of a step), which determine the share of unpaired passes."""
     template, _ = task.templates(layout.tensor)
     data = template.world_size // (layout.tensor * layout.context * layout.pipeline)
     return layout.pipeline, layout.virtual, template.global_batch_size // (data * layout.micro_batch)
 
 
 def needed_bytes(costs: StageCosts) -> Floats:
-    """[N, R] peaks without what the allocator reserves in vain."""
+    """[N, R] peak bytes without fragmentation."""
     return costs.peak_bytes - costs.peaks["fragmentation"]

@@ -114,7 +114,7 @@ def slurm_script(
     lines = [*_options(job, arguments_to_add(written.flags, target)), "", *_settings(job, target, written), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     lines += ["# export NCCL_SOCKET_IFNAME=eth0   # the network of the rendezvous, if nodes have several", ""]
-    lines += _inline(written) if target == "megatron-lm" else _beside()
+    lines += _inline_flags(written) if target == "megatron-lm" else _argument_file_lines()
     if "--save-interval" not in written.flags:
         lines += ['set -- --save-interval "${SAVE_INTERVAL:-500}" "$@" # steps from one checkpoint to the next', ""]
     body = resources.files(__package__).joinpath("launch.sh").read_text(encoding="utf-8")
@@ -169,8 +169,8 @@ def _settings(job: SlurmJob, target: Target, written: WrittenFlags) -> list[str]
     return [f"{f'{name}=${{{name}:-{value}}}':<{width}} # {why}" for name, (value, why) in settings.items()]
 
 
-def _beside() -> list[str]:
-    """Lines that pass on the argument file in the script's folder."""
+def _argument_file_lines() -> list[str]:
+    """Lines that pass the argument file from the script's folder."""
     name = re.escape(SCRIPT)
     return [
         "# sbatch runs a copy of this script; the argument file is in the folder of the original.",
@@ -180,7 +180,7 @@ def _beside() -> list[str]:
     ]
 
 
-def _inline(written: WrittenFlags) -> list[str]:
+def _inline_flags(written: WrittenFlags) -> list[str]:
     """Lines with the flags as an array; --save and --load are left out, because RUN and LOAD set them."""
     flags = {name: values for name, values in written.flags.items() if name not in ("--save", "--load")}
     lines = [f"    {line}".rstrip() for line in flag_lines(flags, {})]

@@ -33,7 +33,7 @@ from tools.bench.paper_spaces import (
 from tools.benchmark_papers import SEARCHED, main
 
 SPACE = SPACES["data"]
-SEARCH = Search(words=("--bf16",), machines=Machines(gpu="L4", gpus=2), space=SPACE)
+SEARCH = Search(arguments=("--bf16",), machines=Machines(gpu="L4", gpus=2), space=SPACE)
 
 
 def outcome(seconds: float | None, objective: float | None = None, points: int = 0, cpu: float = 0.0) -> Outcome:
@@ -59,7 +59,7 @@ def test_what_is_kept_is_not_searched_again(tmp_path: Path) -> None:
     longer = KeptSearches(path=path, cpu_seconds=99.0, searcher=searched)
     assert longer.outcome(SEARCH) == outcome(3.0), "another limit is another search"
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 3
-    named = dataclasses.replace(SEARCH, words=(f"@{ROOT / 'examples' / 'tiny-gpt.args'}",))
+    named = dataclasses.replace(SEARCH, arguments=(f"@{ROOT / 'examples' / 'tiny-gpt.args'}",))
     longer.outcome(named)
     assert json.loads(path.read_text().splitlines()[-1])["search"]["words"] == ["@examples/tiny-gpt.args"]
     elsewhere = path.read_text().replace("@examples/tiny-gpt.args", "@examples/other.args")
@@ -75,7 +75,7 @@ def test_few_gpus_are_searched_first_until_the_processor_seconds_are_spent() -> 
         return outcome(1.0, cpu=4.0)
 
     def figure(*gpus: int) -> Figure:
-        cases = [PaperCase(name=str(size), words=(), machines=Machines(gpu="L4", gpus=size)) for size in gpus]
+        cases = [PaperCase(name=str(size), arguments=(), machines=Machines(gpu="L4", gpus=size)) for size in gpus]
         return Figure(name="F", spaces=(FULL, MEAN), cases=tuple(cases), columns=gains)
 
     figures = [figure(16, 2), figure(8, 64, 2)]
@@ -90,7 +90,7 @@ def test_few_gpus_are_searched_first_until_the_processor_seconds_are_spent() -> 
 def test_an_unknown_search_stays_unknown(tmp_path: Path) -> None:
     searches = KeptSearches(path=tmp_path / "kept", only_kept=True)
     assert searches.outcome(SEARCH) is None
-    case = PaperCase(name="case", words=("--bf16",), machines=SEARCH.machines)
+    case = PaperCase(name="case", arguments=("--bf16",), machines=SEARCH.machines)
     figure = Figure(name="F", spaces=(Space(name="data", space=SPACE),), cases=(case,), columns=gains)
     (row,) = rows(figure, searches, 2)
     assert row.figures == {"CPU seconds": 0.0, AGAINST: None} and row.notes == ("case, data: not searched",)
@@ -163,7 +163,7 @@ def test_what_means_and_uniform_heuristics_lose() -> None:
 
 
 def test_the_widest_space_is_compared_with_the_best_other() -> None:
-    case = PaperCase(name="case", words=("--bf16",), machines=SEARCH.machines, paper="said")
+    case = PaperCase(name="case", arguments=("--bf16",), machines=SEARCH.machines, paper="said")
     spaces = tuple(Space(name=name, space=dataclasses.replace(SPACE, name=name)) for name in "abc")
     figure = Figure(name="F", spaces=spaces, cases=(case,), columns=gains)
 
@@ -191,7 +191,7 @@ def test_every_case_is_a_job(name: str) -> None:
     for case in figure.cases:
         cluster = case.machines.cluster()
         assert cluster.gpus == case.machines.gpus
-        config = parse(list(case.words)).config
+        config = parse(list(case.arguments)).config
         validate(config, cluster.gpus)
         assert case.machines.constants().gpus
 

@@ -9,14 +9,14 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.validation import validate
 from tools.bench.paper_rows import Row, table
-from tools.benchmark_papers import SITES, V100, fastest, lancet_words
+from tools.benchmark_papers import SITES, V100, fastest, lancet_arguments
 
 
 @pytest.mark.parametrize("gate", ["switch", "batch_prioritized"])
 @pytest.mark.parametrize("model", ["s", "l"])
 def test_two_experts_and_a_fixed_batch_for_each_gpu(model: str, gate: str) -> None:
     for site in SITES:
-        words = lancet_words(model, 16, site.batch[model], gate)
+        words = lancet_arguments(model, 16, site.batch[model], gate)
         config = parse(words).config
         validate(config, 16)
         assert config.moe.num_experts == 32 and config.training.global_batch_size == 16 * site.batch[model]

@@ -157,7 +157,8 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
     main([*JOB, "--cluster", str(ROOT / "examples" / "clusters" / "h100.json")])
     assert capsys.readouterr().out == short
     assert short.startswith(
-        "plan        TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-1, no recomputation\nstep        "
+        "plan        64 GPUs = 4 pipeline stages × TP 2 × DP 8; experts over EP 8 × 2 replicas; 32 micro-batches of 1 sample; "
+        "ZeRO-1; no recomputation\nstep        "
     )
     assert "MFU" in short and len(short.splitlines()) <= 10
     # 500,000 steps of 256 samples of 4,096 tokens.

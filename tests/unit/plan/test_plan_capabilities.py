@@ -38,11 +38,40 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
     )
 
 
+@pytest.mark.parametrize("levels", [(0, 0), (2, 2), (3, 3), (1, 2), (0, 3)])
+def test_every_zero_level_is_executed_on_every_stage(levels: tuple[int, int]) -> None:
+    plan = plan_samples.plan(layers=4, stages=2, precision="bf16", stage={"data": 2})
+    stages = (dataclasses.replace(stage, zero_level=level) for stage, level in zip(plan.stages, levels, strict=True))
+    plan = dataclasses.replace(plan, stages=tuple(stages))
+    refuse_unsupported(plan)
+    assert plan.has_stores and plan.runs_lists and plan.is_decoupled == (max(levels) > 1)
+
+
 @pytest.mark.parametrize(
     ("stage", "run", "message"),
     [
-        ({"zero_level": 0}, {}, "stages[0].zero_level 0: the distributed optimizer (ZeRO-1) is always on; write 1"),
-        ({"zero_level": 3}, {}, "stages[0].zero_level 3: ZeRO 2 and 3 are not executed; write 1"),
+        ({"zero_level": 2}, {}, "stages[0].zero_level 2: the stage has one replica, nothing to shard; write 1"),
+        ({"zero_level": 3}, {}, "stages[0].zero_level 3: the stage has one replica, nothing to shard; write 1"),
+        (
+            {"zero_level": 3, "data": 2},
+            {"precision": "fp8"},
+            "precision fp8: executed with ZeRO 1 alone; use bf16, or write zero_level 1",
+        ),
+        (
+            {"zero_level": 0},
+            {"mtp_stage": 1},
+            "mtp_stage 1: executed with ZeRO 1 alone; write zero_level 1, or drop the prediction layers",
+        ),
+        (
+            {"zero_level": 0, "overlap": StageOverlap(gradient_chunk_bytes=4096)},
+            {},
+            "stages[0].overlap.gradient_chunk_bytes 4096: buckets are executed with ZeRO 1 alone; write 0",
+        ),
+        (
+            {"zero_level": 2, "data": 2, "overlap": StageOverlap(overlap_param_gather=True)},
+            {},
+            "stages[0].overlap.overlap_param_gather True: executed with ZeRO 1 alone; write false",
+        ),
         ({"offload": Offload(weights=0.5)}, {}, "stages[0].offload.weights 0.5: offloading is not executed; write 0.0"),
         (
             {"offload": Offload(gradients=0.5)},

@@ -126,8 +126,8 @@ def test_lower_returns_no_list_that_has_a_race(monkeypatch: pytest.MonkeyPatch) 
 def test_lower_returns_no_list_that_waits_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks agree without a word because each lowers the lists of all it meets: here the second stage sends in another order."""
 
-    def swapping(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
-        made = list(lower_rank(plan, model, rank))
+    def swapping(plan: Plan, model: ModelDescription, rank: int, updates: bool) -> tuple[Instruction, ...]:
+        made = list(lower_rank(plan, model, rank, updates=updates))
         if rank == plan.stages[1].devices.ranks[0]:
             first, second = [n for n, i in enumerate(made) if i.name.startswith("send")][:2]
             made[first], made[second] = (

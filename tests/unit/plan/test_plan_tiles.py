@@ -74,7 +74,7 @@ def lists_of(plan: Plan, model: ModelDescription) -> dict[int, tuple[Instruction
     return {rank: lower(plan, model, rank) for rank in range(plan.world_size)}
 
 
-def played(plan: Plan, model: ModelDescription, one_way: float = 0.0) -> Simulation:
+def simulation_of(plan: Plan, model: ModelDescription, one_way: float = 0.0) -> Simulation:
     """Every stage takes 1 second forward and 2 backward for every sample of a rank."""
 
     def seconds(_: int, i: Instruction) -> float:
@@ -108,7 +108,7 @@ def test_everything_crosses_once_and_all_ranks_finish(shapes: Any) -> None:
         for name in (f"send.S{index}>S{index + 1}", f"send.S{index}>S{index + 1}.backward"):
             sent = [i.bytes for made in lists.values() for i in made if i.name == name]
             assert sum(sent) == plan.global_batch_size * LENGTH * WIDTH
-    assert len(played(plan, model).ran) == sum(map(len, lists.values()))
+    assert len(simulation_of(plan, model).ran) == sum(map(len, lists.values()))
 
 
 @pytest.mark.parametrize("shapes", SHAPES)
@@ -155,7 +155,7 @@ def test_like_stages_run_ahead_as_in_1f1b() -> None:
     bare = dataclasses.replace(plan, transfers=())
     assert [pass_order(plan, stage) for stage in range(4)] == [pass_order(bare, stage) for stage in range(4)]
     model = plan_samples.model("dddd")
-    assert played(plan, model).step_seconds == played(bare, model).step_seconds == (12 + 3) * 6.0
+    assert simulation_of(plan, model).step_seconds == simulation_of(bare, model).step_seconds == (12 + 3) * 6.0
 
 
 def test_parts_that_are_gathered() -> None:
@@ -170,7 +170,7 @@ def test_parts_that_are_gathered() -> None:
     assert len(gathers) == 12 and {i.kind for i in gathers} == {"collective"}
     assert gathers[0].reads == ("tiles.h.L1.m0",) and gathers[0].writes == ("h.L1.m0",)
     assert not [i for i in lower(plan, model, 0) if i.name.startswith("gather")]
-    assert played(plan, model).step_seconds > 0
+    assert simulation_of(plan, model).step_seconds > 0
 
 
 def test_tiles_of_other_ranks_samples_are_refused() -> None:

@@ -13,7 +13,7 @@ from moe_overlap.report import search_folder
 from moe_overlap.report.answer_files import FILES, put_away_others, require_no_other_files
 from moe_overlap.report.search_folder import write_answer
 from tests.faults.fault import room_for
-from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
+from tests.unit.plan_search.test_plan_search import H100, HALF, OPTIONS, SMALL, searched
 from tests.unit.tuner.search.spaces import SPACES
 
 
@@ -29,7 +29,7 @@ def test_the_script_of_an_earlier_answer_does_not_stand_beside_a_plan_that_nothi
         written = set(write_answer(tmp_path, runs, told.append))
         assert written == names_of(tmp_path) >= {"launch.sbatch", "megatron_args.txt"}
         assert told == [], "the same command again is nothing to tell"
-    found = search_plan(SMALL, H100, SearchSettings(target="any", space=SPACES["zero3"]), **OPTIONS)
+    found = search_plan(HALF, H100, SearchSettings(target="any", space=SPACES["zero3"]), **OPTIONS)
     script = (tmp_path / "launch.sbatch").read_text()
     written = set(write_answer(tmp_path, found, told.append))
     assert names_of(tmp_path) == {*written, "launch.sbatch.old", "megatron_args.txt.old"}

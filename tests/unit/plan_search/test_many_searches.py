@@ -59,12 +59,12 @@ def test_both_targets_and_the_gain(
     monkeypatch.setattr(scaling, "search_plan", searched_once)
     assert autotune.main([*job, "--num-gpus", "8", "--target", "both", "--train-tokens", "1T"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" ")[0] for line in lines[:9]] == [
-        *("megatron-lm", "step", "training", "memory"),
-        *("moe-overlap", "step", "training", "memory"),
+    assert [line.split(" ")[0] for line in lines[:11]] == [
+        *("megatron-lm", "step", "speed", "training", "memory"),
+        *("moe-overlap", "step", "speed", "training", "memory"),
         "gain",
     ]
-    assert len(lines) <= 15 and lines[-1].startswith("next ")
+    assert len(lines) <= 17 and lines[-1].startswith("next ")
     tuned = tmp_path / "tuned"
     assert f"; the same for Megatron-LM in {tuned / 'megatron-lm'}" in lines[-2]
     assert {path.name for path in tuned.iterdir()} == {*FILES, "megatron-lm"}

@@ -30,6 +30,8 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
 from tests.unit.tuner.search.test_search_uniform import MODULE, Case, case_of, graphs_of, least_memory, with_modules
 
+pytestmark = pytest.mark.usefixtures("whole_memory")
+
 # Tokens travel slowly, and as hand-made graphs gather no rows over expert-tensor ranks, experts are not split.
 SLOW = case_of("--moe-ffn-hidden-size", "4095", domain_gb_per_s=20.0, node_gb_per_s=20.0)
 LIMITS = SearchSettings().overlap_limits

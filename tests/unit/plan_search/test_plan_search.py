@@ -60,6 +60,10 @@ SMALL = [*JOB, *"--num-layers 2 --moe-ffn-hidden-size 4095 --num-experts 4 --exp
 SMALL += ["--global-batch-size", "16"]
 
 
+HALF = ["--fp16" if word == "--bf16" else word for word in SMALL]
+"""In a precision that is executed with ZeRO-1 alone."""
+
+
 @cache
 def graph_of(model: ModelDescription, layout: Layout) -> CapturedModel:
     whole = captured_by_hand(model, layout)
@@ -207,7 +211,7 @@ def test_answer_and_json(tmp_path: Path) -> None:
     found = searched("megatron-lm")
     files = write_search(tmp_path, found)
     lines = search_lines(found, tmp_path, files, 1e12)
-    assert len(lines) <= 13 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
+    assert len(lines) <= 14 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
     odd = search_lines(found, Path("a b/$(touch c)"), files, 1e12)[-1]
     assert shlex.split(odd)[:3] == ["next", "sbatch", "a b/$(touch c)/launch.sbatch"] and "'a b/$(touch c)/" in odd
     # What the flags of this job lack stands behind the command, for the user to fill in.
@@ -224,20 +228,29 @@ def test_answer_and_json(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_nothing_runs_is_marked_with_what_refuses_it(tmp_path: Path) -> None:
-    """ZeRO-3 is written as a plan alone, and no next step is named."""
-    found = search_plan(SMALL, H100, SearchSettings(target="any", space=SPACES["zero3"]), **OPTIONS)
+    """ZeRO-3 in fp16 is written as a plan alone, and no next step is named."""
+    found = search_plan(HALF, H100, SearchSettings(target="any", space=SPACES["zero3"]), **OPTIONS)
     assert found.plan.stages[0].zero_level == 3 and found.tuned is None
     assert found.chosen.seconds >= found.uniform.solution.objective * (1.0 - 1e-9)
     assert write_search(tmp_path, found) == ["plan.json"]
     assert load_plan(tmp_path / "plan.json").stages == found.plan.stages
     lines = search_lines(found, tmp_path, ["plan.json"], None)
-    refusal = (
-        "pretrain_moe.py refuses it today: plan.json stages[0].zero_level 3: ZeRO 2 and 3 are not executed; write 1"
-    )
+    rule = "executed with ZeRO 1 alone; use bf16, or write zero_level 1"
+    refusal = f"pretrain_moe.py refuses it today: plan.json precision fp16: {rule}"
     assert f"not run     {refusal}" in lines and not any(line.startswith("next") for line in lines)
     values = json.loads(json.dumps(search_json(found)))
     assert values["not_executed"] in refusal and values["arguments"] == []
     assert values["search"]["status"] == "optimal" and values["search"]["gap"] == 0
+
+
+def test_another_level_is_run_from_the_file_and_by_instruction_lists(tmp_path: Path) -> None:
+    """No flag says the level: the flags name the plan's file, and the dispatcher of lists in the place of the priced one."""
+    found = search_plan(SMALL, H100, SearchSettings(target="any", space=SPACES["zero3"]), **OPTIONS)
+    assert found.plan.stages[0].zero_level == 3 and found.refusal is None
+    assert "plan.json" in write_search(tmp_path, found)
+    arguments = found.written.arguments
+    assert arguments[arguments.index("--plan") + 1] == "plan.json"
+    assert arguments[arguments.index("--moe-token-dispatcher-type") + 1] == "irregular"
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import overlapped as overlapped_search
 from moe_overlap.plan_search import search as plan_search
-from moe_overlap.plan_search.finalists import TIE
 from moe_overlap.plan_search.flags import Target
 from moe_overlap.plan_search.free import FREED, freed_layouts
 from moe_overlap.plan_search.request import SearchSettings
-from moe_overlap.plan_search.results import PlanSearch
+from moe_overlap.plan_search.results import TIE, PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import closing_lines, search_json, search_sentence, write_search
 from moe_overlap.tuner.search.layer.candidates import PLAIN

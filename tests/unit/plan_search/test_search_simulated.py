@@ -59,10 +59,10 @@ def test_uniform_plans_drawn_at_random_are_simulated_as_predicted(layers: str, g
             features=case.task.features,
             machine=case.task.machine,
         )
-        predicted, played = predict_plan(plan, problem).predicted.step_seconds, listed_seconds(plan, problem)
+        predicted, simulated_seconds = predict_plan(plan, problem).predicted.step_seconds, listed_seconds(plan, problem)
         is_equal = case.model.num_layers % (layout.pipeline * layout.virtual) == 0
         many = plan.stages[0].gradient_accumulation_steps >= ENOUGH * layout.pipeline
-        assert played == pytest.approx(predicted, rel=APART if is_equal and many else SIMULATED), layout.name
+        assert simulated_seconds == pytest.approx(predicted, rel=APART if is_equal and many else SIMULATED), layout.name
         close += is_equal and many
     assert close >= 3
 
@@ -120,7 +120,7 @@ def test_no_prediction_leads_that_another_simulated_step_has_put_in_doubt(monkey
     them is as fast as all others are predicted to be, and what was not simulated never leads."""
     chosen = dataclasses.replace(searched("megatron-lm").chosen, simulated=None)
     whole = chosen.prediction.predicted.step_seconds
-    played = {"short": 1.3, "even": 1.1, "middle": 1.2, "long": 1.0}
+    simulated_seconds = {"short": 1.3, "even": 1.1, "middle": 1.2, "long": 1.0}
     asked: list[str] = []
 
     def finalist(name: str, share: float) -> Finalist:
@@ -132,7 +132,7 @@ def test_no_prediction_leads_that_another_simulated_step_has_put_in_doubt(monkey
 
     def listed(plan: object, problem: Problem) -> float:
         asked.append(names[id(problem)])
-        return played[asked[-1]] * whole
+        return simulated_seconds[asked[-1]] * whole
 
     names: dict[int, str] = {}
     monkeypatch.setattr("moe_overlap.plan_search.finalists.listed_seconds", listed)

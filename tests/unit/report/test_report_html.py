@@ -82,14 +82,14 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def played() -> tuple[Prediction, SimulatedStep]:
+def predicted_and_simulated() -> tuple[Prediction, SimulatedStep]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moe_overlap.api.cached_graphs", by_hand)
         return predict(WORDS, CLUSTER), simulated(WORDS, CLUSTER)
 
 
-def report(played: tuple[Prediction, SimulatedStep]) -> Report:
-    prediction, step = played
+def report(predicted_and_simulated: tuple[Prediction, SimulatedStep]) -> Report:
+    prediction, step = predicted_and_simulated
     answer = Answer(plan=read_job(WORDS, 64).plan, prediction=prediction, cluster=CLUSTER)
     fullest = max(map(needed_bytes, prediction.predicted.stages))
     chosen = CandidateRow(
@@ -111,8 +111,8 @@ def report(played: tuple[Prediction, SimulatedStep]) -> Report:
 
 
 @pytest.fixture(scope="module")
-def page(played: tuple[Prediction, SimulatedStep]) -> Page:
-    return Page(report_html(report(played)))
+def page(predicted_and_simulated: tuple[Prediction, SimulatedStep]) -> Page:
+    return Page(report_html(report(predicted_and_simulated)))
 
 
 def values(page: Page, table: str) -> list[list[float | None]]:
@@ -125,10 +125,10 @@ def test_every_tag_is_closed_and_every_section_is_there(page: Page) -> None:
     assert page.tags.count("svg") == 6
 
 
-def test_the_page_loads_nothing(played: tuple[Prediction, SimulatedStep], page: Page) -> None:
+def test_the_page_loads_nothing(predicted_and_simulated: tuple[Prediction, SimulatedStep], page: Page) -> None:
     assert page.loads == []
     assert not {"script", "link", "iframe", "img", "object", "embed", "use", "image"} & set(page.tags)
-    text = report_html(report(played))
+    text = report_html(report(predicted_and_simulated))
     assert "@import" not in text and "url(" not in text
     # The name of SVG's vocabulary is no address that is visited.
     assert set(re.findall(r"https?://[^\"' <]+", text)) <= {"http://www.w3.org/2000/svg"}
@@ -136,8 +136,10 @@ def test_the_page_loads_nothing(played: tuple[Prediction, SimulatedStep], page: 
     assert inside.loads == [("href", "x"), ("src", "y")]
 
 
-def test_the_figures_are_those_of_the_prediction(played: tuple[Prediction, SimulatedStep], page: Page) -> None:
-    prediction = played[0]
+def test_the_figures_are_those_of_the_prediction(
+    predicted_and_simulated: tuple[Prediction, SimulatedStep], page: Page
+) -> None:
+    prediction = predicted_and_simulated[0]
     for row, stage in zip(values(page, "memory-table"), prediction.predicted.stages, strict=True):
         peaks = stage.peak_bytes_by_category
         sizes = [getattr(peaks, name) for name in peaks.__dataclass_fields__]
@@ -155,41 +157,47 @@ def test_the_figures_are_those_of_the_prediction(played: tuple[Prediction, Simul
                     assert float(shown.removesuffix(" %")) == pytest.approx(scale * value, abs=0.0501)
 
 
-def test_the_figures_are_those_of_the_simulation(played: tuple[Prediction, SimulatedStep], page: Page) -> None:
-    simulation, ranks = played[1].simulation, list(played[1].prices)
+def test_the_figures_are_those_of_the_simulation(
+    predicted_and_simulated: tuple[Prediction, SimulatedStep], page: Page
+) -> None:
+    simulation, ranks = predicted_and_simulated[1].simulation, list(predicted_and_simulated[1].prices)
     assert len(ranks) == 4
     for row, rank in zip(values(page, "timeline-table"), ranks, strict=True):
         assert row[1:] == [max(span.end for span in simulation.spans(rank)), simulation.exposed_seconds(rank)]
 
 
-def test_rows_that_are_handed_in_are_shown(played: tuple[Prediction, SimulatedStep], page: Page) -> None:
+def test_rows_that_are_handed_in_are_shown(
+    predicted_and_simulated: tuple[Prediction, SimulatedStep], page: Page
+) -> None:
     rows = page.tables["candidate-table"][1:]
     assert [row[0][0] for row in rows] == ["TP 2 & PP 4", "TP <4>", "PP 16"]
-    assert [row[1][1] for row in rows] == [played[0].predicted.step_seconds, 9.125, None]
+    assert [row[1][1] for row in rows] == [predicted_and_simulated[0].predicted.step_seconds, 9.125, None]
     assert [row[3][0] for row in rows] == ["chosen", "bubble +1 s", "a stage holds no layer"]
     assert values(page, "sensitivity-table-0") == [[25.0, 5.5, None], [50.0, 4.25, None], [100.0, 4.0, None]]
 
 
-def test_the_answer_stands_at_the_top(played: tuple[Prediction, SimulatedStep], page: Page) -> None:
+def test_the_answer_stands_at_the_top(predicted_and_simulated: tuple[Prediction, SimulatedStep], page: Page) -> None:
     text = "".join(page.words)
     assert "mixtral & friends" in text
-    assert "\n".join(answer_lines(report(played).answer)) in text
+    assert "\n".join(answer_lines(report(predicted_and_simulated).answer)) in text
 
 
-def test_sections_without_data_are_left_out(played: tuple[Prediction, SimulatedStep]) -> None:
-    full = report(played)
+def test_sections_without_data_are_left_out(predicted_and_simulated: tuple[Prediction, SimulatedStep]) -> None:
+    full = report(predicted_and_simulated)
     bare = Page(report_html(Report(answer=full.answer, title="bare")))
     assert bare.sections == ["plan", "memory", "step", "details"] and bare.open == []
 
 
-def test_a_page_that_cannot_be_written_is_one_line(played: tuple[Prediction, SimulatedStep], tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_one_line(
+    predicted_and_simulated: tuple[Prediction, SimulatedStep], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"none/report.html: cannot be written"):
-        write_report(tmp_path / "none" / "report.html", report(played))
+        write_report(tmp_path / "none" / "report.html", report(predicted_and_simulated))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path")
-def test_a_browser_renders_it(played: tuple[Prediction, SimulatedStep], tmp_path: Path) -> None:
-    write_report(tmp_path / "report.html", report(played))
+def test_a_browser_renders_it(predicted_and_simulated: tuple[Prediction, SimulatedStep], tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", report(predicted_and_simulated))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={tmp_path / 'page.png'}"]
     subprocess.run([str(CHROMIUM), *options, str(tmp_path / "report.html")], check=True, timeout=HANGS_SECONDS)
     assert (tmp_path / "page.png").stat().st_size > 10_000

@@ -58,7 +58,8 @@ def test_no_copy_of_all_weights_is_made(flags: str, deferred: bool, monkeypatch:
     assert copies == 0
     monkeypatch.setattr(GroupedExperts, "joined", staticmethod(lambda weights: torch.stack(list(weights))))
     monkeypatch.setattr(
-        "megatron.training.model.layers.local_modules.joined_with_gradients", lambda weights: torch.stack(list(weights))
+        "megatron.training.model.layers.local_modules.joined_with_gradients",
+        lambda weights, _: torch.stack(list(weights)),
     )
     stacked, expected = trained(flags, deferred)
     # Both products of two layers, and once more in the backward pass of products that are split.

@@ -14,7 +14,7 @@ from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.captured import captured_kinds
 from moe_overlap.plan.operators import ATTENTION, EXPERTS, FORWARD
-from moe_overlap.tuner.cost.captured_launches import beside_replays, replayed_in
+from moe_overlap.tuner.cost.captured_launches import more_launches_by_row, replayed_in
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features
 from moe_overlap.tuner.cost.host import Replays, host_work
 from moe_overlap.tuner.cost.operators import tabulate
@@ -109,12 +109,12 @@ def test_launches_are_priced_as_they_are_counted(flags: str) -> None:
 def test_a_layer_is_charged_what_its_graphs_launch() -> None:
     """All but its all-to-alls, on a layer made by hand; the graphs of the second expert's weight gradients are none of it."""
     counted, instructions = replayed(f"{STATIC} --defer-weight-gradients")
-    (beside,) = beside_replays(
+    (beside,) = more_launches_by_row(
         instructions, replayed_in(instructions, True, lambda i, role, parts: 1.0), lambda layer: 0
     ).values()
     problem = problem_of(f"{MOE} {EIGHT}".split(), shipped_cluster("H100", 8), {"graphs": golden_graphs})
     table = tabulate(next(part for part in problem.graphs[0].parts if part.kind == "moe"), 1, 16)
-    price = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, further=0.5)
+    price = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, extra_kernel=0.5)
     work = host_work(table, Features(), price, 1.0, Replays(captured_kinds(True), beside, counts_rows=False))
     charged = sum(float(s) for s, op in zip(work.seconds, table.ops, strict=True) if op.cost_class != "collective")
     of_second = 2 * (EXPERTS_OF_RANK - 1)

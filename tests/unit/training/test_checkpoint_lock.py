@@ -111,7 +111,7 @@ def test_of_many_jobs_one_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # Threads of one process stand for jobs: each has a start of its own, and all of them live.
     locks = [FolderLock(tmp_path, "--save") for _ in range(8)]
     for index, lock in enumerate(locks):
-        lock._own = replace(lock._own, started=index + 100)
+        lock._owner = replace(lock._owner, started=index + 100)
     monkeypatch.setattr(module, "start_of", lambda process: None if process > 2**22 else owner_started(tmp_path))
     won: list[FolderLock] = []
 

@@ -19,10 +19,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.cli.config import DataConfig
 from megatron.training.data import indexed
 from megatron.training.data import sources as corpus
-from megatron.training.data.datasets import BatchSampler, Dataset, batches, build_datasets, unigram_entropy
+from megatron.training.data.datasets import BatchSampler, Dataset, _state, batches, build_datasets, unigram_entropy
 from megatron.training.data.index_cache import _check_visible, build_with_cache
 from megatron.training.data.indexed import indexed_dataset
-from megatron.training.data.sources import check_indexed_dataset
+from megatron.training.data.sources import DataSource, check_indexed_dataset
 from megatron.training.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron.training.data.watch import WatchedFiles
 from moe_overlap.describe.errors import ConfigError
@@ -131,6 +131,11 @@ def test_a_rewritten_dataset_is_not_read_with_old_indices(tmp_path: Path) -> Non
         made = build_datasets(flags, ByteTokenizer(), sequence_length=8, seed=1, samples=(5, 0, 0))
         assert {i for s in samples_of(made.train) for i in s} == {value, 256}
         assert len(made.train or ()) == (10 * value * 9 - 1) // 8
+
+
+def test_indices_of_earlier_releases_are_found() -> None:
+    """The key of cached indices has the field names of earlier releases."""
+    assert _state(DataSource()) == [{"whole": None, "parts": None}, []]
 
 
 def test_a_kill_while_indices_are_written_harms_no_later_run(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ JOB += "--micro-batch-size 1 --train-iters 1 --lr 1e-3"
 
 
 def test_words_and_files_say_the_same(tmp_path: Path) -> None:
-    whole = DataSource(whole=Blend(("a", "b"), (3.0, 1.0)))
+    whole = DataSource(all_parts=Blend(("a", "b"), (3.0, 1.0)))
     assert data_source(DataConfig(data_path=("3", "a", "1", "b"))) == whole
     (tmp_path / "args").write_text("3 a\n1 b\n")
     assert data_source(DataConfig(data_args_path=str(tmp_path / "args"))) == whole

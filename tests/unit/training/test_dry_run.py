@@ -134,3 +134,16 @@ def test_a_gate_that_nobody_named_is_said() -> None:
     line = "gate          topk, without --moe-gate: where no token is dropped it decides as megatron-core's router does"
     assert line in printed([*words, *partitions])
     assert "\ngate " not in printed(words) and "\ngate " not in printed([*words, *partitions, "--moe-gate", "topk"])
+
+
+def test_an_environment_that_leaves_no_overlap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most scripts for Megatron-LM export one hardware queue, which all streams of a list would share."""
+    words = [f"@{ROOT}/examples/tiny-mixtral-8x7b.args", "--moe-token-dispatcher-type", "irregular"]
+    overlapped = [*words, "--moe-overlap-partitions", "2"]
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert "\nbeware" not in printed(overlapped)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert "\nbeware        CUDA_DEVICE_MAX_CONNECTIONS=1 makes the streams of a GPU wait" in printed(overlapped)
+    assert "\nbeware" not in printed(words)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert "\nbeware" not in printed(overlapped)

@@ -23,15 +23,20 @@ def configured(**changes: Any) -> Any:
         "num_moe_experts": 8,
         "moe_pad_expert_input_to_capacity": False,
         "deterministic_mode": False,
+        "qk_layernorm": False,
+        "attention_output_gate": False,
+        "num_attention_heads": 8,
+        "num_query_groups": 2,
+        "tensor_model_parallel_size": 1,
         "apply_rope_fusion": False,
         "moe_permute_fusion": False,
     }
     return SimpleNamespace(**{**fields, **changes})
 
 
-def fused(**changes: Any) -> tuple[bool, bool]:
+def fused(follows_lists: bool = False, **changes: Any) -> tuple[bool, bool]:
     tc = configured(**changes)
-    run_fused(tc)
+    run_fused(tc, follows_lists)
     return tc.apply_rope_fusion, tc.moe_permute_fusion
 
 
@@ -59,18 +64,28 @@ def test_a_model_gets_the_kernels_that_the_library_has(library: pytest.MonkeyPat
     assert fused() == (False, False)
 
 
+def test_lists_have_the_rotation_that_their_own_does_not_reach(library: pytest.MonkeyPatch) -> None:
+    """Qwen3 norms queries, DeepSeek-V3 compresses them: composed of ten operators, rotations would be 40 kernels a layer."""
+    assert fused(follows_lists=True) == (False, False)
+    assert fused(follows_lists=True, qk_layernorm=True) == (True, False)
+    assert fused(follows_lists=True, multi_latent_attention=True, rope_type="yarn") == (True, False)
+    assert fused(follows_lists=True, attention_output_gate=True) == (True, False)
+    assert fused(follows_lists=True, tensor_model_parallel_size=4) == (True, False)
+    assert fused(follows_lists=True, qk_layernorm=True, rotary_interleaved=True) == (False, False)
+
+
 def test_without_the_library_nothing_is_asked_for() -> None:
     if rope_utils.fused_apply_rotary_pos_emb is None:
         assert fused() == (False, False)
 
 
-@pytest.mark.parametrize("follows_lists", [False, True])
-def test_instruction_lists_keep_their_own(library: pytest.MonkeyPatch, follows_lists: bool) -> None:
+@pytest.mark.parametrize("runs_lists", [False, True])
+def test_instruction_lists_keep_their_own(library: pytest.MonkeyPatch, runs_lists: bool) -> None:
     tc = configured()
     library.setattr(model_builder, "transformer_config", lambda *_: tc)
     library.setattr(model_builder, "uses_transformer_engine", lambda: True)
     stage = SimpleNamespace(overlap=SimpleNamespace(layers=(), cuts_layers=False))
-    plan: Any = SimpleNamespace(follows_lists=follows_lists, stages=(stage,))
+    plan: Any = SimpleNamespace(runs_lists=runs_lists, stages=(stage,))
     nothing: Any = None
     assert model_builder._configured(nothing, nothing, plan, 0, None) is tc
-    assert (tc.apply_rope_fusion, tc.moe_permute_fusion) == (not follows_lists, not follows_lists)
+    assert (tc.apply_rope_fusion, tc.moe_permute_fusion) == (not runs_lists, not runs_lists)

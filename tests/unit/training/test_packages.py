@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import sys
+from pathlib import Path
 
 import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
-from megatron.training.cli.packages import require_packages
+from megatron.training.cli.packages import require_importable_libraries, require_packages
 from moe_overlap.describe.errors import ConfigError
 
 JOB = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -47,3 +49,32 @@ def test_flags_about_curves_that_nobody_draws_are_listed() -> None:
     dry_run(parse([*JOB.split(), *flags.split()]), None, out)
     assert "  counts with --wandb-project only\n" in out.getvalue() and "--wandb-exp-name" in out.getvalue()
     assert "  there is neither --tensorboard-dir nor --wandb-project\n" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "raise OSError('libcuda.so.1: cannot open shared object file')",
+            "libcuda.so.1: cannot open shared object file",
+        ),
+        ("raise ImportError('undefined symbol: _ZN3c10\\nmore')", "undefined symbol: _ZN3c10"),
+        ("assert False", "AssertionError"),
+    ],
+)
+def test_a_library_that_is_installed_and_broken_is_one_line(
+    source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an image for GPUs on a machine without a driver has it; megatron-core would end with a traceback."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError) as caught:
+        require_importable_libraries()
+    fix = "build it for this torch and driver, or pip uninstall transformer-engine"
+    assert str(caught.value) == f"transformer_engine: is installed and cannot be imported: {reason}; {fix}"
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)

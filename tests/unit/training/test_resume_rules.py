@@ -183,7 +183,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
             writer.add_document(tokens)
 
     def digest(*names: str, weights: tuple[float, ...] | None = None) -> str:
-        return dataset_digest(DataSource(whole=Blend(tuple(str(tmp_path / name) for name in names), weights)))
+        return dataset_digest(DataSource(all_parts=Blend(tuple(str(tmp_path / name) for name in names), weights)))
 
     assert digest("a") == digest("moved")
     several = [digest(name) for name in "abc"] + [digest("a", "b", weights=w) for w in (None, (1.0, 2.0))]

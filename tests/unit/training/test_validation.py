@@ -151,6 +151,12 @@ RULES = [
         "use 1, 2, 4 or 8, or --global-batch-size 12 or 18",
     ),
     (
+        "--micro-batch-size 8 --global-batch-size 8",
+        2,
+        "--micro-batch-size 8: global batch 8 is not a multiple of micro-batch × data-parallel = 8 × 2; "
+        "use 1, 2 or 4, or --global-batch-size 16",
+    ),
+    (
         "--global-batch-size 3",
         2,
         "--global-batch-size 3: global batch 3 is not a multiple of micro-batch × data-parallel = 2 × 2; "

@@ -79,7 +79,7 @@ def falls_back(flags: CheckpointConfig) -> bool:
 
 
 def start_of(flags: CheckpointConfig, damaged: Collection[Path] = ()) -> Start | None:
-    """The checkpoint of --load, or else that of --pretrained-checkpoint; None where there is nothing to load.
+    """The checkpoint of --load, or else that of --pretrained-checkpoint; None if there is nothing to load.
 
     Args:
         damaged: checkpoints of --load to skip if the run falls back.

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -58,7 +59,33 @@ class _Joined(torch.autograd.Function):
         return gradient.unbind()
 
 
-def joined_with_gradients(weights: Sequence[Tensor]) -> Tensor:
-    """`joined` with gradients: each weight gets its part of the gradient."""
+def joined_with_gradients(weights: Sequence[Tensor], ends_E: Tensor) -> Tensor:
+    """`joined` with gradients: each weight gets its part of the gradient, which is zero for an expert without rows.
+
+    Args:
+        ends_E: end of each expert's rows.
+    """
     result: Tensor = _Joined.apply(*weights)
+    if result.requires_grad and leaves_gradients_unwritten(result.device):
+        result.register_hook(lambda gradient_EOI: zero_without_rows(gradient_EOI, ends_E))
     return result
+
+
+def expert_gradients(gradient_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> Tensor:
+    """[E, O, I] the weight gradients of a grouped product; zero for an expert without rows."""
+    gradient_EOI = F.grouped_mm(gradient_TO.t(), rows_TI, offs=ends_E)
+    return zero_without_rows(gradient_EOI, ends_E) if leaves_gradients_unwritten(gradient_EOI.device) else gradient_EOI
+
+
+def leaves_gradients_unwritten(device: torch.device) -> bool:
+    """Whether torch's kernel may leave the weight gradient of an expert without rows unwritten: on GPUs of compute capability 10.
+
+    Source: https://github.com/pytorch/pytorch/issues/172439, open. Not run on hardware.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+
+
+def zero_without_rows(gradient_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """The gradients with zeros for the experts without rows, whatever memory held there; the host does not wait."""
+    is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+    return gradient_EOI.masked_fill(is_empty_E[:, None, None], 0.0)

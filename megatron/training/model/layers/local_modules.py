@@ -38,7 +38,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron.training.model.layers.expert_weights import AscendingExperts, joined, joined_with_gradients
+from megatron.training.model.layers.expert_weights import (
+    AscendingExperts,
+    expert_gradients,
+    joined,
+    joined_with_gradients,
+)
 from moe_overlap.describe.model import ParallelBlock
 
 
@@ -174,6 +179,8 @@ class GroupedExperts(SequentialMLP):
 
     joined = staticmethod(joined)
     """Joins weights into one tensor; a replacement of `grouped_product` joins them by it, too."""
+    weight_gradients = staticmethod(expert_gradients)
+    """The weight gradients of a product, for a replacement of `grouped_product`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -222,7 +229,7 @@ class GroupedExperts(SequentialMLP):
         Args:
             ends_E: int32, end of each expert's rows.
         """
-        weights_EOI = joined_with_gradients([linear.weight for linear in linears])
+        weights_EOI = joined_with_gradients([linear.weight for linear in linears], ends_E)
         return F.grouped_mm(rows, weights_EOI.transpose(1, 2), offs=ends_E)
 
 

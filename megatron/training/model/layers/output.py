@@ -105,7 +105,7 @@ class PredictionLoss(torch.nn.Module):
     """The loss of one prediction layer, a module so that hooks find its beginning and end."""
 
     def forward(self, model: Any, hidden_SBH: Tensor, weight: Tensor | None, labels_BS: Tensor, mask_BS: Tensor) -> Any:
-        """Losses [B, S], 0 where they do not count, of labels that are already rolled to the layer's own."""
+        """Losses [B, S], 0 if they do not count, of labels that are already rolled to the layer's own."""
         logits, _ = model.output_layer(hidden_SBH, weight=weight)
         return mask_BS * model.compute_language_model_loss(labels_BS, logits)
 
@@ -270,7 +270,7 @@ class PredictingModel(LanguageModel):
         """This rank's share of one layer's weighted loss, which the step scales as its balancing losses.
 
         Args:
-            losses_BS: 0 where they do not count.
+            losses_BS: 0 if they do not count.
             count: number of this rank's losses that count; with a per-token loss, of a micro-batch in the mean over the step.
         """
         if not self.config.calculate_per_token_loss:

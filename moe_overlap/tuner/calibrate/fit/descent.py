@@ -1,16 +1,16 @@
 """Descent of a sum of absolute errors on a grid: moves of one coordinate, and of all of them by a linear program.
 
 The loss of a point is the weighted sum of absolute logarithmic errors plus a pull for every step away from zero. Moves of single
-coordinates get stuck in it: where two explain the same errors, raising one and lowering the other lowers the loss, while either
-alone raises it. A round therefore
+coordinates stop too early: if two coordinates explain the same errors, raising one and lowering the other may lower the loss,
+while each move by itself raises it. A round therefore
 
 1. takes the slopes of all errors by central differences, which price the neighbours of the point;
 2. solves the linearised problem, least absolute deviations with pulls, inside a box around the point, as a linear program;
-3. rounds the solution to the grid, and moves singles and pairs of coordinates of it while the linearised loss falls;
-4. prices the result, which counts only if the true loss is lower. Boxes shrink until none helps.
+3. rounds the solution to the grid, and moves single coordinates and pairs while the linearised loss falls;
+4. prices the result, and accepts it only if the true loss is lower. Boxes shrink until none lowers the loss.
 
-Where no box helps any more, every coordinate is moved by one step. The descent has converged when neither lowers the loss.
-Every acceptance compares true losses at points of the grid, so that the same errors lead to the same point.
+Then every coordinate is moved by one step. The descent ends when neither boxes nor single steps lower the loss. Every acceptance
+compares true losses at points of the grid, so the same errors lead to the same point.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Point = NDArray[np.int64]
 """[K] steps of every coordinate."""
 
 COARSE = (32, 16, 8)
-"""Strides of the first rounds, which find the valley: in steps."""
+"""Strides of the first rounds, in steps; they approach the minimum."""
 WIDEST = 32
 """Largest half width of a box."""
 SOLVERS = ("GLOP", "CLP")
 """Solvers of linear programs, tried in this order: the first sometimes stops without an answer, for lack of precision."""
 FAR_SPAN = 4
-"""Half the distance over which slopes are taken while that helps; one step after that."""
+"""Half the distance of the points for slopes, in steps; 1 once a round moves nothing."""
 MOST_ROUNDS = 60
 LEAST_GAIN = 1e-3
-"""A move has to lower the loss by a tenth of a per cent of one run. Runs that are repeated differ by more, and lesser gains would
-be followed for many rounds."""
+"""A move must lower the loss by a tenth of a per cent of one run. Repeated runs differ by more, and smaller gains would cost many
+rounds."""
 
 
 class Surface(Protocol):
@@ -77,7 +77,7 @@ def descend(
     """The point where no move lowers the loss.
 
     Args:
-        coarse: strides of the first rounds; empty where the start is close to the end.
+        coarse: strides of the first rounds; empty if the start is close to the minimum.
     Raises:
         RuntimeError: coordinates still move after the last round.
     """
@@ -101,14 +101,14 @@ def descend(
 
 
 def is_settled(surface: Surface, point: Point) -> bool:
-    """Whether neither a linear program nor a single step lowers the loss of a point: where a descent ends."""
+    """True if neither a linear program nor a single step lowers the loss of a point, which ends a descent."""
     around = neighbours(surface, point, 1)
     ends = (followed(surface, point, slopes_of(around, 1)), stepped(surface, point, around))
     return all(np.array_equal(end, point) for end in ends)
 
 
 def walked(surface: Surface, start: Point, stride: int) -> Point:
-    """The point after every coordinate in turn took a stride down or up where that lowers the loss."""
+    """The point after one stride of every coordinate in turn, down or up, if it lowers the loss."""
     point, errors = start.copy(), errors_at(surface, start)
     for axis, runs in enumerate(surface.concerned):
         weights, pull = surface.weights[runs], float(surface.pulls[axis])
@@ -143,10 +143,10 @@ def slopes_of(around: Floats, span: int) -> Floats:
 
 
 def stepped(surface: Surface, start: Point, around: Floats) -> Point:
-    """The point after single steps of coordinates, the best ones first, and after more of the same.
+    """The point after single steps of coordinates, the best first, and after multiples of their sum.
 
-    Each has to lower the loss behind those before it. Where the errors have a kink, slopes of both sides mislead the linear
-    program; then what all single steps together changed is repeated, twice as far each time, while the loss falls.
+    Each step must lower the loss after the steps before it. At a kink of the errors the slopes of both sides mislead the linear
+    program; then the change of all single steps together is repeated, twice as far each time, until the loss rises.
 
     Args:
         around: errors of the neighbours one step away.
@@ -175,7 +175,7 @@ def stepped(surface: Surface, start: Point, around: Floats) -> Point:
 
 
 def followed(surface: Surface, start: Point, slopes: Floats) -> Point:
-    """The point after moves by the linearised problem, in boxes that shrink where the true loss does not fall."""
+    """The point after moves by the linearised problem, in boxes that shrink if the true loss does not fall."""
     point, errors = start, errors_at(surface, start)
     best, width = loss_of(surface, start, errors), WIDEST
     while width >= 1:
@@ -190,7 +190,7 @@ def followed(surface: Surface, start: Point, slopes: Floats) -> Point:
 
 
 def linear_move(surface: Surface, point: Point, errors: Floats, slopes: Floats, width: int) -> Point:
-    """The point of the grid that the linearised problem asks for, at most `width` steps away or a little more by rounding."""
+    """The solution of the linearised problem as a point of the grid, at most `width` steps away, except for rounding."""
     solution = least_deviations(surface, point, errors, slopes, width)
     rounded = np.rint(solution).astype(np.int64)
     return polished(surface, rounded, errors + slopes @ (rounded - point), slopes)
@@ -208,9 +208,9 @@ def least_deviations(surface: Surface, point: Point, errors: Floats, slopes: Flo
 def least_deviations_by(
     name: str, surface: Surface, point: Point, errors: Floats, slopes: Floats, width: int
 ) -> Floats | None:
-    """The same by one solver; None where it gives up.
+    """As `least_deviations`, by one solver; None if it stops without an answer.
 
-    The size of an error is a variable that is no less than the error and no less than its negative; so is that of a step.
+    The absolute value of an error is a variable that is at least the error and at least its negative; so is that of a step.
     """
     solver = pywraplp.Solver.CreateSolver(name)
     infinity, objective = solver.infinity(), solver.Objective()
@@ -237,10 +237,10 @@ def least_deviations_by(
 
 
 def polished(surface: Surface, start: Point, errors: Floats, slopes: Floats) -> Point:
-    """The rounded point after single steps and pairs of them, the best one first, while the linearised loss falls.
+    """The rounded point after single steps and pairs of them, the best first, while the linearised loss falls.
 
     Args:
-        errors: linearised, of the start.
+        errors: linearised errors of the start.
     """
     point, errors = start.copy(), errors.copy()
     axes = np.concatenate([np.arange(len(point))] * 2)

@@ -1,11 +1,11 @@
 """Constants of the time model on a grid of steps of one per cent, and the errors of runs at its points.
 
-Levels. Constants of hosts and of a step are one for all GPUs (`common`); efficiencies are one for each architecture, with
-deviations of its GPU types; a release has one loss on each architecture that has rows of it.
+Levels. Constants of hosts and of a step have one value for all GPUs (`common`); an efficiency has one value per architecture,
+with deviations of GPU types; a release has one loss for each architecture with rows of this release.
 
-`fit` walks the grid from the start to the point where no move lowers the loss (`descent.py`). The loss is the weighted sum of the
-runs' logarithmic errors, plus a pull for every step that a constant is away from its start: constants on which no run depends
-stay at their start. A configuration that several releases repeat weighs as the root of its repetitions.
+`fit` moves on the grid from the start to the point where no move lowers the loss (`descent.py`). The loss is the weighted sum of
+the runs' logarithmic errors, plus a pull for each step that a constant is away from its start, so that constants without
+influence on any run keep their start. A configuration that several releases repeat weighs as the root of its repetitions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from moe_overlap.tuner.cost.hardware import (
 
 STEP = 1.01
 FAR = (-160, 0, 320)
-"""Steps at which a run is priced to see whether a constant changes it."""
+"""Steps of a constant at which a run is priced, to test if it depends on the constant."""
 PULLS = {"common": 0.00001, "architecture": 0.00001, "gpu": 0.00002, "release": 0.00002}
-"""Loss per step, times the number of rows: GPUs of one architecture share what their rows do not tell apart."""
+"""Loss per step and row. The larger pull of a GPU keeps the shared value of its architecture unless its rows contradict it."""
 START = GpuConstants(
     gemm=0.75,
     grouped_gemm=0.7,
@@ -54,7 +54,7 @@ START_COMMON = CommonConstants(
     transformer_engine=10.0,
     fused=4.0,
     low_precision=1.5,
-    further=0.5,
+    extra_kernel=0.5,
     tail=0.5,
     grouped_low=0.93,
     logged_seconds=0.02,
@@ -64,11 +64,11 @@ DEVIATING = ("gemm", "grouped_gemm", "attention_backward", "fp8", "fp4", "memory
 COMMON = ("kernel_seconds", "host_seconds", "overlap_slowdown", "step_seconds")
 """Constants that no architecture explains."""
 FRACTIONS = (*LOSSY, "domain", "network", "overlap_slowdown", "grouped_low")
-"""Parts of a whole: a fraction of a peak rate stays below it."""
+"""Constants that are fractions and must stay below 1."""
 
 
 Key = tuple[str, str, str]
-"""Level, name of what it is about, constant; the name of a release is `release architecture`."""
+"""(level, name of the architecture, GPU or release, constant); the name of a release is `release architecture`."""
 Steps = dict[Key, int]
 """Steps away from the start."""
 
@@ -230,7 +230,7 @@ def _concerned(key: Key, cases: Sequence[FittedRun], grid: Grid, prices: PricedR
         "gpu": lambda case: case.gpu_type == name,
         "release": lambda case: f"{case.release} {architecture_of(case.gpu_type)}" == name,
     }[level]
-    # Far enough that a host which keeps up with its device at the start falls behind.
+    # Far enough that a host which keeps pace with its device at the start becomes slower than it.
     candidates = [index for index, case in enumerate(cases) if within(case)]
     runs = [cases[index] for index in candidates]
     far = prices.errors([(runs, grid.constants({key: count})) for count in FAR])

@@ -1,7 +1,8 @@
-"""Errors of runs that were left out of a fit, which give the interval of a prediction, and errors of peaks of memory.
+"""Errors of runs that nothing was fitted to, which give the interval of a prediction, and errors of peaks of memory.
 
-Step times: the constants are fitted once for each of `FOLDS` parts of the runs, without that part; the errors of the runs in it
-go to errors.json (`cost/expected_error.py`). Peaks: no constant is fitted to them, so their errors count as they are.
+Step times: the constants are fitted once for each of `FOLDS` parts of the calibration runs, without that part; the errors of the
+runs in it go to errors.json with those of test runs (`cost/expected_error.py`). Peaks: no constant is fitted to them, so their
+errors count as they are.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from moe_overlap.describe.cluster import GIB
+from moe_overlap.describe.cluster import GIB, shipped_cluster
 from moe_overlap.tuner.calibrate.fit.grid import Steps, fit
 from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun
 from moe_overlap.tuner.calibrate.fit.priced_runs import PricedRuns, architecture_of
 from moe_overlap.tuner.cost.coverage import traits
-from moe_overlap.tuner.cost.expected_error import Errors, LeftOut, errors_of, group_names
+from moe_overlap.tuner.cost.expected_error import ComparedRun, errors_of, shape_of
 from moe_overlap.tuner.cost.hardware import Constants, Traits
 from moe_overlap.tuner.cost.memory_errors import MemoryErrors
 
 FOLDS = 4
 LeftOutRun = tuple[MeasuredRun, float, bool]
-"""A run, its relative error under constants fitted without its fold, and whether it reaches beyond the runs of that fit."""
+"""A run, its relative error under constants fitted without its fold, and True if it extrapolates beyond the runs of that fit."""
 
 
 def left_out_errors(
     cases: Sequence[MeasuredRun], steps: Steps, prices: PricedRuns, report: Callable[[str], None]
 ) -> list[LeftOutRun]:
-    """The relative error of every run under constants fitted without its fold, and whether it reaches beyond the others.
+    """The relative error of every run under constants fitted without its fold, and True if it extrapolates beyond the others.
 
-    A fold has all runs of a model on a GPU type in a precision, whatever their layout and release: none of them has a twin among
-    the runs that the constants are fitted to. Each search starts from the fit to all runs; constants that only
-    runs of the fold hold in place return to their start, since every step away from it costs.
+    A fold has all runs of a model on a GPU type in a precision, of all layouts and releases, so no similar run is in the fit.
+    Each search starts from the fit to all runs; constants that only runs of the fold determine return to their start, because of
+    the pull.
     """
     families = sorted({family_of(case) for case in cases})
     errors = []
@@ -66,41 +67,58 @@ def family_of(case: MeasuredRun) -> tuple[str, str, str]:
     return case.row["model"], case.gpu_type, case.row["precision_class"]
 
 
-def errors_left_out(errors: Sequence[LeftOutRun]) -> Errors:
-    """The content of errors.json: scored runs, each configuration with the mean error of its repetitions."""
+def compared_runs(
+    left_out: Sequence[LeftOutRun], tests: Sequence[MeasuredRun], constants: Constants
+) -> list[ComparedRun]:
+    """The runs of errors.json: every test run, and every scored calibration run, repetitions of a configuration as one.
+
+    Args:
+        left_out: calibration runs, with their errors under constants that were fitted without them.
+        tests: runs that nothing is fitted to.
+        constants: those of the fit to all calibration runs.
+    """
     repetitions: dict[str, list[LeftOutRun]] = {}
-    for case, error, beyond in errors:
+    for case, error, beyond in left_out:
         if case.row["scored"] == "yes":
             repetitions.setdefault(case.configuration, []).append((case, error, beyond))
-    runs = []
-    for repeated in repetitions.values():
-        case = repeated[0][0]
-        precision, architecture = case.job.plan.precision, architecture_of(case.gpu_type)
-        groups = group_names(case.gpu_type, architecture, precision, case.row.is_moe)
-        mean = statistics.mean(error for _, error, _ in repeated)
-        runs.append(LeftOut(groups, family_of(case), mean, any(beyond for *_, beyond in repeated)))
-    return errors_of(runs)
+    runs = [_compared(repeated, is_test=False) for repeated in repetitions.values()]
+    of_tests = [(case, case.relative_error(constants), bool(case.reasons(constants))) for case in tests]
+    return [*runs, *(_compared([run], is_test=True) for run in of_tests)]
 
 
-def held(errors: Sequence[LeftOutRun]) -> dict[str, tuple[int, int]]:
-    """Kind -> number of left-out runs inside their interval, and of all; the interval comes from runs of other families."""
+def _compared(repeated: Sequence[LeftOutRun], is_test: bool) -> ComparedRun:
+    case = repeated[0][0]
+    return ComparedRun(
+        rows=" ".join(run.row.name for run, *_ in repeated),
+        gpu=case.gpu_type,
+        architecture=architecture_of(case.gpu_type),
+        precision=case.job.plan.precision,
+        routing=case.row.routing,
+        model=case.row["model"],
+        shape=shape_of(case.job.model),
+        release=" ".join(sorted({run.release for run, *_ in repeated if run.release})),
+        is_test=is_test,
+        relative=round(statistics.mean(error for _, error, _ in repeated), 4),
+        is_beyond=any(beyond for *_, beyond in repeated),
+    )
+
+
+def held(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, int]]:
+    """Kind -> number of runs inside the interval that runs of other families give, and number of all."""
     counts: dict[str, list[bool]] = {"dense": [], "MoE": []}
-    scored = [run for run in errors if run[0].row["scored"] == "yes"]
-    for family in sorted({family_of(case) for case, *_ in scored}):
-        others = errors_left_out([run for run in scored if family_of(run[0]) != family])
-        for case, error, beyond in scored:
-            if family_of(case) != family:
-                continue
-            gpu = case.cluster.group_of(0).gpu
-            expected = others.expected(gpu, case.job.plan.precision, case.row.is_moe)
-            if expected is not None:
-                wide = expected.widened(others.beyond) if beyond else expected
-                counts["MoE" if case.row.is_moe else "dense"].append(wide.holds(error))
+    for family in sorted({run.family for run in runs}):
+        others = errors_of(run for run in runs if run.family != family)
+        for run in runs:
+            gpu = shipped_cluster(run.gpu, 1).group_of(0).gpu
+            expected = others.expected(gpu, bool(run.routing), run.routing == "natural")
+            if run.family == family and expected is not None:
+                wide = expected.widened(others.beyond) if run.is_beyond else expected
+                counts["MoE" if run.routing else "dense"].append(wide.holds(run.relative))
     return {kind: (sum(inside), len(inside)) for kind, inside in counts.items()}
 
 
 def fragmentation(cases: Sequence[MeasuredRun], constants: Constants) -> float:
-    """Reserved beyond allocated memory as a share of activations and temporaries: the median over runs with both peaks."""
+    """(reserved - allocated) memory as a share of activations and temporaries: the median over runs with both peaks."""
     peaks: dict[str, dict[bool, MeasuredRun]] = {}
     for case in cases:
         peaks.setdefault(case.row["source"], {})[case.row.is_reserved] = case

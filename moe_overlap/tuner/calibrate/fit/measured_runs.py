@@ -10,6 +10,7 @@ from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.expert_load import NATURAL_LOAD
 from moe_overlap.job import Job, features_of, read_job
 from moe_overlap.plan.plan import PredictedStage
+from moe_overlap.tuner.calibrate.fit.published_rows import scored_rows
 from moe_overlap.tuner.calibrate.fit.rows import MeasuredRow, calibration_rows
 from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
@@ -45,7 +46,7 @@ class MeasuredRun:
 
     @property
     def scope(self) -> str:
-        """Precision, and dense or MoE, as releases and errors are told apart."""
+        """Precision, and dense or MoE: the scope of releases and errors."""
         return scope(self.job.plan.precision, self.row.is_moe)
 
     @property
@@ -60,7 +61,7 @@ class MeasuredRun:
         return price(self.job.plan, self.job.model, self.families, machine, self.features, reasons)
 
     def reasons(self, constants: Constants) -> tuple[str, ...]:
-        """Why the run reaches beyond those that the constants were fitted to."""
+        """Reasons why the run extrapolates beyond those of the fit."""
         had = traits(self.job.plan, self.features, self.row.is_moe)
         _, reasons = self._machine(constants)
         return (*reasons, *uncovered(constants.traits, self.cluster.group_of(0).gpu.architecture, had))
@@ -87,7 +88,7 @@ class MeasuredRun:
 
 
 def prepared_runs(rows: Sequence[MeasuredRow], cache_dir: Path) -> list[MeasuredRun]:
-    """Prepare rows; what is not in the cache is captured by one process."""
+    """Prepare rows; one process captures the graphs that are not in the cache."""
     jobs = [read_job(row.flags, row.gpus) for row in rows]
     requests_of_jobs = [stage_requests(job.config, job.model, job.plan)[0] for job in jobs]
     distinct = {request.sha256(): request for requests in requests_of_jobs for request in requests}
@@ -101,6 +102,12 @@ def prepared_runs(rows: Sequence[MeasuredRow], cache_dir: Path) -> list[Measured
 def calibration_runs(times: bool) -> list[MeasuredRun]:
     """Runs that constants may be fitted to: their step times, with those of small models, or their peaks of memory."""
     return prepared_runs(calibration_rows(times), cache_folder())
+
+
+def runs_of_test_rows() -> list[MeasuredRun]:
+    """Timed runs that no constant may be fitted to."""
+    rows = [row for row in scored_rows() if row["split"] == "test" and row.is_time]
+    return prepared_runs(rows, cache_folder())
 
 
 def _prepared(row: MeasuredRow, job: Job, graph: CapturedModel) -> MeasuredRun:

@@ -59,7 +59,7 @@ def architecture_of(gpu: str) -> str:
 
 
 class PricedRuns:
-    """Runs that a fit prices; a context, which ends its processes.
+    """The runs of a fit, priced in processes that end with this context.
 
     Args:
         runs: every run whose errors will be needed.
@@ -68,7 +68,7 @@ class PricedRuns:
 
     def __init__(self, runs: Sequence[FittedRun], processes: int | None = None) -> None:
         count = min(len(runs), processes or usable_cores())
-        # Runs of a configuration share what is remembered, and neighbours in the table take about as long.
+        # Runs of a configuration share caches, and neighbours in the table take similar times.
         configurations = {run.configuration: None for run in runs}
         dealt = {configuration: place % count for place, configuration in enumerate(configurations)}
         self._owners = {id(run): dealt[run.configuration] for run in runs}
@@ -76,7 +76,7 @@ class PricedRuns:
         self._runs, self._known = tuple(runs), Known()
         self._links: list[Connection] = []
         self._workers: list[multiprocessing.process.BaseProcess] = []
-        # Runs are no messages: a child begins with them.
+        # Runs are not sent as messages: a forked child has them from the start.
         context = multiprocessing.get_context("fork")
         for _ in range(count if count > 1 else 0):
             parent_end, child_end = context.Pipe()
@@ -98,9 +98,9 @@ class PricedRuns:
             worker.join()
 
     def errors(self, questions: Sequence[tuple[Sequence[FittedRun], Constants]]) -> list[list[float]]:
-        """Logarithms of predicted over measured seconds, of some runs under some constants each.
+        """Logarithms of predicted over measured seconds, for each pair of runs and constants.
 
-        Many questions at once keep all processes busy: one question has few runs, often of one process.
+        Many pairs at once keep all processes busy: one pair has few runs, often of one process.
         """
         if not self._links:
             return [[self._error(run, constants) for run in runs] for runs, constants in questions]
@@ -115,7 +115,7 @@ class PricedRuns:
         return [[next(answers[self._owners[id(run)]]) for run in runs] for runs, _ in questions]
 
     def _serve(self, link: Connection) -> None:
-        # A link ends where nobody holds its other end; a child holds a copy of those that were there when it began.
+        # A pipe ends when no process holds its other end; a child holds copies of the ends that existed when it began.
         for inherited in self._links:
             inherited.close()
         while True:

@@ -25,7 +25,7 @@ PEAKS = {"allocated": ("peak_allocated", "peak_allocated_max_over_ranks"),
 
 @dataclass(frozen=True, slots=True)
 class RecordedFigure:
-    """One recorded figure beside the predicted one."""
+    """One recorded figure and the predicted one."""
 
     what: str
     """step, stage (forward and backward passes of a step), allocated, reserved."""
@@ -91,7 +91,7 @@ def _split(values: Iterable[Value | None]) -> str:
 
 
 def recorded_cases(cache_dir: Path, harness: str = "") -> list[RunCase]:
-    """Every recorded run, or those of one harness, prepared; what is not in the cache is captured by one process."""
+    """Every recorded run, or those of one harness, prepared; one process captures the graphs that are not in the cache."""
     runs = [run for run in recorded_runs() if harness in ("", run.harness)]
     jobs = [job_of(run) for run in runs]
     requests_of_jobs = [stage_requests(job.config, job.model, job.plan) for job in jobs]
@@ -118,7 +118,7 @@ def _case(run: RecordedRun, job: Job, graphs: Mapping[int, CapturedModel]) -> Ru
 
 
 def _with_parts_of_layers(family: Family, job: Job, layers: Sequence[float]) -> Family:
-    """The family with as many layers as its stages really have."""
+    """The family with the true numbers of layers of its stages."""
     scale = np.array([layers[index] / len(job.plan.stages[index].layers) for index in family.stages])
     of_layers = np.array([table.part.kind not in ("embedding", "head") for table in family.tables])
     return replace(family, counts=np.where(of_layers[:, None], family.counts * scale, family.counts))

@@ -1,10 +1,10 @@
-"""Runs that Mist and Aceso recorded (mist_runs.csv.gz), each with its configuration as a plan of ours.
+"""Runs that Mist and Aceso recorded (mist_runs.csv.gz), each with its configuration as a plan.
 
-Mist writes down all that a plan says: layers, recomputed layers, micro-batch, DP, TP, ZeRO flags and offload ratios of every
-stage; of Megatron runs whose times follow from Mist's and a printed ratio, the layout. Of Aceso's runs the data has the number of
-operators per stage, of which a layer has 13, how many of them are computed again, and the tensor-parallel size. Aceso cuts
-between operators: the plan has the nearest whole layers, and their costs count with `layers_of_stages`. Which operators it
-recomputes is not in the data: `_again`.
+For Mist's runs the data has every field of a plan: layers, recomputed layers, micro-batch, DP, TP, ZeRO flags and offload ratios
+of every stage; for Megatron runs, whose times follow from Mist's and a printed ratio, the layout. For Aceso's runs it has the
+tensor-parallel size and the number of operators per stage (a layer has 13), in all and recomputed. Aceso cuts between operators:
+the plan has the nearest complete layers, and `layers_of_stages` corrects their costs. The data does not name the recomputed
+operators: see `_again`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RecordedRun:
 
     @property
     def is_calibration(self) -> bool:
-        """Whether constants may be fitted to its step."""
+        """True if constants may be fitted to its step."""
         return "iteration_time" in self.values and self.values["iteration_time"].split == "calibration"
 
     @property
@@ -89,7 +89,7 @@ class RecordedRun:
 
 @cache
 def recorded_runs() -> tuple[RecordedRun, ...]:
-    """Every run that was timed and can be said as a plan; `left_out` names the others."""
+    """Every timed run that a plan can express; `left_out` names the others."""
     return tuple(run for run in _all_runs() if not _why_not(run))
 
 
@@ -99,9 +99,9 @@ def left_out() -> dict[str, str]:
 
 
 def measured_links() -> dict[str, float]:
-    """Efficiencies of the links of an L4 host, from the rates that Mist measured on it: eight in a node, and two such nodes.
+    """Efficiencies of the links of an L4 host, from the rates that Mist measured on one node of eight and on two such nodes.
 
-    A ring of n moves (n - 1) / n of what it gathers at the measured rate; across nodes each GPU has its part to carry.
+    A ring of n ranks moves (n - 1) / n of the gathered bytes at the measured rate; across nodes each GPU moves its share.
     """
     row = next(
         row
@@ -222,7 +222,7 @@ def _mist_stages(run: RecordedRun) -> list[StagePlan]:
 
 
 def _aceso_stages(run: RecordedRun) -> list[StagePlan]:
-    """Whole layers nearest to the operators of each stage, beside the embedding and the head."""
+    """The complete layers nearest to the operators of each stage, without those of embedding and head."""
     stages, passed, first = [], 0.0, 0
     for row, exact in zip(run.settings["stages"], layers_of_stages(run), strict=True):
         passed += exact
@@ -243,7 +243,7 @@ def layers_of_stages(run: RecordedRun) -> list[float]:
 
 
 def _again(operators: int, exact: float, layers: int) -> Recompute:
-    """The recomputation that a count of Aceso's stands for: attention's core, which needs the most memory, or every operator."""
+    """The recomputation of a number of operators: core attention, which needs the most memory, or every operator."""
     if not operators:
         return Recompute()
     if operators > LAYER_OPERATORS * exact * 3 / 4:

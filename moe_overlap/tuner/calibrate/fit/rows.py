@@ -61,7 +61,7 @@ SOURCES = {
 }
 """By the begin of the column `source`."""
 NATURAL = ("NVIDIA/Megatron-LM:tests/",)
-"""Sources in measured.csv.gz whose experts get what the router gives them; the others force equal loads."""
+"""Sources in measured.csv.gz with the router's own loads of experts; the others force equal loads."""
 
 PROVIDERS = {
     "gpt_oss_provider.py": "--softmax-type learnable --quick-geglu --activation-func-clamp-value 7.0 --glu-linear-offset 1.0"
@@ -97,7 +97,7 @@ class MeasuredRow:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the model has experts."""
+        """True if the model has experts."""
         return bool(self.facts.get("experts"))
 
     @property
@@ -109,7 +109,7 @@ class MeasuredRow:
 
     @property
     def is_logged(self) -> bool:
-        """Whether norms and zeros of every parameter were logged in each step, as upstream's tests do."""
+        """True if norms and zeros of every parameter were logged in each step, as in upstream's tests."""
         return self["source"].startswith(NATURAL)
 
     @property
@@ -127,12 +127,12 @@ class MeasuredRow:
 
     @property
     def is_time(self) -> bool:
-        """Whether the row measures seconds."""
+        """True if the row measures seconds."""
         return self["metric"] != "peak_mem_gib"
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the peak is what the allocator reserved, not what was allocated."""
+        """True if the peak is of reserved memory, False if of allocated memory."""
         # NeMo logs `torch.cuda.max_memory_reserved` as peak_memory_usage (lightning/pytorch/strategies/megatron_strategy.py).
         return self["other_flags"].startswith(("RESERVED", "peak_memory_usage="))
 
@@ -203,7 +203,7 @@ def calibration_rows(times: bool) -> list[MeasuredRow]:
 def launched_rows() -> list[MeasuredRow]:
     """Calibration rows of small models, whose steps are bound by the host; too small to be scored, they show launch costs.
 
-    Excluded: a run with offloaded activations, and one that takes five times as long as its twin on twice the GPUs.
+    Excluded: a run with offloaded activations, and one that takes five times as long as the same job on twice the GPUs.
     """
     small = [row for row in measured_rows() if (row["scored"], row["metric"]) == ("toy size", "step_time_s")]
     rows = [row for row in small if row["split"] == "calibration" and row["n_gpus"]]
@@ -396,6 +396,6 @@ def _recompute_flags(row: MeasuredRow) -> list[str]:
 
 
 def _virtual(row: MeasuredRow) -> int:
-    """Virtual stages; where the table has none, what the next release's same line says, which the row quotes."""
+    """Virtual stages; if the table has none, those of the same line of the next release, which the row quotes."""
     quoted = re.search(r"VP listed NA in [\d.]+, (\d+) in", row["other_flags"])
     return int(row["vp"] or (quoted[1] if quoted else 1))

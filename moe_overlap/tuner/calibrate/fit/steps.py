@@ -1,7 +1,7 @@
 """The steps of the last fit, in steps.json: they tie the shipped constants to the rows and to the prices.
 
-A file of constants alone does not say whether a fit wrote it. With the steps, a test can make the constants anew without a
-price (test_fit.py), and see with prices that the loss is what it was and that no move of the fit lowers it.
+The constants alone do not show that a fit produced them. With the steps a test recomputes the constants without prices
+(test_fit.py); with prices it checks that the loss is unchanged and that no move of the fit lowers it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ STEPS_FILE = Path(__file__).with_name("steps.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """The end of a search: for GPU types of the table, and for L4, of which recorded runs alone tell.
+    """The end of a search: for the GPU types of the table, and for L4, which has only recorded runs.
 
     Attributes:
-        loss: of the calibration rows of the table, with pulls.
+        loss: loss of the calibration rows of the table, including pulls.
     """
 
     loss: float
@@ -35,7 +35,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class NamedRun:
-    """A run that nobody prices, by what constants are told apart."""
+    """An unpriced run, with the fields that select its constants."""
 
     gpu_type: str
     release: str = ""
@@ -67,7 +67,7 @@ def constants_of(fit: Fit, rows: Sequence[MeasuredRow]) -> Constants:
 
 
 def l4_start(table: Constants) -> GpuConstants:
-    """The start of the constants of L4: its links are measured, and two steps do not tell apart what no architecture explains."""
+    """The start of the constants of L4, with measured links; two steps do not determine the constants of COMMON."""
     any_gpu = next(iter(table.gpus.values()))
     return dataclasses.replace(START, **measured_links() | {name: getattr(any_gpu, name) for name in COMMON})
 

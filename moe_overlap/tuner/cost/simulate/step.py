@@ -208,18 +208,18 @@ def listed_seconds(plan: Plan, problem: Problem) -> float:
     return listed.step(listed.runs())
 
 
-def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) -> float:
+def step_of_many(simulate: Callable[[int], float], micro_batches: int, stages: int) -> float:
     """Seconds of a step of any number of micro-batches, extrapolated from simulations of few.
 
     Args:
-        play: simulates a step of the given number of micro-batches; each further group of `stages` adds as much as the last.
+        simulate: number of micro-batches -> simulated seconds of a step; each group of `stages` more adds as much as the last.
     """
-    few = played_micro_batches(micro_batches, stages)
-    beyond, seconds = (micro_batches - few) // stages, play(few)
-    return seconds if not beyond else seconds + beyond * (seconds - play(few - stages))
+    few = simulated_micro_batches(micro_batches, stages)
+    beyond, seconds = (micro_batches - few) // stages, simulate(few)
+    return seconds if not beyond else seconds + beyond * (seconds - simulate(few - stages))
 
 
-def played_micro_batches(micro_batches: int, stages: int) -> int:
+def simulated_micro_batches(micro_batches: int, stages: int) -> int:
     """The most micro-batches that `step_of_many` simulates."""
     # Only complete groups are left out: the remainder decides how an interleaved pipeline fills and drains.
     return micro_batches - stages * max(0, -(-(micro_batches - GROUPS * stages) // stages))

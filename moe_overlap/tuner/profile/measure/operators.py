@@ -157,7 +157,7 @@ def _read_elements(key: OperatorKey, dtype: torch.dtype) -> int:
 Build = Callable[[OperatorKey, torch.dtype, str], Call]
 
 
-def _one(function: Callable[[Tensor], object]) -> Build:
+def _unary(function: Callable[[Tensor], object]) -> Build:
     """An elementwise operator of one operand."""
 
     def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
@@ -167,8 +167,8 @@ def _one(function: Callable[[Tensor], object]) -> Build:
     return build
 
 
-def _two(function: Callable[[Tensor, Tensor], object]) -> Build:
-    """An elementwise operator of two operands; if it moves too few bytes for two whole ones, the second is broadcast."""
+def _binary(function: Callable[[Tensor, Tensor], object]) -> Build:
+    """An elementwise operator of two operands; if it moves too few bytes for two of full size, the second is broadcast."""
 
     def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
         written = key.shape[0]
@@ -251,7 +251,7 @@ def _spread(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
     return lambda: operand.masked_fill(mask, 0)
 
 
-def _made(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+def _zeros(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
     return lambda: torch.zeros(key.shape[0], dtype=dtype, device=device)
 
 
@@ -266,25 +266,25 @@ def _along_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 BUILDERS: dict[str, Build] = {
-    **{name: _one(getattr(torch, name)) for name in ("neg", "exp", "cos", "sin", "rsqrt", "log", "clone")},
-    "silu": _one(torch.nn.functional.silu),
-    "gelu": _one(torch.nn.functional.gelu),
-    "pow": _one(lambda x: x.pow(2)),
-    "rsub": _one(lambda x: 1 - x),
-    "slice_backward": _one(lambda x: torch.zeros_like(x).copy_(x)),
-    "add": _two(torch.add),
-    "sub": _two(torch.sub),
-    "mul": _two(torch.mul),
-    "div": _two(torch.div),
-    "bitwise_or": _two(lambda x, y: x | y),
-    "ge": _two(torch.ge),
-    "lt": _two(torch.lt),
-    "add_": _two(lambda x, y: x.add_(y)),
-    "sub_": _two(lambda x, y: x.sub_(y)),
-    "mul_": _two(lambda x, y: x.mul_(y)),
-    "div_": _two(lambda x, y: x.div_(y)),
-    "copy_": _two(lambda x, y: x.copy_(y)),
-    "silu_backward": _two(torch.ops.aten.silu_backward),
+    **{name: _unary(getattr(torch, name)) for name in ("neg", "exp", "cos", "sin", "rsqrt", "log", "clone")},
+    "silu": _unary(torch.nn.functional.silu),
+    "gelu": _unary(torch.nn.functional.gelu),
+    "pow": _unary(lambda x: x.pow(2)),
+    "rsub": _unary(lambda x: 1 - x),
+    "slice_backward": _unary(lambda x: torch.zeros_like(x).copy_(x)),
+    "add": _binary(torch.add),
+    "sub": _binary(torch.sub),
+    "mul": _binary(torch.mul),
+    "div": _binary(torch.div),
+    "bitwise_or": _binary(lambda x, y: x | y),
+    "ge": _binary(torch.ge),
+    "lt": _binary(torch.lt),
+    "add_": _binary(lambda x, y: x.add_(y)),
+    "sub_": _binary(lambda x, y: x.sub_(y)),
+    "mul_": _binary(lambda x, y: x.mul_(y)),
+    "div_": _binary(lambda x, y: x.div_(y)),
+    "copy_": _binary(lambda x, y: x.copy_(y)),
+    "silu_backward": _binary(torch.ops.aten.silu_backward),
     "sum": _reduced(lambda x, dim: x.sum(dim)),
     "mean": _reduced(lambda x, dim: x.mean(dim)),
     "max": _reduced(lambda x, dim: x.max(dim)),
@@ -294,7 +294,7 @@ BUILDERS: dict[str, Build] = {
     "cat": _joined,
     "masked_select": _picked,
     "masked_scatter": _spread,
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "ones_like", "arange"), _made),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "ones_like", "arange"), _zeros),
     "_to_copy": _converted,
     "index_select": _by_rows(lambda x, index, _: x.index_select(0, index)),
     "embedding": _by_rows(lambda x, index, _: torch.nn.functional.embedding(index, x)),

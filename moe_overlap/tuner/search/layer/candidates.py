@@ -130,7 +130,7 @@ class Candidates:
 
     def _mechanisms(self) -> Iterator[Candidate]:
         """Every mechanism undeferred, or why it cannot run."""
-        yield self._candidate(WHOLE, self._whole)
+        yield self._candidate(WHOLE, self._unpartitioned)
         for degree in TUTEL_DEGREES[1:]:
             make = functools.partial(self._uniform_plan, capacity_chunks=degree)
             yield self._candidate(f"{degree} capacity chunks", make)
@@ -255,7 +255,7 @@ class Candidates:
             raise refusals[0]
         return min(plans, key=lambda timed: timed[0])[1]
 
-    def _whole(self) -> Plan:
+    def _unpartitioned(self) -> Plan:
         """This fork's gates and dispatchers, without partitions and without deferral.
 
         Built from the flags that only defer weight gradients, with their slots emptied, so that the rules for those flags are
@@ -274,7 +274,7 @@ class Candidates:
         fewest = next((count for count in range(2, samples + 1) if samples % count == 0), 2)
         # The plan is discarded: building it checks the rules for partitions before the search spends any time.
         self._uniform_plan(partitions=fewest, range_word="experts")
-        uncut = self._whole()
+        uncut = self._unpartitioned()
         free = free_bytes(self.predicted(uncut))
         answer = partition_ranges(uncut, self.problem.model, self._prices(uncut), self.limits, free)
         if not any(stage.ranges for stage in answer.stages):
@@ -344,5 +344,5 @@ def _same_prediction(candidate: Candidate, other: Candidate) -> bool:
 
 def free_bytes(prediction: Prediction) -> list[float]:
     """[stages] bytes that each stage may need in addition and still fit."""
-    most = prediction.capacity_bytes / prediction.memory.high
+    most = prediction.available_bytes / prediction.memory.high
     return [max(0.0, most - needed_bytes(stage)) for stage in prediction.predicted.stages]

@@ -46,7 +46,7 @@ class GraphsChoice:
     Attributes:
         is_on: whether the flags ask for CUDA graphs, so that the chosen plan is priced and executed with them.
         name: the candidate that is predicted with the switch the other way.
-        other: its prediction; None where a rule refuses the switch.
+        other: its prediction; None if a rule refuses the switch.
         refused: the rule that refuses it.
     """
 
@@ -69,9 +69,9 @@ class Decision:
 
     Attributes:
         others: the candidates that were not chosen: the predicted ones, fastest first, then the refused ones.
-        mix: the mechanism of every class of layers, without deferred weight gradients; None where no plan with overlap fits.
+        mix: the mechanism of every class of layers, without deferred weight gradients; None if no plan with overlap fits.
         step: the chosen plan, simulated with at least one micro-batch per stage.
-        graphs: CUDA graphs on or off, and the prediction for the other setting; None where no plan has lists to replay.
+        graphs: CUDA graphs on or off, and the prediction for the other setting; None if no plan has lists to replay.
     """
 
     chosen: Candidate
@@ -128,7 +128,7 @@ def graphs_choice(chosen: Candidate, predicted: Sequence[Candidate], problem: Pr
     Args:
         predicted: the candidates, fastest first.
     Returns:
-        None where no candidate has lists that may be replayed.
+        None if no candidate has lists that may be replayed.
     """
     if problem.features.listed_graphs:
         if not chosen.decided.is_listed:

@@ -138,7 +138,7 @@ def _is_ready(
 
 
 def gap_to_best(steps: Sequence[Step], seconds: Sequence[float], parts: int) -> float | None:
-    """Seconds of the plan's order over those of the best order, minus 1; None where there are too many orders to compare.
+    """Seconds of the plan's order over those of the best order, minus 1; None if there are too many orders to compare.
 
     Consecutive steps on one stream stay together, as they do in a stage of the plan's order. No slowdown.
     """

@@ -115,7 +115,7 @@ class StageProblem:
     Attributes:
         algorithms: one entry per graph.
         problem: its nodes are the nodes of the first graph, of the second and so on, then the weights in the same order.
-        tied: the weight that embedding and head share; None where each has its own.
+        tied: the weight that embedding and head share; None if each has its own.
         first_node, first_weight: index in the problem of each graph's first node and first weight.
     """
 
@@ -149,7 +149,7 @@ class StageProblem:
         return held + fixed_bytes(self.model, self.mesh)
 
     def places(self, layout: MeshLayout) -> tuple[int | None, ...]:
-        """The choices of a layout; None where the layout asks for an algorithm that does not exist."""
+        """The choices of a layout; None if the layout asks for an algorithm that does not exist."""
         nodes: list[int | None] = []
         weights: list[int | None] = []
         for algorithms in self.algorithms:
@@ -248,7 +248,7 @@ def _weight_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
 
 
 def tied_weight(model: ModelGraphs) -> Tied | None:
-    """The weight that embedding and head share; None where each has its own."""
+    """The weight that embedding and head share; None if each has its own."""
     places = {graph.kind: place for place, graph in enumerate(model.graphs)}
     if not {EMBEDDING, HEAD} <= places.keys():
         return None

@@ -1,16 +1,16 @@
-"""The best assignment of weight gradients to slots that a time limit allows, with a bound on what any other could hide.
+"""The best assignment of weight gradients to slots within a time limit, with an upper bound of the hidden seconds.
 
-Problem and terms: assignment.py. Steps, each only while the gap is open and time is left (`solve`):
-1. The best-fit greedy, and an upper bound from a maximum flow (`flow_bound`): weight gradients are divisible there, and nothing
-   but each alone holds bytes.
-2. One period of the longest run of identical layers, solved by itself and repeated; greedy fills what is left at its ends.
-3. The integer program over everything, from the better of the two (`solve_exactly`).
+Problem and terms: assignment.py. Steps, each only if the gap is open and the deadline has not passed (`solve`):
+1. The best-fit greedy, and an upper bound from a maximum flow (`flow_bound`). The flow divides weight gradients among slots, and
+   limits bytes only for each weight gradient by itself.
+2. One period of the longest run of identical layers, solved as a problem of its own and repeated; greedy fills both ends.
+3. The integer program over the complete problem, from the better of both assignments (`solve_exactly`).
 The answer states its value, the bound and the gap; it is never worse than the greedy.
 
-Seconds become whole nanoseconds, rounded up on both sides, so that bounds hold for the seconds themselves. (In microseconds the
-rounding of short all-to-alls is a larger gap than most that are left.)
+Seconds become whole nanoseconds, rounded up on both sides, so that bounds hold for the seconds, too. (In microseconds the
+rounding of short all-to-alls would exceed most gaps.)
 
-Source: Lancet, section 4.2, constraints (1) and (2), which it states and leaves to a greedy heuristic. Bytes are added.
+Source: Lancet, section 4.2, constraints (1) and (2), which Lancet solves by a greedy heuristic. The limit on bytes is ours.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from moe_overlap.tuner.search.layer.assignment import (
 )
 
 TICK = 1e-9
-"""Seconds of a unit of time."""
+"""Seconds per unit of time of the programs."""
 ROUNDING = 1e-3
-"""Share of a tick by which seconds may exceed it and count as no more."""
+"""Share of a tick by which seconds may exceed a whole tick without being rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The answer of the solver in its time.
+    """The answer of the solver at its time limit.
 
     Attributes:
-        assignment: the best; None where there was no time to find one.
+        assignment: the best; None if the time was too short for any.
         bound: no assignment hides more seconds.
     """
 
@@ -57,9 +57,9 @@ class Exact:
 
 
 def flow_bound(problem: AssignmentProblem) -> float:
-    """Most seconds that could be hidden if weight gradients were divisible and nothing else held bytes.
+    """Upper bound of the hidden seconds: weight gradients are divisible, and each may use all bytes.
 
-    But none hides more than it could in the longest slot it may run in.
+    No weight gradient hides more than in the longest of its slots.
     """
     flow = SimpleMaxFlow()
     # Arcs carry nanoseconds: source -> gradient t_i^W, gradient -> slot where constraint (2) allows it,
@@ -69,11 +69,11 @@ def flow_bound(problem: AssignmentProblem) -> float:
     for slot, seconds in enumerate(problem.slots):
         flow.add_arc_with_capacity(slots + slot, sink, _ticks(seconds))
     for index, gradient in enumerate(problem.gradients):
-        # Alone too large: no assignment has it, so the bound need not either.
+        # A weight gradient larger than the limit is in no assignment.
         under = gradient.under if gradient.bytes <= problem.max_bytes else ()
         hides = {slot: _ticks(min(gradient.seconds, problem.slots[slot])) for slot in under}
-        # Divided over short slots it would hide more in sum than whole in any one of them: hence its longest slot, not
-        # its seconds.
+        # Divided over short slots it would hide more than undivided in any one of them: its longest slot limits it, not its
+        # seconds.
         flow.add_arc_with_capacity(source, gradients + index, max(hides.values(), default=0))
         for slot, most in hides.items():
             flow.add_arc_with_capacity(gradients + index, slots + slot, most)
@@ -89,26 +89,27 @@ def solve_exactly(problem: AssignmentProblem, hint: Assignment, seconds: float, 
 
     Args:
         hint: a feasible assignment to start from.
-        seconds: time limit; from 0 down there is none left.
-        gap: share of the value that the bound may exceed it by when the search ends.
+        seconds: time limit; zero or less: no search.
+        gap: relative gap at which the search may stop.
     """
     model = cp_model.CpModel()
-    # Variables. runs[i, j]: whether weight gradient i runs in slot j. Constraint (2) of the paper, that it may run there, holds
-    # by construction: there is no variable of other pairs.
+    # Variables. runs[i, j]: 1 if weight gradient i runs in slot j. Constraint (2) of the paper, that it may run there, holds by
+    # construction: other pairs have no variable.
     runs = {
         (i, j): model.new_bool_var(f"runs_{i}_{j}")
         for i, gradient in enumerate(problem.gradients)
         for j in gradient.under
     }
-    # hidden[j]: nanoseconds of slot j in which something computes.
+    # hidden[j]: nanoseconds of slot j that weight gradients hide.
     hidden = [model.new_int_var(0, _ticks(t), f"hidden_{j}") for j, t in enumerate(problem.slots)]
     # Constraint (1): a weight gradient runs in one slot at most.
     for i, gradient in enumerate(problem.gradients):
         model.add_at_most_one(runs[i, j] for j in gradient.under)
-    # The min of the objective: a slot hides no more than what runs in it; no more than its own seconds by the domain of `hidden`.
+    # The minimum in the objective: a slot hides at most the seconds of its weight gradients (this row), and at most its own (the
+    # domain of `hidden`).
     for j, seconds_j in enumerate(hidden):
         model.add(seconds_j <= sum(_ticks(problem.gradients[i].seconds) * runs[i, k] for i, k in runs if k == j))
-    # Bytes, which are not in the paper: what is held at the start of a slot is within the bytes.
+    # Bytes, which are not in the paper: those held at the start of a slot are within the limit.
     _limit_bytes(model, problem, runs)
     # Objective: the hidden seconds.
     model.maximize(sum(hidden))
@@ -122,42 +123,42 @@ def solve_exactly(problem: AssignmentProblem, hint: Assignment, seconds: float, 
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN), solver.status_name(status)
     if status == cp_model.UNKNOWN:
-        # No time for any bound of its own: no assignment hides more than all slots.
+        # The solver had no time for a bound: no assignment hides more than all slots.
         return Exact(None, sum(map(_ticks, problem.slots)) * TICK)
     chosen: list[int | None] = [None] * len(problem.gradients)
     for (i, j), variable in runs.items():
         if solver.boolean_value(variable):
             chosen[i] = j
-    # The objective is indifferent to weight gradients in slots that are full without them.
+    # Weight gradients in slots that are full without them add nothing to the objective.
     return Exact(without_idlers(problem, tuple(chosen)), solver.best_objective_bound * TICK)
 
 
 def _limit_bytes(
     model: cp_model.CpModel, problem: AssignmentProblem, runs: dict[tuple[int, int], cp_model.IntVar]
 ) -> None:
-    """At the start of every slot, what is held is within the bytes; slots that hold less whatever runs need no row."""
+    """Rows: the bytes held at the start of every slot are within the limit; slots that can never exceed it need no row."""
     held: list[list[tuple[int, int]]] = [[] for _ in problem.slots]
     for i, j in runs:
         for slot in problem.held_at(i, j):
             held[slot].append((i, j))
     for pairs in held:
         most = sum(problem.gradients[i].bytes for i, _ in pairs)
-        # Bytes, over all pairs whose weight gradient is waiting at the start of this slot.
+        # The sum over all pairs whose weight gradient waits at the start of this slot.
         if most > problem.max_bytes:
             model.add(sum(problem.gradients[i].bytes * runs[i, j] for i, j in pairs) <= problem.max_bytes)
 
 
 def _ticks(seconds: float) -> int:
-    # Rounded up on both sides, the bound holds for the seconds; float noise above a whole tick is no tick.
+    # Rounding up on both sides keeps the bound valid; floating-point noise above a whole tick is not rounded up.
     return ceil(seconds / TICK - ROUNDING)
 
 
 Method = Literal["greedy", "repeated", "exact"]
 MOST_PAIRS = 5_000
-"""Pairs of a weight gradient and a slot: larger integer programs find nothing in seconds that greedy and repetition have not."""
+"""Most pairs of a weight gradient and a slot in step 3: within seconds larger integer programs improve nothing."""
 
 LEAST_GAIN = 1e-10
-"""Seconds; less is rounding."""
+"""Seconds; smaller gains are rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +166,13 @@ class AssignmentSolution:
     """An assignment and how good it is; seconds are those that one backward pass hides.
 
     Attributes:
-        greedy_value: of the best-fit greedy alone.
-        value: of the assignment.
-        bound: no assignment hides more.
+        greedy_value: hidden seconds of the best-fit greedy.
+        value: hidden seconds of the assignment.
+        bound: no assignment hides more seconds.
         method: the step that found the assignment.
-        repeated: the run of identical layers that was solved once; None where none was used.
-        held_bytes: most that is held at a time.
-        solver_seconds: time it took.
+        repeated: the run of identical layers that was solved once; None if step 2 did not give the assignment.
+        held_bytes: most bytes that are held at a time.
+        solver_seconds: run time of all steps.
     """
 
     assignment: Assignment
@@ -185,7 +186,7 @@ class AssignmentSolution:
 
     @property
     def gap(self) -> float:
-        """Share of the bound that may be missing."""
+        """Relative gap between value and bound."""
         return 1.0 - self.value / self.bound if self.bound > 0 else 0.0
 
 
@@ -195,9 +196,9 @@ def solve(
     """Steps 1 to 3.
 
     Args:
-        layers: where each layer's weight gradients and slots stand; empty: nothing repeats.
+        layers: ranges of each layer's weight gradients and slots; empty: no repetition is tried.
         seconds: time limit.
-        gap: share of the bound that may be missing.
+        gap: relative gap at which to stop.
     """
     started = time.monotonic()
     deadline = started + seconds
@@ -220,13 +221,13 @@ def solve(
     # Step 3.
     if is_open() and sum(len(gradient.under) for gradient in problem.gradients) <= MOST_PAIRS:
         exact = solve_exactly(problem, best, deadline - time.monotonic(), gap)
-        # Both are valid for the whole problem; that of step 2 is not, since a period knows nothing of the run's ends.
+        # Both bounds hold for the complete problem. That of step 2 does not: a period ignores the ends of the run.
         bound = min(bound, exact.bound)
         assignment = exact.assignment
         if assignment is not None and problem.hidden_seconds(assignment) > problem.hidden_seconds(best) + LEAST_GAIN:
             best, method, used = assignment, "exact", None
     if not problem.cyclic:
-        # Last, because it changes bytes alone: nothing after it would notice.
+        # Last, because it changes only held bytes, not hidden seconds.
         best = held_shortly(problem, best)
     assert problem.is_feasible(best)
     value = problem.hidden_seconds(best)
@@ -234,7 +235,7 @@ def solve(
         assignment=best,
         greedy_value=greedy_value,
         value=value,
-        # Seconds that exceed a tick by ROUNDING count as no more, so the bound may be short of the value by that.
+        # Ticks neglect up to ROUNDING, so the bound may be below the value by that.
         bound=max(bound, value),
         method=method,
         repeated=used,
@@ -246,10 +247,10 @@ def solve(
 def _repeated(
     problem: AssignmentProblem, layers: Sequence[LayerSpan], run: OperatorRun, seconds: float, gap: float
 ) -> Assignment:
-    """Step 2; nothing where the repeated assignment breaks a rule of the whole."""
+    """Step 2; an empty assignment if the repeated one is infeasible for the complete problem."""
     period = one_period(problem, layers, run)
-    # Without layers the recursion ends here: a period is not searched for periods.
+    # Without layers the recursion ends: no periods within a period.
     solution = solve(period, (), seconds, gap)
-    whole = repeat(problem, layers, run, solution.assignment)
-    # The period allowed every slot and counted bytes as in an endless run; the whole has labels, ends and other layers.
-    return best_fit(problem, whole) if problem.is_feasible(whole) else (None,) * len(problem.gradients)
+    assignment = repeat(problem, layers, run, solution.assignment)
+    # The period allowed every slot and counted bytes as in an endless run; the complete problem has labels, ends, other layers.
+    return best_fit(problem, assignment) if problem.is_feasible(assignment) else (None,) * len(problem.gradients)

@@ -208,14 +208,14 @@ class Schedule:
         chosen: the choice that won.
         simulated_seconds: choice -> seconds of the step by which it was compared: a step of few micro-batches, or the complete
             one if the plan has bubble slots.
-        behind_seconds: by stage, seconds of the weight gradients that one micro-batch computes in bubble slots.
+        bubble_slot_seconds: by stage, seconds of the weight gradients that one micro-batch computes in bubble slots.
     """
 
     plan: Plan
     chosen: Choice
     simulated_seconds: dict[Choice, float]
     chunks: tuple[ChunkSchedule, ...]
-    behind_seconds: tuple[float, ...]
+    bubble_slot_seconds: tuple[float, ...]
 
 
 def schedule_weight_gradients(

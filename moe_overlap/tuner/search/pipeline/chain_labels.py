@@ -1,26 +1,26 @@
 """The best choice of a pipeline without model chunks, by a dynamic program over labels: Mist's integer program, solved exactly.
 
-Contract. Problem and objective are stage_options.py's, with one chunk per stage and transfers that take equally long on every
-link (`applies`). The answer is the best of all choices; its seconds are `step_of_choice`'s.
+Contract. Problem and objective are stage_options.py's, with one chunk per stage and equally long transfers on every link
+(`applies`). The answer is the best of all choices; its seconds are `step_of_choice`'s.
 
-Label. Of the chains of pipeline.py, what the stages 0..k say to those behind them is seven numbers. m_s is what stage s does
-between its first and its last micro-batch. X and Y are what later stages add: the way of the first micro-batch to the end and
-back to stage k, and that of the last one.
+Label. Later stages depend on the stages 0..k through seven numbers, which come from the chains of pipeline.py. m_s: seconds of
+stage s between its first and its last micro-batch. X, Y: seconds that later stages add, X while the first micro-batch goes to the
+last stage and back to stage k, Y the same for the last micro-batch.
 
-    come     when the first forward pass ends here     gone     from the begin of the last backward pass here to the end of all
-    chain    max warmed_s + m_s + drain_s              first    max m_s + drain_s and the backward passes up to k: beside X
-    last     max warmed_s + m_s and the forward        both     max m_s and all of these passes: beside X and Y
-             up to k: beside Y                         update   the slowest optimizer
+    come     end of the first forward pass at k        gone     from the begin of the last backward pass at k to the end of all
+    chain    max warmed_s + m_s + drain_s              first    max m_s + drain_s + backward passes up to k; X is added
+    last     max warmed_s + m_s + forward              both     max m_s + forward and backward passes up to k; X + Y is added
+             passes up to k; Y is added                update   the slowest optimizer
 
-    step = max(chain, first + X, last + Y, both + X + Y) + update + what is there whatever is chosen
+    step = max(chain, first + X, last + Y, both + X + Y) + update + the fixed seconds of a step
 
-Every number is better small, and stays so whatever follows: of labels with the same layers and devices those on the Pareto
-frontier are kept. Steps of `choose_by_labels`:
-1. Lower bounds of what is left to later stages, for every number of layers and devices (`_Rest`): the smallest sums of the terms
-   of X, Y and X + Y; and of sums with the slowest chain among them, by LEVELS of it.
-2. Beams, each of so many labels behind a stage, find a choice that is hard to beat.
-3. The same without a beam: labels whose bound is not below the best choice are dropped. Where there are more than MOST the
-   answer is what the beams have found, and not complete.
+The step never falls if one of the seven numbers rises, whatever stages follow. So among labels with the same layers and devices
+only the Pareto frontier is needed. Steps of `choose_by_labels`:
+1. Lower bounds of the seconds of later stages, for every number of layers and devices (`_LaterStages`): the smallest sums of the
+   terms of X, Y and X + Y; and the smallest sums if the slowest chain lies in one of LEVELS intervals.
+2. Beam searches with BEAMS labels per stage give a good incumbent.
+3. The search without a beam: labels whose bound is not below the incumbent are pruned. With more than MOST labels the answer is
+   that of the beams, and not complete.
 
 Source: Mist, section 5.3, for the problem; label setting with bounds is Aneja et al., "Shortest chain subject to side
 constraints", Networks 1983.
@@ -40,17 +40,17 @@ from moe_overlap.tuner.search.pipeline.stage_options import Choice, Floats, Inte
 from moe_overlap.tuner.search.stage.frontier import pareto
 
 BEAMS = (64, 1024)
-"""Labels behind each stage in the beams."""
+"""Number of labels after each stage, per beam."""
 BEFORE = 8
-"""Times as many are looked at before dominated ones are left out."""
+"""Factor of labels, those with the smallest bounds, that are compared for dominance in a beam."""
 MOST = 30_000
-"""Labels behind one stage."""
+"""Most labels after one stage in the search without a beam."""
 CELLS = 1 << 20
-"""Labels by candidates that are worked on at a time."""
+"""Most (label, candidate) pairs in memory at a time."""
 LEVELS = 24
-"""Intervals of the slowest stage's seconds, whose smallest sums are found each by itself."""
+"""Number of intervals of the slowest chain's seconds; each has its own table of smallest sums."""
 AGREE = 1e-9
-"""Share of a step by which the labels of a choice may be off its price, for rounding."""
+"""Largest relative difference between the seconds of a label and of `step_of_choice`, from rounding."""
 NUMBERS = ("come", "gone", "chain", "first", "last", "both", "update")
 COME, GONE, CHAIN, FIRST, LAST, BOTH, UPDATE = range(len(NUMBERS))
 
@@ -60,9 +60,9 @@ class Labelled:
     """The answer.
 
     Attributes:
-        choice: the best; None where none is below the seconds to beat.
-        bound: no choice is faster, but for rounding.
-        is_complete: False where there were too many labels, or no time: then the bound is the caller's.
+        choice: the best; None if no choice is below the seconds to beat.
+        bound: no choice is faster, except for rounding.
+        is_complete: False if there were too many labels or too little time; then only the caller's bound holds.
     """
 
     choice: Choice | None
@@ -72,7 +72,7 @@ class Labelled:
 
 
 def applies(problem: PipelineProblem) -> bool:
-    """Whether a pipeline has one chunk per stage, and transfers that take equally long whatever is chosen."""
+    """True if a pipeline has one chunk per stage, and transfers take equally long for all candidates."""
     sent = np.concatenate([stage.sent for stage in problem.stages])
     return problem.rules.virtual == 1 and bool((sent == sent[:1]).all())
 
@@ -81,45 +81,45 @@ def choose_by_labels(problem: PipelineProblem, rows: Sequence[Integers], beat: f
     """Steps 1 to 3.
 
     Args:
-        rows: [S] candidates of every stage that are looked at.
-        beat: only what is faster is of interest.
-        deadline: of `time.perf_counter`.
+        rows: [S] the unpruned candidates of every stage.
+        beat: incumbent seconds; slower choices are pruned.
+        deadline: time by `time.perf_counter`.
     """
     assert applies(problem)
     stages = [_Stage.of(problem, place, of_stage) for place, of_stage in enumerate(rows)]
-    rest = _Rest(problem, stages, beat)
+    later_stages = _LaterStages(problem, stages, beat)
     best: Choice | None = None
     bound = -math.inf
     for most in (*BEAMS, None):
-        found = _run(problem, stages, rest, beat, most, deadline)
-        if found is None:
+        labelled = _run(problem, stages, later_stages, beat, most, deadline)
+        if labelled is None:
             return Labelled(best, beat, -math.inf, False)
-        bound = found.bound
-        if found.choice is not None:
-            best = tuple(int(of_stage[row]) for of_stage, row in zip(rows, found.choice, strict=True))
+        bound = labelled.bound
+        if labelled.choice is not None:
+            best = tuple(int(of_stage[row]) for of_stage, row in zip(rows, labelled.choice, strict=True))
             seconds = float(step_of_choice(problem, best))
-            assert abs(seconds - found.seconds) <= AGREE * seconds, (seconds, found.seconds)
+            assert abs(seconds - labelled.seconds) <= AGREE * seconds, (seconds, labelled.seconds)
             beat = min(beat, seconds)
     return Labelled(best, beat, min(beat, bound), True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Candidates of a stage that are looked at: n of them. Seconds with their transfers."""
+    """The n unpruned candidates of a stage; seconds include transfers."""
 
-    taken: Integers
-    """[n] of the state: layers, then devices of each type, in one mixed radix."""
+    state_offset: Integers
+    """[n] what a candidate adds to the state: layers, then devices of each type, as one number of mixed radix."""
     begins: Integers | None
-    """[n] the layers in front, where they are given."""
+    """[n] layers before the stage; None if all layers are equal."""
     forward: Floats
     backward: Floats
     first: Floats
     tail: Floats
     optimizer: Floats
     ahead: Floats
-    """Further forward passes in front of the first backward pass."""
-    behind: Floats
-    """The last backward passes that are made in a row, without what is behind them."""
+    """Forward passes of the warm-up after the first one."""
+    closing: Floats
+    """Backward passes after the last forward pass, without the wait for later stages."""
     middle: Floats
     """m of the docstring."""
     is_last: bool
@@ -131,15 +131,15 @@ class _Stage:
         count, stage = len(problem.stages), problem.stages[place]
         times = stage.at(rows)
         column = {f.name: np.broadcast_to(getattr(times, f.name), len(rows)) for f in fields(StageTimes)}
-        waits, _ = transfer_waits([float(stage.sent[0])] * (count - 1), 1, problem.rules.beside)
+        waits, _ = transfer_waits([float(stage.sent[0])] * (count - 1), 1, problem.rules.transfer_slowdown)
         forward, backward = column["forward"] + waits[place] / 2, column["backward"] + waits[place] / 2
         _, warm, steady = warm_up(count, place, problem.micro_batches, 1)
         radix = _radix(problem)
-        taken = stage.layers[rows] * radix[0]
+        state_offset = stage.layers[rows] * radix[0]
         for kind, size in enumerate(radix[1:]):
-            taken = taken + stage.devices[rows, kind] * size
+            state_offset = state_offset + stage.devices[rows, kind] * size
         return cls(
-            taken=taken.astype(np.intp),
+            state_offset=state_offset.astype(np.intp),
             begins=None if stage.first_layer is None else stage.first_layer[rows],
             forward=forward,
             backward=backward,
@@ -147,7 +147,7 @@ class _Stage:
             tail=column["tail"],
             optimizer=stage.optimizer[rows],
             ahead=warm * forward,
-            behind=backward + warm * backward,
+            closing=backward + warm * backward,
             middle=steady * (forward + backward),
             is_last=place == count - 1,
             has_steady=steady > 0,
@@ -155,7 +155,7 @@ class _Stage:
 
 
 def _radix(problem: PipelineProblem) -> list[int]:
-    """Place values of a layer, and of a device of each type, in a state; no choice's devices carry over into the layers."""
+    """Place values of a layer and of a device of each type in a state; large enough that devices never carry into the layers."""
     sizes = [1]
     for kind, count in reversed([*enumerate(problem.devices)]):
         most = sum(int(stage.devices[:, kind].max(initial=0)) for stage in problem.stages)
@@ -164,11 +164,11 @@ def _radix(problem: PipelineProblem) -> list[int]:
 
 
 def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) -> Floats:
-    """[7, n] labels of some labels, each followed by a candidate.
+    """[7, n] the labels after one more stage.
 
     Args:
         labels: [7, L].
-        rows, columns: [n] of the labels and of the candidates.
+        rows, columns: [n] indices of the label and of the candidate that extends it.
     """
     before = labels[:, rows]
     forward, backward = stage.forward[columns], stage.backward[columns]
@@ -178,8 +178,8 @@ def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) 
     after_last = np.maximum(stage.tail[columns], before[GONE])
     gone = result[GONE] = backward + after_last
     warmed = come + stage.ahead[columns]
-    drain = gone if stage.is_last else stage.behind[columns] + after_last
-    # Without a steady part the last forward pass does not wait for the first backward pass.
+    drain = gone if stage.is_last else stage.closing[columns] + after_last
+    # Without steady passes the last forward pass does not wait for the first backward pass.
     passes = middle if stage.has_steady else 0.0
     result[CHAIN] = np.maximum(before[CHAIN], warmed + middle + drain)
     result[FIRST] = np.maximum(before[FIRST] + backward, middle + drain)
@@ -192,14 +192,14 @@ def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) 
 
 
 def _seconds(labels: Floats, fixed: float) -> Floats:
-    """Steps of whole pipelines."""
+    """[n] step seconds of complete pipelines."""
     come, gone, chain, first, last, both, update = labels
     step = np.maximum(np.maximum(chain, first + come), np.maximum(last + gone, both + come + gone))
     return step + update + fixed
 
 
-class _Rest:
-    """Step 1: lower bounds of what stages k.. add, by the state in front of them; [states] each, infinite where none are left."""
+class _LaterStages:
+    """Step 1: lower bounds of the seconds of stages k.. by the state before them; [states] each, infinite if none complete it."""
 
     def __init__(self, problem: PipelineProblem, stages: Sequence[_Stage], beat: float) -> None:
         self._problem, self._stages = problem, stages
@@ -208,13 +208,13 @@ class _Rest:
         self.end += sum(count * size for count, size in zip(problem.devices, self._radix[1:], strict=True))
         self.states = (problem.layers + 1) * self._radix[0]
         passes = [stage.forward + stage.backward for stage in stages]
-        # A stage's chain has the ways of the first and of the last micro-batch, and what it does between them.
+        # The chain at a stage: the first and the last micro-batch through all stages, and its own passes between the two.
         chains = [stage.ahead + stage.middle * stage.has_steady for stage in stages]
-        self.passes_rest = self._sums(passes)
+        self.later_passes = self._sums(passes)
         self.update = self._sums([stage.optimizer for stage in stages], largest=True)
         low = max(0.0, float(self._sums(chains, largest=True)[0][0]))
-        known = math.isfinite(beat) and math.isfinite(low)
-        levels = np.linspace(low, max(low, beat), LEVELS + 1).tolist() if known else []
+        has_levels = math.isfinite(beat) and math.isfinite(low)
+        levels = np.linspace(low, max(low, beat), LEVELS + 1).tolist() if has_levels else []
         self._slowest = [
             (
                 lower,
@@ -226,36 +226,38 @@ class _Rest:
         ]
 
     def _sums(self, values: Sequence[Floats], largest: bool = False) -> list[Floats]:
-        """[S + 1] of [states] the smallest sum (or maximum) of a column over the stages k.. ."""
+        """[S + 1] of [states]: the smallest sum (or maximum) of a column over the stages k.. ."""
         table = np.full(self.states, math.inf)
         table[self.end] = -math.inf if largest else 0.0
         tables = [table]
         for stage, column in zip(reversed(self._stages), reversed(values), strict=True):
             following, table = table, np.full(self.states, math.inf)
-            cells = np.stack([stage.taken, np.zeros_like(stage.taken) - 1 if stage.begins is None else stage.begins])
+            cells = np.stack(
+                [stage.state_offset, np.zeros_like(stage.state_offset) - 1 if stage.begins is None else stage.begins]
+            )
             keys, which = np.unique(cells, axis=1, return_inverse=True)
             least = np.full(keys.shape[1], math.inf)
             np.minimum.at(least, which, column)
-            for (taken, begins), cost in zip(keys.T.tolist(), least.tolist(), strict=True):
-                if taken >= self.states:
+            for (offset, begins), cost in zip(keys.T.tolist(), least.tolist(), strict=True):
+                if offset >= self.states:
                     continue
-                first, stop = (0, self.states - taken)
+                first, stop = (0, self.states - offset)
                 if begins >= 0:
                     first, stop = begins * self._radix[0], min((begins + 1) * self._radix[0], stop)
                 if first >= stop:
                     continue
-                behind = following[first + taken : stop + taken]
-                ways = np.maximum(behind, cost) if largest else behind + cost
+                suffix_sums = following[first + offset : stop + offset]
+                ways = np.maximum(suffix_sums, cost) if largest else suffix_sums + cost
                 table[first:stop] = np.minimum(table[first:stop], ways)
             tables.append(table)
         return tables[::-1]
 
     def bound(self, labels: Floats, states: Integers, place: int) -> Floats:
-        """[n] seconds that no pipeline stays below that begins with these labels, whose next stage is this one."""
+        """[n] lower bounds of the pipelines that begin with these labels and continue with stage `place`."""
         come, gone, chain, first, last, both, update = labels
-        passes_rest = self.passes_rest[place][states]
-        step = np.maximum(np.maximum(chain, first + come + passes_rest), last + gone + passes_rest)
-        step = np.maximum(step, both + come + gone + 2.0 * passes_rest)
+        later_passes = self.later_passes[place][states]
+        step = np.maximum(np.maximum(chain, first + come + later_passes), last + gone + later_passes)
+        step = np.maximum(step, both + come + gone + 2.0 * later_passes)
         if self._slowest and place < len(self._stages):
             slow = np.full(len(states), math.inf)
             for lower, sums in self._slowest:
@@ -267,17 +269,17 @@ class _Rest:
 def _run(
     problem: PipelineProblem,
     stages: Sequence[_Stage],
-    rest: _Rest,
+    later_stages: _LaterStages,
     beat: float,
     most: int | None,
     deadline: float,
 ) -> Labelled | None:
-    """Steps 2 and 3: the best choice below the seconds to beat; its rows are those of the stages here.
+    """Steps 2 and 3: the best choice below the seconds to beat, as rows of `stages`.
 
     Args:
-        most: labels that are kept behind each stage.
+        most: size of the beam; None: no beam.
     Returns:
-        None where there were too many labels, or no time.
+        None if there were too many labels or too little time.
     """
     nothing = np.full((len(NUMBERS), 1), -math.inf)
     labels, states = nothing, np.zeros(1, dtype=np.intp)
@@ -287,19 +289,19 @@ def _run(
         if not len(states):
             return Labelled(None, beat, min(beat, dropped), True)
         lots = []
-        step = max(1, CELLS // max(1, len(stage.taken)))
+        step = max(1, CELLS // max(1, len(stage.state_offset)))
         for begin in range(0, len(states), step):
             if time.perf_counter() > deadline:
                 return None
             lot_rows = slice(begin, begin + step)
-            after = states[lot_rows, None] + stage.taken
-            possible = after < rest.states
+            after = states[lot_rows, None] + stage.state_offset
+            possible = after < later_stages.states
             if stage.begins is not None:
-                possible &= states[lot_rows, None] // rest._radix[0] == stage.begins
-            possible[possible] = np.isfinite(rest.passes_rest[place + 1][after[possible]])
+                possible &= states[lot_rows, None] // later_stages._radix[0] == stage.begins
+            possible[possible] = np.isfinite(later_stages.later_passes[place + 1][after[possible]])
             rows, columns = np.nonzero(possible)
             extended = _extended(labels, stage, rows + begin, columns)
-            bounds = rest.bound(extended, after[rows, columns], place + 1)
+            bounds = later_stages.bound(extended, after[rows, columns], place + 1)
             is_open = bounds < beat
             dropped = min(dropped, float(bounds[~is_open].min(initial=math.inf)))
             lots.append(
@@ -331,14 +333,14 @@ def _run(
 
 
 def _undominated(labels: Floats, states: Integers, bounds: Floats, most: int | None) -> Integers:
-    """Labels that no other of the same state beats in all numbers; those with the smallest bounds where only so many are kept."""
+    """Indices of the labels on the Pareto frontier of their state; in a beam the `most` of them with the smallest bounds."""
     order: Integers = np.arange(len(states))
     if most is not None and len(states) > BEFORE * most:
         order = np.argpartition(bounds, BEFORE * most)[: BEFORE * most]
     order = order[np.argsort(states[order], kind="stable")]
     ends = np.flatnonzero(np.diff(states[order])) + 1
     groups = np.split(order, ends) if len(order) else []
-    kept = np.concatenate([order[:0], *(group[pareto(labels[:, group].T)] for group in groups)])
-    if most is not None and len(kept) > most:
-        kept = kept[np.argpartition(bounds[kept], most)[:most]]
-    return kept
+    frontier = np.concatenate([order[:0], *(group[pareto(labels[:, group].T)] for group in groups)])
+    if most is not None and len(frontier) > most:
+        frontier = frontier[np.argpartition(bounds[frontier], most)[:most]]
+    return frontier

@@ -1,20 +1,21 @@
-"""The best choice of every stage's layers, devices and frontier point: what Mist's mixed-integer program decides, exactly.
+"""The best choice of layers, devices and frontier point for every stage: Mist's mixed-integer program, solved exactly.
 
-Contract: problem and objective are stage_options.py's. The answer is feasible, its objective is `step_of_choice` of it, and no
-choice is better than the bound. The solver's own objective of it agrees to AGREE, or an assertion fails. Each number of
-stages and of micro-batches is a problem of its own: per_stage.py goes over them.
+Contract: problem and objective are stage_options.py's. The answer is feasible, its objective is its `step_of_choice`, and no
+choice is better than the bound. The solver's objective of the answer agrees to AGREE, or an assertion fails. Each number of
+stages and of micro-batches is a separate problem; per_stage.py loops over them.
 
 Steps of `choose_stages`.
-1. The additive bound, by branch and bound over the longest chain at a stage. Each choice on the way is priced by the objective;
-   the best of them and of the caller's `start` is the one to beat.
-2. The bound meets it: this choice is the best, without a solver.
-3. The best choice so far is improved stage by stage. Only candidates stay through which the bound is below it. Of them the
-   labels of chain_labels.py, where pipelines have one chunk per stage and one link, as those of a layout have.
-4. Elsewhere, and where there are too many labels, the integer program, by HiGHS.
+1. The additive bound, by branch and bound over the longest chain at a stage. The objective prices each choice on the way; the
+   best of them and of the caller's `start` is the incumbent.
+2. If the bound equals the incumbent, the incumbent is optimal and no solver runs.
+3. The incumbent is improved stage by stage. A candidate is pruned if the bound of the choices through it is not below the
+   incumbent. The labels of chain_labels.py search the other candidates, if pipelines have one chunk per stage and equal links,
+   as those of one layout do.
+4. Otherwise, or with too many labels, HiGHS solves the integer program.
 
-The program has a variable for every term of the objective, and each of its maxima as rows, one per stage; all terms are linear
-in the choice z, so nothing is approximated. It is Mist's but for three things: first and last micro-batches are told apart,
-transfers and updates are priced, and layers and devices are divided in one program.
+The program has a variable for every term of the objective, and one row per stage for each maximum; all terms are linear in the
+choice z, so nothing is approximated. It differs from Mist's in three points: first and last micro-batches are priced separately,
+transfers and updates are priced, and one program divides both layers and devices.
 
 Source: Mist, section 5.3, equations (1) to (3).
 """
@@ -48,16 +49,16 @@ from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.solver_output import output_among_errors
 
 AGREE = 1e-5
-"""Share of the objective by which the solver, whose rows hold to a millionth, may be off."""
+"""Largest relative error of the solver's objective; its rows hold to a millionth."""
 CLOSED = 1e-6
-"""Share of the objective that counts as no gap."""
+"""Relative gap that counts as closed."""
 
 Rows = list[NDArray[np.intp]]
-"""[S] of the candidates that are left."""
+"""[S] rows of the unpruned candidates."""
 Terms = list[mathopt.LinearTypes]
 """[S] times in the program's units."""
 _Answering = Callable[["_Best", float, Status], Solution[Choice]]
-"""The best choice, a bound and a status -> the answer."""
+"""(incumbent, bound, status) -> the answer."""
 
 
 def choose_stages(
@@ -70,10 +71,11 @@ def choose_stages(
     """Steps 1 to 4.
 
     Args:
-        start: a feasible choice to begin with, as the best uniform plan.
-        time_limit: seconds; the best so far is answered when they are over.
-        gap: share of the objective that the integer program may miss.
-        beat: seconds that are of interest; without a value, no choice is faster than that, or than the bound.
+        start: a feasible choice to begin with, such as the best uniform plan.
+        time_limit: seconds; after them the incumbent is the answer.
+        gap: relative gap at which the integer program may stop.
+        beat: incumbent seconds of the caller; an answer without a value says that no choice is faster than the smaller of `beat`
+            and the bound.
     """
     started = time.perf_counter()
     deadline = started + time_limit
@@ -104,7 +106,7 @@ def choose_stages(
     if best.choice is not None:
         best.offer(improved(problem, best.choice))
     limit = min(best.seconds, beat)
-    rows = _left(relaxed, best, lowest, least.total, limit)
+    rows = _open_candidates(relaxed, best, lowest, least.total, limit)
     if applies(problem):
         labelled = choose_by_labels(problem, rows, limit, deadline)
         if labelled.choice is not None:
@@ -112,14 +114,14 @@ def choose_stages(
         if labelled.is_complete:
             return _answer(problem, best, min(max(bound, labelled.bound), limit), beat, True, answer)
         limit = min(best.seconds, beat)
-        rows = _left(relaxed, best, lowest, least.total, limit)
+        rows = _open_candidates(relaxed, best, lowest, least.total, limit)
     # Step 4.
     program = _Program(problem, rows, lowest)
     result = program.solve(best.choice, deadline - time.perf_counter(), gap)
     if result.choice is not None:
         seconds = best.offer(result.choice)
         assert abs(seconds - result.objective) <= AGREE * seconds, (seconds, result.objective)
-    # Candidates that were left out are in no choice below the limit.
+    # Pruned candidates are in no choice below the limit.
     bound = min(max(bound, result.bound), limit)
     return _answer(problem, best, bound, beat, result.is_complete, answer)
 
@@ -138,7 +140,7 @@ def _answer(
 
 
 class _Best:
-    """The fastest choice so far, by the objective."""
+    """The incumbent: the fastest choice so far, by the objective."""
 
     def __init__(self, problem: PipelineProblem, start: Choice | None) -> None:
         self._problem = problem
@@ -148,7 +150,7 @@ class _Best:
             self.offer(start)
 
     def offer(self, choice: Choice) -> float:
-        """Keep a choice if it is faster; its seconds."""
+        """Make a choice the incumbent if it is faster; returns its seconds."""
         seconds = float(step_of_choice(self._problem, choice))
         if seconds < self.seconds:
             self.choice, self.seconds = choice, seconds
@@ -156,30 +158,30 @@ class _Best:
 
 
 def _bound(relaxed: AdditiveBound, best: _Best, lowest: float, least: float, deadline: float) -> tuple[float, bool]:
-    """Step 1: the smallest value of the bound, and whether there was time to find it."""
+    """Step 1: the smallest value of the bound, and False if the deadline came first."""
     levels = relaxed.levels[relaxed.levels >= lowest]
 
     def shortest(threshold: float, most: float) -> BoundedChoice | None:
-        found = relaxed.shortest(threshold, most)
-        if found is not None:
-            best.offer(found.choice)
-        return found
+        relaxed_choice = relaxed.shortest(threshold, most)
+        if relaxed_choice is not None:
+            best.offer(relaxed_choice.choice)
+        return relaxed_choice
 
     end = search_thresholds(levels, 1.0, least, shortest, math.inf, deadline)
     return end.bound + relaxed.fixed, end.is_complete
 
 
-def _left(relaxed: AdditiveBound, best: _Best, lowest: float, least: float, limit: float) -> Rows:
-    """Step 3: the candidates that may be in a choice below the limit, and those of the best choice."""
+def _open_candidates(relaxed: AdditiveBound, best: _Best, lowest: float, least: float, limit: float) -> Rows:
+    """Step 3: the candidates that may be in a choice below the limit, and those of the incumbent."""
     rows = []
     for place, (sums, chains) in enumerate(
         zip(relaxed.through(limit - relaxed.fixed - least), relaxed.chains, strict=True)
     ):
-        kept = np.isfinite(sums)
-        kept[kept] = sums[kept] + np.maximum(chains[kept], lowest) + relaxed.fixed < limit
+        is_open = np.isfinite(sums)
+        is_open[is_open] = sums[is_open] + np.maximum(chains[is_open], lowest) + relaxed.fixed < limit
         if best.choice is not None:
-            kept[best.choice[place]] = True
-        rows.append(np.flatnonzero(kept))
+            is_open[best.choice[place]] = True
+        rows.append(np.flatnonzero(is_open))
     return rows
 
 
@@ -194,10 +196,10 @@ class _Result:
 
 
 class _Program:
-    """The integer program over the candidates that are left.
+    """The integer program over the unpruned candidates.
 
-    z[i][c]: whether stage i takes its candidate c. All other variables are times in units of about the slowest stage, since rows
-    hold to an absolute millionth; the objective presses each of them onto the largest of its rows.
+    z[i][c]: 1 if stage i takes its candidate c. All other variables are times. Rows hold to an absolute millionth, so their unit
+    is about the time of the slowest stage. Minimization pushes each of them down to the largest of its rows.
     """
 
     def __init__(self, problem: PipelineProblem, rows: Rows, lowest: float) -> None:
@@ -245,7 +247,7 @@ class _Program:
         return ends
 
     def _ends(self) -> tuple[Terms, Terms]:
-        """Per stage, as in pipeline.py: time behind its last backward pass, and with that pass."""
+        """Per stage, as in pipeline.py: time after its last backward pass, without and with that pass."""
         after_last: Terms = []
         gone: Terms = []
         for i, backward in enumerate(self._backward):
@@ -261,7 +263,7 @@ class _Program:
         begins: tuple[mathopt.LinearTypes, mathopt.LinearTypes],
         ends: tuple[mathopt.LinearTypes, mathopt.LinearTypes, mathopt.LinearTypes],
     ) -> None:
-        """The step is no shorter than the chains that are busy at stage i; names are those of pipeline.py."""
+        """Rows: the step is no shorter than the chains that are busy at stage i; names as in pipeline.py."""
         problem, model, virtual = self._problem, self.model, self._problem.rules.virtual
         stages = problem.stages
         rounds, warm, steady = warm_up(len(stages), i, problem.micro_batches, virtual)
@@ -280,14 +282,14 @@ class _Program:
             model.add_linear_constraint(step >= cycles + warmed + last)
 
     def _largest(self, terms: Sequence[mathopt.LinearTypes]) -> mathopt.Variable:
-        """A variable that the objective presses onto the largest of some terms."""
+        """A variable that minimization pushes down to the largest of some terms."""
         largest = self.model.add_variable(lb=-math.inf)
         for term in terms:
             self.model.add_linear_constraint(largest >= term)
         return largest
 
     def _divide(self) -> None:
-        """One candidate per stage; all layers and all devices, none twice."""
+        """Rows: one candidate per stage; every layer and every device exactly once."""
         problem, model = self._problem, self.model
         for of_stage in self.z:
             model.add_linear_constraint(mathopt.fast_sum(of_stage) == 1.0)
@@ -296,14 +298,14 @@ class _Program:
             model.add_linear_constraint(mathopt.fast_sum(devices) == float(count))
         end: mathopt.LinearTypes = 0.0
         for i, stage in enumerate(problem.stages):
-            # Where layers differ, a stage begins where the one in front of it ends.
+            # If layers differ, a stage begins at the end of the stage before it.
             if stage.first_layer is not None:
                 model.add_linear_constraint(self._sum(i, stage.first_layer) == end)
             end = end + self._sum(i, stage.layers)
         model.add_linear_constraint(end == float(problem.layers))
 
     def _transfers(self) -> tuple[list[mathopt.LinearTypes], mathopt.LinearTypes]:
-        """Times that transfers add to every stage, and to filling and draining, by pipeline.py's rules; they are linear."""
+        """Times that transfers add to every stage, and to filling and draining, by pipeline.py's rules, which are linear."""
         problem, model = self._problem, self.model
         count, rules = len(problem.stages), problem.rules
         if count == 1:
@@ -316,9 +318,11 @@ class _Program:
             for link in ends:
                 model.add_linear_constraint(one_way[link] >= self._time(i, stage.sent))
         if rules.virtual > 1:
-            shares, filling = transfer_waits([1.0] * (count - 1), rules.virtual, rules.beside)
+            shares, filling = transfer_waits([1.0] * (count - 1), rules.virtual, rules.transfer_slowdown)
             return [float(share) * one_way[0] for share in shares], float(filling) * one_way[0]
-        units = [transfer_waits([float(a == b) for b in range(links)], 1, rules.beside)[0] for a in range(links)]
+        units = [
+            transfer_waits([float(a == b) for b in range(links)], 1, rules.transfer_slowdown)[0] for a in range(links)
+        ]
         waits = [
             mathopt.fast_sum(float(unit[i]) * way for unit, way in zip(units, one_way, strict=True))
             for i in range(count)
@@ -326,7 +330,7 @@ class _Program:
         return [*waits], 0.0
 
     def _chosen(self, i: int, name: str) -> mathopt.LinearTypes:
-        """One of a stage's times, as a variable that many rows may share."""
+        """One time of a stage at its chosen candidate, as a variable that many rows share."""
         values = self._problem.stages[i].column(name)[self._rows[i]]
         if (values == values[0]).all():
             return float(values[0]) / self._unit
@@ -340,8 +344,8 @@ class _Program:
 
     def _sum(self, i: int, values: Floats | NDArray[np.intp]) -> mathopt.LinearSum:
         """A column of stage i at its chosen candidate."""
-        own = values[self._rows[i]].tolist()
-        return mathopt.fast_sum(value * z for value, z in zip(own, self.z[i], strict=True) if value)
+        coefficients = values[self._rows[i]].tolist()
+        return mathopt.fast_sum(value * z for value, z in zip(coefficients, self.z[i], strict=True) if value)
 
     def solve(self, start: Choice | None, seconds: float, gap: float) -> _Result:
         """Run HiGHS from a choice."""
@@ -370,9 +374,9 @@ class _Program:
         bound = result.best_objective_bound() * self._unit + fixed
         if not result.has_primal_feasible_solution():
             return _Result(None, math.inf, bound, is_complete)
-        taken = result.variable_values()
+        solved_values = result.variable_values()
         choice = tuple(
-            int(of_stage[int(np.argmax([taken[z] for z in variables]))])
+            int(of_stage[int(np.argmax([solved_values[z] for z in variables]))])
             for of_stage, variables in zip(self._rows, self.z, strict=True)
         )
         return _Result(choice, result.objective_value() * self._unit + fixed, bound, is_complete)

@@ -1,15 +1,15 @@
-"""Plans whose stages decide for themselves: layers, recomputation, level of ZeRO and shares on the host of each.
+"""Plans whose stages differ: each has its own layers, recomputation, ZeRO level and shares of states on the host.
 
-Contract. All stages of a plan share the ranks, the micro-batch and the pipeline of a uniform layout. Of one layout the answer is
-the best of all such plans, with the bound that the solver proves. The objective is pipeline.py's, so a plan's seconds are those
-that `predict_plan` gives it. Stages have one model chunk each, as Mist's have: interleaved pipelines stay uniform.
+Contract. All stages of a plan share the ranks, the micro-batch and the pipeline of a uniform layout. The answer for each layout
+is the best of all such plans, with the bound that the solver proves. The objective is pipeline.py's, so a plan's seconds equal
+those of `predict_plan`. Stages have one model chunk each, as in Mist; interleaved pipelines stay uniform.
 
-Steps of `search_stages`, for one layout after the other, as long as there is time:
-1. Each stage's candidates: numbers of layers × choices of recomputation × strategies about states, priced by the
-   `StageEvaluator`. More layers are tried until even the fastest stage of so many is slower than the best plan.
-2. Of them those that fit, and that no other with the same layers beats in what the objective reads (`undominated`).
-3. Mist's integer program over these (`choose_stages`), which begins with the best uniform plan of the layout and looks for
-   nothing that is slower than the best plan of all layouts before.
+Steps of `search_stages`, layout by layout until the deadline:
+1. The candidates of each stage: numbers of layers × choices of recomputation × strategies about states, priced by the
+   `StageEvaluator`. The number of layers grows until even the fastest stage is slower than the incumbent.
+2. Candidates that do not fit, or that another with the same layers dominates in the objective, are pruned (`undominated`).
+3. Mist's integer program over the rest (`choose_stages`). It starts from the best uniform plan of the layout, and the incumbent
+   of earlier layouts prunes it.
 
 Source: Mist, section 5.3.
 """
@@ -46,7 +46,7 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts, needed_bytes, re
 Floats = NDArray[np.float64]
 Chunks = tuple[tuple[int, int], ...]
 LAYOUT_SECONDS = 20.0
-"""Most seconds of the integer program for one layout: an interrupt is noticed when it returns."""
+"""Time limit of the integer program for one layout; an interrupt is noticed only when it returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +55,8 @@ class StagedPlan:
 
     Attributes:
         chunks, memories: of every stage.
-        seconds: of a step, as the objective has them.
-        needed_bytes: of the fullest stage, as predicted.
+        seconds: seconds of a step by the objective.
+        needed_bytes: predicted bytes of the fullest stage.
     """
 
     layout: UniformLayout
@@ -67,7 +67,7 @@ class StagedPlan:
 
     @property
     def name(self) -> str:
-        """Degrees, then the layers of the stages and the decisions about memory that they do not share."""
+        """Degrees, then the layers of the stages, and the memory choices of each run of stages with the same one."""
         layers = "+".join(str(sum(last - first for first, last in chunks)) for chunks in self.chunks)
         parts = [self.layout.name, f"layers {layers}"]
         for memory, places in groupby(range(len(self.memories)), key=lambda place: self.memories[place]):
@@ -99,30 +99,31 @@ class StagedPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSearch:
-    """The answer of a search over plans of unlike stages.
+    """The answer of a search over plans of different stages.
 
     Attributes:
-        solution: over all layouts that were looked at; its bound holds for no other.
-        ranked: the best plan of each layout that is faster than all before, the fastest first.
-        layouts: how many were looked at.
-        candidates: of all their stages, that were priced.
-        kept: of them on the frontiers.
-        programs: dynamic programs over cuts and sub-meshes (sub_meshes.py), and `mesh_stages` the stages priced for them.
-        is_interrupted: whether Ctrl-C ended the search.
+        solution: the best plan of the searched layouts; its bound holds for these only.
+        ranked: the best plan of each layout that improved the incumbent, fastest first.
+        layouts: number of searched layouts.
+        candidates: number of candidates that were priced, over all stages of these layouts.
+        on_frontier: number of candidates that fit and are not dominated.
+        programs: number of dynamic programs over cuts and sub-meshes (sub_meshes.py).
+        mesh_stages: number of stages that were priced for them.
+        is_interrupted: True if Ctrl-C ended the search.
     """
 
     solution: Solution[StagedPlan | MeshPlan]
     ranked: tuple[StagedPlan | MeshPlan, ...]
     layouts: int
     candidates: int
-    kept: int
+    on_frontier: int
     is_interrupted: bool = False
     programs: int = 0
     mesh_stages: int = 0
 
 
 Progress = Callable[[int, int, StagedPlan | None], None]
-"""Called with layouts done, layouts in all, and the best so far."""
+"""Called with the number of finished layouts, the number of all layouts, and the incumbent."""
 
 
 def search_stages(
@@ -136,16 +137,17 @@ def search_stages(
     """Search the plans of some layouts.
 
     Args:
-        costs: of a task whose space says what is free.
-        uniform: plans that fit; the programs of their layouts begin with them, and what is slower than the fastest is no answer.
-        deadline: of `time.monotonic`, behind which the best so far is the answer.
-        gap: share of the objective that may be missing.
+        costs: prices of a task, whose search space lists the free decisions.
+        uniform: uniform plans that fit; the programs of their layouts start from them, and plans slower than the fastest of them
+            are pruned.
+        deadline: time by `time.monotonic`; after it the incumbent is the answer.
+        gap: relative gap at which a program may stop.
     """
     begun = time.monotonic()
     of_layout = {plan.layout: plan for plan in uniform if plan.memory.modules in ((), *costs.task.modules)}
     fastest = min((plan.seconds for plan in uniform), default=math.inf)
     ranked: list[StagedPlan] = []
-    bound, status, done, candidates, kept = math.inf, Status.OPTIMAL, 0, 0, 0
+    bound, status, done, candidates, on_frontier = math.inf, Status.OPTIMAL, 0, 0, 0
     is_interrupted = False
     try:
         for layout in layouts:
@@ -156,23 +158,26 @@ def search_stages(
             if (least := costs.step_bound(layout)) >= best:
                 bound, done = min(bound, least), done + 1
                 continue
-            freed = _Freed(costs, layout, of_layout.get(layout), best)
+            free_layout = _FreeLayout(costs, layout, of_layout.get(layout), best)
             seconds = min(LAYOUT_SECONDS, deadline - time.monotonic())
-            # A uniform plan is beaten or met: the best choice is never slower than it.
+            # The factor lets the uniform plan itself pass: the best choice is never slower than it.
             beat = math.inf if math.isinf(best) else best * (1.0 + 1e-12)
-            solution = freed.solve(max(0.0, seconds), gap, beat)
+            solution = free_layout.solve(max(0.0, seconds), gap, beat)
             bound, done = min(bound, solution.bound), done + 1
-            candidates, kept = candidates + freed.candidates, kept + sum(map(len, freed.stages))
+            candidates, on_frontier = (
+                candidates + free_layout.candidates,
+                on_frontier + sum(map(len, free_layout.stages)),
+            )
             if solution.status in (Status.TIME_LIMIT, Status.FEASIBLE) and status is Status.OPTIMAL:
-                # A layout's share of the time is no limit of the search.
+                # Only the deadline makes it TIME_LIMIT, not LAYOUT_SECONDS.
                 status = Status.TIME_LIMIT if time.monotonic() > deadline else Status.FEASIBLE
             if solution.value is not None and solution.objective <= best:
-                ranked.insert(0, freed.staged(solution.value, solution.objective))
+                ranked.insert(0, free_layout.staged(solution.value, solution.objective))
             progress(done, len(layouts), ranked[0] if ranked else None)
     except KeyboardInterrupt:
         status, is_interrupted = Status.TIME_LIMIT, True
     if done < len(layouts):
-        # Nothing is known of the layouts that nobody looked at but what any plan of them takes.
+        # Unsearched layouts have no bound but that of any plan of theirs.
         bound = min([bound, *(costs.step_bound(layout) for layout in layouts[done:])])
     value = ranked[0] if ranked else None
     objective = math.inf if value is None else value.seconds
@@ -189,28 +194,28 @@ def search_stages(
         ranked=tuple(ranked),
         layouts=done,
         candidates=candidates,
-        kept=kept,
+        on_frontier=on_frontier,
         is_interrupted=is_interrupted,
     )
 
 
 def with_meshes(staged: StageSearch | None, meshes: MeshSearch) -> StageSearch:
-    """Plans on sub-meshes beside those of stages that share their ranks: the faster one leads, the bound is the lower one."""
+    """Both searches joined: the faster solution leads, and the smaller bound holds."""
     if staged is None:
         nothing: Solution[StagedPlan | MeshPlan] = Solution(
             value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=0.0
         )
-        staged = StageSearch(solution=nothing, ranked=(), layouts=0, candidates=0, kept=0)
-    one, other = staged.solution, meshes.solution
-    value = one.value if one.objective <= other.objective else other.value
-    statuses = {one.status, other.status} - {Status.INFEASIBLE}
+        staged = StageSearch(solution=nothing, ranked=(), layouts=0, candidates=0, on_frontier=0)
+    stage_solution, mesh_solution = staged.solution, meshes.solution
+    value = stage_solution.value if stage_solution.objective <= mesh_solution.objective else mesh_solution.value
+    statuses = {stage_solution.status, mesh_solution.status} - {Status.INFEASIBLE}
     ranks = (Status.TIME_LIMIT, Status.FEASIBLE, Status.OPTIMAL)
     solution: Solution[StagedPlan | MeshPlan] = Solution(
         value=value,
-        objective=min(one.objective, other.objective),
-        bound=min(one.bound, other.bound),
+        objective=min(stage_solution.objective, mesh_solution.objective),
+        bound=min(stage_solution.bound, mesh_solution.bound),
         status=next((status for status in ranks if status in statuses), Status.INFEASIBLE),
-        seconds=one.seconds + other.seconds,
+        seconds=stage_solution.seconds + mesh_solution.seconds,
     )
     return replace(
         staged,
@@ -224,7 +229,7 @@ def with_meshes(staged: StageSearch | None, meshes: MeshSearch) -> StageSearch:
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The candidates of one stage that are left: the options of the integer program, and what each of them stands for."""
+    """The unpruned candidates of one stage: options of the integer program, with the chunks and memory choice of each."""
 
     options: StageOptions
     chunks: tuple[Chunks, ...]
@@ -235,12 +240,12 @@ class _Candidates:
         return len(self.memories)
 
 
-class _Freed:
+class _FreeLayout:
     """One layout whose stages are free.
 
     Args:
-        uniform: the best uniform plan of the layout, if one fits.
-        best: seconds above which no plan is of interest.
+        uniform: the best uniform plan of the layout; None if none fits.
+        best: incumbent step seconds; slower plans are pruned.
     """
 
     def __init__(self, costs: UniformCosts, layout: UniformLayout, uniform: RankedLayout | None, best: float) -> None:
@@ -259,13 +264,13 @@ class _Freed:
 
     @cached_property
     def stages(self) -> list[_Candidates]:
-        """The candidates of every stage; none where a stage has none."""
+        """The candidates of every stage; empty if any stage has none."""
         lots = [self._candidates_of(index) for index in range(self._layout.pipeline)]
         return [_joined(of_stage) for of_stage in lots] if all(lots) else []
 
     def solve(self, seconds: float, gap: float, beat: float) -> Solution[Choice]:
         """Step 3."""
-        if not self.stages:  # One of them fits with no layers at all.
+        if not self.stages:  # One stage fits with no number of layers.
             return Solution(value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=0.0)
         problem = PipelineProblem(
             stages=tuple(stage.options for stage in self.stages),
@@ -291,28 +296,33 @@ class _Freed:
         )
 
     def _start(self) -> Choice | None:
-        """The uniform plan among the candidates."""
+        """The rows of the uniform plan; None if there is none, or it is not among the candidates."""
         rows = []
         for index, stage in enumerate(self.stages):
-            memory = self._own_memory(index)
+            memory = self._uniform_memory(index)
             if memory is None:
                 return None
-            own = self._own_chunks(index), memory
+            uniform_candidate = self._uniform_chunks(index), memory
             row = next(
-                (row for row, each in enumerate(zip(stage.chunks, stage.memories, strict=True)) if each == own), None
+                (
+                    row
+                    for row, candidate in enumerate(zip(stage.chunks, stage.memories, strict=True))
+                    if candidate == uniform_candidate
+                ),
+                None,
             )
             if row is None:
-                return None  # What cannot be as fast as another layout's plan is no candidate, and no start either.
+                return None  # A stage too slow for the incumbent was pruned.
             rows.append(row)
         return tuple(rows)
 
-    def _own_chunks(self, index: int) -> Chunks:
-        """The chunks that a stage has in the uniform plan, as its candidate names them."""
+    def _uniform_chunks(self, index: int) -> Chunks:
+        """The chunks of a stage in the uniform plan, in the form of its candidates."""
         chunks = self._plan.stages[index].chunks
         return chunks if self._keeps_layers else self._named(*chunks[0])
 
-    def _own_memory(self, index: int) -> MemoryChoice | None:
-        """The memory choice of a stage in the uniform plan; None where there is no such plan."""
+    def _uniform_memory(self, index: int) -> MemoryChoice | None:
+        """The memory choice of a stage in the uniform plan; None if there is no such plan."""
         if self._uniform is None:
             return None
         if self._one_memory is not None:
@@ -324,31 +334,31 @@ class _Freed:
         return replace(memory, layers=min(memory.layers, max(sizes)))
 
     def _named(self, first: int, last: int) -> Chunks:
-        """A range of layers; where all layers are equivalent, the first of as many."""
+        """A range of layers; if all layers are equivalent, the range of the same size that begins at 0."""
         return ((first, last),) if self._differ else ((0, last - first),)
 
     @property
     def _differ(self) -> bool:
-        """Whether the layers of the model are of several kinds."""
+        """True if the model has several kinds of layers."""
         return len(set(self._kinds)) > 1
 
     def _candidates_of(self, index: int) -> list[_Candidates]:
-        """Steps 1 and 2 for a stage: what is left of each number of layers that fits."""
+        """Steps 1 and 2 for a stage: the unpruned candidates of each range of layers."""
         lots = (self._of_chunks(index, chunks) for chunks in self._chunks_of(index))
         return [lot for lot in lots if lot is not None]
 
     def _chunks_of(self, index: int) -> Iterator[Chunks]:
-        """The layers that a stage may have: with a layer more than is too slow it is too slow as well."""
+        """The ranges of layers that a stage may have, longer ones until one is too slow for the incumbent."""
         if self._keeps_layers:
             yield self._plan.stages[index].chunks
             return
-        # Each of the other stages has a layer.
-        behind = self._layout.pipeline - 1 - index
-        for first in range(index, self._num_layers - behind) if self._differ and index else (0,):
+        # Each other stage has at least one layer.
+        later_stages = self._layout.pipeline - 1 - index
+        for first in range(index, self._num_layers - later_stages) if self._differ and index else (0,):
             for last in range(
-                first + 1, self._num_layers - (behind if self._differ else self._layout.pipeline - 1) + 1
+                first + 1, self._num_layers - (later_stages if self._differ else self._layout.pipeline - 1) + 1
             ):
-                if self._differ and not behind and last < self._num_layers:
+                if self._differ and not later_stages and last < self._num_layers:
                     continue
                 if self._one_memory is not None and last - first < self._one_memory.layers:
                     continue
@@ -357,7 +367,7 @@ class _Freed:
                 yield self._named(first, last)
 
     def _is_too_slow(self, index: int, first: int, last: int) -> bool:
-        """Whether no plan in which a stage has these layers is faster than the best."""
+        """True if no plan in which a stage has these layers is faster than the incumbent."""
         costs = self._costs_of(index, ((first, last),))
         micro_batches = self._plan.stages[index].gradient_accumulation_steps
         stable = costs.forward_seconds + costs.backward_seconds
@@ -368,12 +378,12 @@ class _Freed:
             return [self._one_memory]
         stage = replace(self._plan.stages[index], chunks=chunks)
         choices = recompute_choices(self._costs.task, replace(self._plan, stages=(stage,)))
-        # Sets of modules are many: that of the uniform plan is the one that stages may keep.
+        # There are many sets of modules: stages may only use that of the uniform plan.
         modules = () if self._uniform is None else self._uniform.memory.modules
         return [*choices, MemoryChoice(modules=modules)] if modules else choices
 
     def _costs_of(self, index: int, chunks: Chunks) -> StageCosts:
-        """[N, R] costs of a stage with some layers; equal layers at another place cost the same."""
+        """[N, R] costs of a stage with some layers; equivalent ranges share them."""
         key = (index, self._runs_of(chunks), len(chunks))
         if key not in self._priced:
             plan, recomputes = self._with(index, chunks), self._recomputes(index, chunks)
@@ -381,17 +391,17 @@ class _Freed:
         return self._priced[key]
 
     def _runs_of(self, chunks: Chunks) -> tuple[tuple[str, int], ...]:
-        """Neighbouring layers of one kind, and how many they are."""
+        """Runs of neighbouring layers of one kind: kind and number of layers."""
         return tuple((kind, len(list(run))) for first, last in chunks for kind, run in groupby(self._kinds[first:last]))
 
     def _with(self, index: int, chunks: Chunks) -> Plan:
-        """The plan of the layout with other layers in one of its stages."""
+        """The plan of the layout with the given chunks in one stage."""
         stages = list(self._plan.stages)
         stages[index] = replace(stages[index], chunks=chunks)
         return replace(self._plan, stages=tuple(stages))
 
     def _of_chunks(self, index: int, chunks: Chunks) -> _Candidates | None:
-        """The candidates of a stage with some layers: those of the frontier, and that of the uniform plan."""
+        """The candidates of a stage with some layers: the frontier, and the uniform plan's; None if none fits."""
         costs, recomputes = self._costs_of(index, chunks), self._recomputes(index, chunks)
         needed = needed_bytes(costs)
         fits = needed <= self._capacity
@@ -409,9 +419,9 @@ class _Freed:
             first_layer=np.full(fits.size, chunks[0][0]) if self._differ and not self._keeps_layers else None,
         )
         rows = undominated(options, index, self._layout.pipeline)
-        own = self._own_memory(index)
-        if own is not None and chunks == self._own_chunks(index):
-            rows = np.union1d(rows, [self._row_of(own, recomputes)])
+        uniform_memory = self._uniform_memory(index)
+        if uniform_memory is not None and chunks == self._uniform_chunks(index):
+            rows = np.union1d(rows, [self._row_of(uniform_memory, recomputes)])
         return _Candidates(
             options=_some(options, rows),
             chunks=(chunks,) * len(rows),
@@ -424,14 +434,14 @@ class _Freed:
         return replace(recomputes[row % len(recomputes)], zero_level=level, offload=offload)
 
     def _row_of(self, memory: MemoryChoice, recomputes: Sequence[MemoryChoice]) -> int:
-        """The row of a decision."""
+        """The row of a memory choice."""
         strategy = self._costs.strategies.index((memory.zero_level, memory.offload))
         again = MemoryChoice(layers=memory.layers, every_layer=memory.every_layer, modules=memory.modules)
         return strategy * len(recomputes) + recomputes.index(again)
 
 
 def _shared(uniform: RankedLayout | None, plan: Plan) -> MemoryChoice:
-    """The decision about memory of a uniform plan, as stages with other numbers of layers share it; without one the default."""
+    """A uniform plan's memory choice in the form that stages of other sizes can share; the default without a plan."""
     if uniform is None:
         return MemoryChoice()
     sizes = {last - first for stage in plan.stages for first, last in stage.chunks}
@@ -459,7 +469,7 @@ def _some(options: StageOptions, rows: NDArray[np.intp]) -> StageOptions:
 
 
 def _joined(lots: Sequence[_Candidates]) -> _Candidates:
-    """Candidates with different layers as those of one stage."""
+    """The candidates of one stage, joined over its ranges of layers."""
     parts = [lot.options for lot in lots]
     firsts = [part.first_layer for part in parts if part.first_layer is not None]
     options = StageOptions(

@@ -1,14 +1,15 @@
-"""Sub-meshes of a cluster: which there are, and where each stage's stands.
+"""Sub-meshes of a cluster: their shapes, and the place of each stage's sub-mesh.
 
-Contract. A cluster of N nodes of M devices, M a power of two, is cut into sub-meshes (1, 2^p) inside a node and (n, M) of whole
-nodes. However their sizes add up to N · M, they cover the cluster without overlap, and none of the first kind leaves its node.
+Contract. A cluster of N nodes of M devices, M a power of two, is cut into sub-meshes (1, 2^p) inside a node and (n, M) of
+complete nodes. Any sub-meshes whose sizes add up to N · M cover the cluster without overlap, and those of the first kind stay in
+one node.
 
 Steps of `place`.
-1. Larger sub-meshes come first; equal ones in the order of the pipeline: neighbouring stages of one shape lie side by side.
-2. Each takes the next free devices, counted node by node. Whole nodes come first and leave whole nodes; behind them sizes are
-   falling powers of two, so each begins at a multiple of its own size, and a node's end is one too.
+1. Larger sub-meshes come first, equal ones in the order of the pipeline, so that neighbouring stages of one shape are neighbours.
+2. Each takes the next free devices, counted node by node. Complete nodes come first, so complete nodes remain. The later sizes
+   are falling powers of two, so each sub-mesh begins at a multiple of its size and never crosses the end of a node.
 
-Unlike nodes: nodes of each type are placed by themselves. Source: Alpa, section 5.2 and the proof in its appendix A.
+If nodes differ, nodes of each type are placed separately. Source: Alpa, section 5.2 and the proof in its appendix A.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class SubMesh:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Number of its devices."""
         return self.nodes * self.per_node
 
 
@@ -50,7 +51,7 @@ def place(meshes: Sequence[SubMesh], nodes: int, per_node: int) -> list[Placed]:
     """The place of every stage's sub-mesh among the nodes, in the order of `meshes`.
 
     Args:
-        meshes: of the stages of a pipeline, all devices together.
+        meshes: the sub-meshes of a pipeline's stages; together they have all devices.
         nodes, per_node: N and M.
     """
     _require_power_of_two(per_node)

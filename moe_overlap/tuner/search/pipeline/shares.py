@@ -1,8 +1,7 @@
-"""Searches over plans of unlike stages in several processes: the answers of their shares as one.
+"""Joins the answers of several processes, each of which searched a share of the layouts or of the numbers of samples.
 
-A share knows no plan of the others and rules out less, but each layout, and each number of samples, is searched to the same end.
-So the plans that are ranked do not depend on the number of shares, as long as all of them come to their end; candidates and
-programs that are counted do.
+A share does not see the incumbents of the others and prunes less, but it finds the same best plan of each layout and each number
+of samples. So the ranked plans do not depend on the number of shares if all finish; the counts of candidates and programs do.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from moe_overlap.tuner.search.space import UniformLayout
 
 
 def joined_stages(searches: Sequence[StageSearch], layouts: Sequence[UniformLayout], fastest: float) -> StageSearch:
-    """Searches of shares of the layouts as one of all of them.
+    """The searches of shares of the layouts, joined to one.
 
     Args:
-        layouts: all of them, in the order of a search.
-        fastest: seconds of the best uniform plan; slower plans are not ranked.
+        layouts: all layouts, in the order of a search.
+        fastest: step seconds of the best uniform plan; slower plans are not ranked.
     """
     places = {layout: place for place, layout in enumerate(layouts)}
     ranked: list[StagedPlan] = []
@@ -43,13 +42,13 @@ def joined_stages(searches: Sequence[StageSearch], layouts: Sequence[UniformLayo
         ranked=tuple(ranked),
         layouts=sum(search.layouts for search in searches),
         candidates=sum(search.candidates for search in searches),
-        kept=sum(search.kept for search in searches),
+        on_frontier=sum(search.on_frontier for search in searches),
         is_interrupted=any(search.is_interrupted for search in searches),
     )
 
 
 def joined_meshes(searches: Sequence[MeshSearch]) -> MeshSearch:
-    """Searches of shares of the numbers of samples as one of all of them."""
+    """The searches of shares of the numbers of samples, joined to one."""
     ranked = sorted(
         (plan for search in searches for plan in search.ranked), key=lambda plan: (plan.seconds, plan.samples)
     )
@@ -71,6 +70,6 @@ def joined_meshes(searches: Sequence[MeshSearch]) -> MeshSearch:
         ranked=tuple(ranked),
         programs=sum(search.programs for search in searches),
         priced=sum(search.priced for search in searches),
-        kept=sum(search.kept for search in searches),
+        cheapest=sum(search.cheapest for search in searches),
         is_interrupted=any(search.is_interrupted for search in searches),
     )

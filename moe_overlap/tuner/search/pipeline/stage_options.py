@@ -1,19 +1,20 @@
-"""A pipeline whose stages choose freely among candidates, and a bound of what any choice takes.
+"""The problem of choosing one candidate per stage of a pipeline, its objective, and a lower bound of all choices.
 
 Problem (`PipelineProblem`). Stage i of S takes one of its candidates, a point of its frontier for a number of layers on a number
 of devices; layers add up to those of the model, devices to those of the cluster. The objective is pipeline.py's formula and
 nothing else (`step_of_choice`); all stages have G micro-batches. Candidates that do not fit their memory are never chosen.
 
-Bound. Of the chain at stage s take the way of the first micro-batch through all stages and of the last one back, of maxima over
-stages the term of the first, and of a transfer each stage's own end; leave out what stages behind s take once more. What is left
-is never more than the formula, and a sum over stages but for the longest chain, with the numbers of passes of `warm_up`:
+Bound. In the formula, keep the first micro-batch's way through all stages and the last one's way back; replace maxima over stages
+by the term of the first stage, and the seconds of a transfer by those of the stage's own end; drop the second way through the
+stages after s. The result is at most the formula. It is a sum over stages plus the longest chain, with the numbers of passes of
+`warm_up`:
 
-    max over s of (rounds + steady) · t_s / v + Σ t_i / v + first_0 + tail_0 + what is there whatever is chosen
+    max over s of (rounds + steady) · t_s / v + Σ t_i / v + first_0 + tail_0 + the fixed seconds of a step
 
-so `AdditiveBound` finds its smallest value by a dynamic program over (stage, layers, devices of each type) below a threshold for
-the chain. Where the last stage is the slowest, and the first and last micro-batches of later stages are hidden in their bubbles,
-the bound is the formula itself. With `halves` it is the mean of that chain and of one in which stage s passes q_s micro-batches
-ahead and at the end: another q_s / 2 · t_s of the chain.
+`AdditiveBound` minimizes it by a dynamic program over (stage, layers, devices of each type) below a threshold for the chain. If
+the last stage is the slowest, and bubbles hide the first and last micro-batches of later stages, the bound equals the formula.
+With `halves` the bound is the mean of that chain and of the chain in which stage s does q_s passes in its warm-up and at the end:
+the chain then has a further term q_s / 2 · t_s.
 
 Source: Mist, section 5.3, equations (1) to (3); Alpa, section 5.2 for the program.
 """
@@ -45,13 +46,13 @@ class StageOptions:
     """n candidates for a stage; [n] each.
 
     Attributes:
-        layers: how many a candidate takes.
-        devices: [n, K] devices that it takes of each of K node types; of one type where nodes are equal.
+        layers: number of layers of a candidate.
+        devices: [n, K] number of its devices of each of K node types; K = 1 if nodes are equal.
         times: seconds without transfers, as in pipeline.py.
-        optimizer: seconds of the update behind the last micro-batch.
-        fits: whether its peak is within the memory, with the micro-batches that this stage holds.
-        sent: seconds of one transfer at the stage's edge, one way; between two stages the longer one counts.
-        first_layer: the first of its layers, where layers differ; None: all layers are equal.
+        optimizer: seconds of the update after the last micro-batch.
+        fits: True if its peak fits the memory, with the micro-batches that this stage holds.
+        sent: seconds of one transfer at the stage's edge, one way; between two stages the longer of both counts.
+        first_layer: index of its first layer if layers differ; None if all layers are equal.
     """
 
     layers: Integers
@@ -70,20 +71,20 @@ class StageOptions:
         return StageTimes(**{f.name: self.column(f.name)[rows] for f in fields(StageTimes)})
 
     def column(self, name: str) -> Floats:
-        """[n] one of the times, written out where it is the same for all."""
+        """[n] one of the times, broadcast if it is the same for all candidates."""
         return np.broadcast_to(getattr(self.times, name), len(self))
 
 
 def options_of(
     costs: StageCosts, layers: Integers, devices: Sequence[int], sent: float, fits: NDArray[np.bool_]
 ) -> StageOptions:
-    """Candidates of costs [N, M]: strategy n at shape m is row n · M + m.
+    """Candidates from costs [N, M]: strategy n at shape m is row n · M + m.
 
     Args:
-        layers: [M] layers of every shape.
-        devices: [K] of each node type, the same for all.
+        layers: [M] number of layers of every shape.
+        devices: [K] number of devices of each node type, the same for all candidates.
         sent: seconds of one transfer at the stage's edge.
-        fits: [N, M] whether the peak is within the memory.
+        fits: [N, M] True if the peak fits the memory.
     """
     strategies, shapes = fits.shape
     return StageOptions(
@@ -97,22 +98,22 @@ def options_of(
 
 
 def undominated(options: StageOptions, place: int, stages: int, virtual: int = 1) -> Integers:
-    """Rows, increasing, of the candidates that a pipeline may need of its stage `place`.
+    """Rows, in increasing order, of the candidates of stage `place` that fit and that no other candidate dominates.
 
-    Those that fit and lie on the frontier among the candidates that take the same layers and devices. The best choice among
-    these rows is as fast as the best of all.
+    Candidates are compared if they take the same layers and devices. The best choice among these rows is as fast as the best
+    choice among all rows.
     """
     columns = objective_columns(options.times, options.optimizer, place, stages, virtual)
     columns = np.column_stack([columns, options.sent])
-    kept = []
+    frontier_rows = []
     for members, *_ in cells_of(options):
         rows = members[options.fits[members]]
-        kept.append(rows[pareto(columns[rows])])
-    return np.sort(np.concatenate(kept)) if kept else np.empty(0, dtype=np.intp)
+        frontier_rows.append(rows[pareto(columns[rows])])
+    return np.sort(np.concatenate(frontier_rows)) if frontier_rows else np.empty(0, dtype=np.intp)
 
 
 def cells_of(options: StageOptions) -> list[_Cell]:
-    """The candidates that take the same layers and devices, in groups."""
+    """The candidates in groups that take the same layers and devices."""
     if not len(options):
         return []
     firsts = np.full(len(options), -1) if options.first_layer is None else options.first_layer
@@ -127,7 +128,7 @@ def cells_of(options: StageOptions) -> list[_Cell]:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineProblem:
-    """Stages in the order of the pipeline, what they divide, and how they work together; `devices` are [K], of each node type."""
+    """Stages in the order of the pipeline, the layers and devices to divide among them ([K], by node type), and their rules."""
 
     stages: tuple[StageOptions, ...]
     layers: int
@@ -140,28 +141,28 @@ def step_of_choice(problem: PipelineProblem, rows: Sequence[int] | Integers) -> 
     """Seconds of a step of one choice [S], or of n choices [S, n]."""
     chosen = [np.asarray(of_stage, dtype=np.intp) for of_stage in rows]
     sent = [stage.sent[row] for stage, row in zip(problem.stages, chosen, strict=True)]
-    whole = pipeline_seconds(
+    step = pipeline_seconds(
         [stage.at(row) for stage, row in zip(problem.stages, chosen, strict=True)],
         [stage.optimizer[row] for stage, row in zip(problem.stages, chosen, strict=True)],
-        [np.maximum(own, following) for own, following in zip(sent, sent[1:], strict=False)],
+        [np.maximum(current, following) for current, following in zip(sent, sent[1:], strict=False)],
         [problem.micro_batches] * len(chosen),
         problem.rules,
     )
-    return np.asarray(whole.total)
+    return np.asarray(step.total)
 
 
 def improved(problem: PipelineProblem, choice: Choice) -> Choice:
-    """A choice in which no single stage would do better with another candidate for its layers and devices."""
+    """The choice after exchanging single candidates for faster ones with the same layers and devices, until none is faster."""
     rows = list(choice)
     seconds, changed = float(step_of_choice(problem, rows)), True
     while changed:
         changed = False
         for place, stage in enumerate(problem.stages):
-            alike = stage.fits & (stage.layers == stage.layers[rows[place]])
-            alike &= (stage.devices == stage.devices[rows[place]]).all(axis=1)
+            comparable = stage.fits & (stage.layers == stage.layers[rows[place]])
+            comparable &= (stage.devices == stage.devices[rows[place]]).all(axis=1)
             if stage.first_layer is not None:
-                alike &= stage.first_layer == stage.first_layer[rows[place]]
-            others = np.flatnonzero(alike)
+                comparable &= stage.first_layer == stage.first_layer[rows[place]]
+            others = np.flatnonzero(comparable)
             tried = np.repeat(np.asarray(rows, dtype=np.intp)[:, None], len(others), axis=1)
             tried[place] = others
             steps = step_of_choice(problem, tried)
@@ -172,7 +173,7 @@ def improved(problem: PipelineProblem, choice: Choice) -> Choice:
 
 
 def is_feasible(problem: PipelineProblem, choice: Choice) -> bool:
-    """Whether a choice fits, and divides layers and devices without a rest."""
+    """True if a choice fits, and uses every layer and device exactly once."""
     layer, devices = 0, np.zeros(len(problem.devices), dtype=np.intp)
     for stage, row in zip(problem.stages, choice, strict=True):
         if not stage.fits[row] or (stage.first_layer is not None and stage.first_layer[row] != layer):
@@ -183,7 +184,7 @@ def is_feasible(problem: PipelineProblem, choice: Choice) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BoundedChoice:
-    """A choice with its place in the bound."""
+    """A choice with the terms of its bound: the sum over stages, and the longest chain; both in seconds."""
 
     total: float
     slowest: float
@@ -194,12 +195,12 @@ class AdditiveBound:
     """The bound of the docstring: sums over stages, and the longest chain.
 
     Attributes:
-        chains: [S] of [n] what a candidate's own chain adds; the longest of them counts.
-        sums: [S] of [n] what a candidate adds to the rest of the bound.
-        fixed: what is there whatever is chosen.
+        chains: [S] of [n] seconds of the chain term at a candidate; the longest of a choice counts.
+        sums: [S] of [n] seconds that a candidate adds to the sum over stages.
+        fixed: seconds of every choice.
 
     Args:
-        halves: which of the two bounds.
+        halves: True for the mean of both chains.
     """
 
     def __init__(self, problem: PipelineProblem, halves: bool = False) -> None:
@@ -207,7 +208,7 @@ class AdditiveBound:
         self._end = (problem.layers, *problem.devices)
         virtual, count = problem.rules.virtual, len(problem.stages)
         # Seconds that transfers of one second each add to every stage, and to filling and draining.
-        waits, filling = transfer_waits([1.0] * (count - 1), virtual, problem.rules.beside)
+        waits, filling = transfer_waits([1.0] * (count - 1), virtual, problem.rules.transfer_slowdown)
         self.chains, self.sums = [], []
         for place, (stage, wait) in enumerate(zip(problem.stages, waits, strict=True)):
             stable = stage.column("forward") + stage.column("backward") + wait * stage.sent
@@ -220,7 +221,7 @@ class AdditiveBound:
         self.fixed = problem.rules.fixed + max(updates)
 
     def _chain(self, place: int, stable: Floats, halves: bool) -> Floats:
-        """[n] what passes of a stage add that stand between its first and its last micro-batch."""
+        """[n] seconds of the passes of a stage between its first and its last micro-batch."""
         virtual = self._problem.rules.virtual
         rounds, warm, steady = warm_up(len(self._problem.stages), place, self._problem.micro_batches, virtual)
         if not steady and not halves:  # Then the last stage's chain holds for all.
@@ -230,22 +231,22 @@ class AdditiveBound:
 
     @cached_property
     def levels(self) -> Floats:
-        """Seconds of chains that may be the longest, increasing."""
+        """The possible seconds of the longest chain, in increasing order."""
         seconds = np.unique(np.concatenate(self.chains))
         return seconds[np.isfinite(seconds)]
 
     def lowest(self) -> float:
-        """The smallest possible longest chain; infinite where nothing fits."""
+        """The smallest possible longest chain; infinite if no choice fits."""
         table = self._tables(self.chains, math.inf, largest=True)[-1]
         return float(table[self._end])
 
     def at_once(self) -> float:
-        """A lower bound of every choice: the smallest sum, and the smallest longest chain of another choice."""
+        """A quick lower bound of all choices: the smallest sum plus the smallest longest chain, maybe of another choice."""
         least, lowest = self.shortest(math.inf), self.lowest()
         return math.inf if least is None else least.total + lowest + self.fixed
 
     def shortest(self, threshold: float, most: float = math.inf) -> BoundedChoice | None:
-        """The choice with the smallest sum whose chains are no longer than the threshold; None where none is below `most`."""
+        """The choice with the smallest sum of those whose chains stay within the threshold; None if it is not below `most`."""
         problem = self._problem
         tables = self._tables(self.sums, threshold)
         layer, devices = problem.layers, np.array(problem.devices)
@@ -255,31 +256,34 @@ class AdditiveBound:
         rows, slowest = [], 0.0
         for place in range(len(problem.stages) - 1, -1, -1):
             stage = problem.stages[place]
-            before, left = layer - stage.layers, devices - stage.devices
-            possible = (before >= 0) & (left >= 0).all(axis=1) & (self.chains[place] <= threshold)
+            layers_before, devices_before = layer - stage.layers, devices - stage.devices
+            possible = (layers_before >= 0) & (devices_before >= 0).all(axis=1) & (self.chains[place] <= threshold)
             if stage.first_layer is not None:
-                possible &= before == stage.first_layer
-            kept = np.flatnonzero(possible)
-            ways = tables[place][(before[kept], *left[kept].T)] + self.sums[place][kept]
-            row = int(kept[np.argmin(ways)])
+                possible &= layers_before == stage.first_layer
+            possible_rows = np.flatnonzero(possible)
+            ways = (
+                tables[place][(layers_before[possible_rows], *devices_before[possible_rows].T)]
+                + self.sums[place][possible_rows]
+            )
+            row = int(possible_rows[np.argmin(ways)])
             rows.append(row)
             slowest = max(slowest, float(self.chains[place][row]))
-            layer, devices = int(before[row]), left[row]
+            layer, devices = int(layers_before[row]), devices_before[row]
         return BoundedChoice(total, slowest, tuple(reversed(rows)))
 
     def through(self, threshold: float) -> list[Floats]:
-        """[S] of [n] the smallest sum of a choice with this candidate in it, no chain longer than the threshold."""
+        """[S] of [n] the smallest sum of the choices with a candidate whose chains stay within the threshold."""
         problem = self._problem
-        front = self._tables(self.sums, threshold)
-        behind = self._tables(self.sums, threshold, backwards=True)
+        prefixes = self._tables(self.sums, threshold)
+        suffixes = self._tables(self.sums, threshold, backwards=True)
         result = []
         for place, stage in enumerate(problem.stages):
             sums = np.full(len(stage), math.inf)
             for members, where, layers, devices in self._cells(place, threshold):
-                source, target = _windows(front[place], where, layers, devices)
-                # What is left to the stages behind ends where this one ends.
-                end = behind[len(problem.stages) - 1 - place][target]
-                sums[members] = (front[place][source] + end).min(initial=math.inf) + self.sums[place][members]
+                source, target = _windows(prefixes[place], where, layers, devices)
+                # The state after this stage is the one before the later stages.
+                end = suffixes[len(problem.stages) - 1 - place][target]
+                sums[members] = (prefixes[place][source] + end).min(initial=math.inf) + self.sums[place][members]
             result.append(sums)
         return result
 
@@ -288,7 +292,7 @@ class AdditiveBound:
     ) -> list[Floats]:
         """[S + 1] of [L + 1, D_1 + 1, ..., D_K + 1] smallest sum (or maximum) of stages up to a layer with so many devices.
 
-        Backwards: of the last stages that begin at a layer with so many devices taken by those in front.
+        Backwards: of the last stages, by the layer at which they begin and the devices that earlier stages use.
         """
         problem = self._problem
         table = np.full([size + 1 for size in self._end], math.inf)
@@ -309,7 +313,7 @@ class AdditiveBound:
         return tables
 
     def _cells(self, place: int, threshold: float) -> list[_Cell]:
-        """The candidates of a stage below the threshold."""
+        """The groups of a stage, with the candidates whose chains stay within the threshold."""
         cells = []
         for members, where, layers, devices in self._all_cells[place]:
             below = members[self.chains[place][members] <= threshold]
@@ -328,10 +332,10 @@ class AdditiveBound:
 def _windows(
     table: Floats, where: int | None, layers: int, devices: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """States in front of a stage and behind it, one for one; of one first layer alone if it is given."""
+    """Slices of the states before a stage and of those after it, in the same order; of the first layer `where` if it is given."""
     rows, *columns = table.shape
     first, end = (0, rows - layers) if where is None else (where, min(where + 1, rows - layers))
     end = max(first, end)
-    source = [slice(0, size - taken) for size, taken in zip(columns, devices, strict=True)]
-    target = [slice(taken, size) for size, taken in zip(columns, devices, strict=True)]
+    source = [slice(0, size - used) for size, used in zip(columns, devices, strict=True)]
+    target = [slice(used, size) for size, used in zip(columns, devices, strict=True)]
     return (slice(first, end), *source), (slice(first + layers, end + layers), *target)

@@ -1,20 +1,20 @@
-"""Plans whose stages stand on sub-meshes of unlike size and shape: Alpa's inter-operator search on the prices of `predict`.
+"""Plans whose stages run on sub-meshes of different size and shape: Alpa's inter-operator search with the prices of `predict`.
 
-Contract. All stages work on the same M samples of a micro-batch, so all have G = B / M of them. A stage has neighbouring layers,
-a sub-mesh (placement.py), and on it a *way*: ranks of each kind, and recomputed layers. ZeRO has level 1, since 2 and 3 take ten
-times as long to price; nothing is offloaded, and stages have one model chunk. Restrictions (`Restriction`) are Alpa's
-comparisons; `free` has none.
+Contract. All stages share the M samples of a micro-batch, so all have G = B / M micro-batches. A stage has neighbouring layers, a
+sub-mesh (placement.py), and on it a *way*: ranks of each kind, and recomputed layers. ZeRO has level 1, because levels 2 and 3
+take ten times as long to price; nothing is offloaded, and stages have one model chunk. The values of `Restriction` are Alpa's
+comparisons; `free` restricts nothing.
 
 Steps of `search_meshes`, for each M:
-1. Every way is priced for every range of units, a unit being a layer, or neighbouring layers where there are more than UNITS
-   (operator_clusters.py). Peaks are priced at few numbers of micro-batches in flight, and those between lie on the chord: exact
-   where parameter groups step together, and never too low where they do not.
-2. Of the ways of a sub-mesh that fit with p stages behind, the fastest is the stage's cost: [P, units, units, sub-meshes].
-   Seconds of the first and the last micro-batch and of the update are spread over the G micro-batches.
-3. `cut_stages` finds cuts and sub-meshes, transfers in its state. Without what step 2 spreads, and with as many micro-batches
-   less as a pipeline may hide, its bound is below every plan of these ways.
-4. Sub-meshes are placed, largest first, transfers between unlike stages are generated, and the plan is priced by `price`, as
-   predictions are. The order of the answers is that of these seconds.
+1. Every way is priced for every range of units. A unit is a layer, or several neighbouring ones if the model has more than UNITS
+   layers (operator_clusters.py). Peaks are priced at few numbers of micro-batches in flight and interpolated linearly: exact if
+   parameter groups step together, else never too low.
+2. The cost of a stage is its fastest way that fits with p later stages: [P, units, units, sub-meshes]. The seconds of the first
+   and the last micro-batch and of the update are spread over the G micro-batches.
+3. `cut_stages` chooses cuts and sub-meshes; its state includes transfers. Run without the seconds that step 2 spreads, and with
+   fewer micro-batches, by the number that a pipeline may hide, its bound is below every plan of these ways.
+4. Sub-meshes are placed, largest first, transfers between different stages are generated, and `price` prices the plan, as it does
+   predictions. Answers are ranked by these seconds.
 
 Source: Alpa, sections 5.2 and 8.3.
 """
@@ -48,22 +48,22 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, nee
 Floats = NDArray[np.float64]
 Integers = NDArray[np.intp]
 UNITS = 48
-"""Most units that a model is cut between."""
+"""Most units; a model is cut between units only."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of a stage's layers that are recomputed."""
 DEPTHS = (1, 2, 3)
-"""Micro-batches in flight at which peaks are priced, beside the most that there may be."""
+"""Micro-batches in flight at which peaks are priced, in addition to the largest possible number."""
 SENT = 3
-"""Most different seconds of a transfer in the state of the program: each further one makes it slower."""
+"""Most distinct seconds of a transfer in the state of the program; each one makes it slower."""
 FAR = 1.25
-"""Plans that are slower than a known one by this factor are not looked for: no simulated step is so far from its analytic one."""
+"""Plans slower than the incumbent by this factor are pruned; no simulated step differs so much from its analytic one."""
 CUT_SECONDS = 20.0
-"""Most seconds of one dynamic program: an interrupt is noticed when it returns."""
+"""Time limit of one dynamic program; an interrupt is noticed only when it returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshStage:
-    """One stage of a plan; `layout` has its ranks and its micro-batch, on `mesh.devices` devices."""
+    """One stage of a plan: layers first..last-1; `layout` has its ranks and micro-batch on `mesh.devices` devices."""
 
     first: int
     last: int
@@ -82,10 +82,10 @@ class MeshPlan:
     """A plan of stages on sub-meshes.
 
     Attributes:
-        width: tensor ranks to whose multiple the vocabulary is padded on all stages.
-        nodes, per_node: of the cluster.
-        seconds: of a step, by the formula of predictions.
-        needed_bytes: of the fullest stage.
+        width: tensor ranks; on all stages the vocabulary is padded to their multiple.
+        nodes, per_node: nodes of the cluster, and devices per node.
+        seconds: predicted seconds of a step.
+        needed_bytes: predicted bytes of the fullest stage.
     """
 
     stages: tuple[MeshStage, ...]
@@ -97,7 +97,7 @@ class MeshPlan:
 
     @property
     def layout(self) -> UniformLayout:
-        """The layout that names the padding of the vocabulary and the load of the expert ranks."""
+        """A layout with the padding of the vocabulary and the load of the expert ranks of all stages."""
         most = max(self.stages, key=lambda stage: stage.layout.expert)
         return replace(most.layout, tensor=self.width, pipeline=len(self.stages))
 
@@ -108,7 +108,7 @@ class MeshPlan:
 
     @property
     def name(self) -> str:
-        """The stages one after the other, equal ones together."""
+        """The stages in order; equal neighbours are listed once with their count."""
         shown: list[tuple[str, int]] = []
         for stage in self.stages:
             layers = stage.last - stage.first
@@ -170,17 +170,18 @@ class MeshSearch:
     """The answer.
 
     Attributes:
-        solution: the best plan; its bound holds for all plans of the restrictions that were looked at.
-        ranked: the plans that were found, the fastest first.
-        programs: dynamic programs that were solved.
-        priced: stages that were priced, kept: those that cost the least of their sub-mesh.
+        solution: the best plan; its bound holds for all plans of the searched restrictions.
+        ranked: the plans of all programs, fastest first.
+        programs: number of dynamic programs that were solved.
+        priced: number of stages that were priced.
+        cheapest: number of stages that cost the least of their layers, sub-mesh and later stages.
     """
 
     solution: Solution[MeshPlan]
     ranked: tuple[MeshPlan, ...]
     programs: int
     priced: int
-    kept: int
+    cheapest: int
     is_interrupted: bool = False
 
 
@@ -195,42 +196,42 @@ def search_meshes(
     contexts: Sequence[int] = (1,),
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
-    known: float = math.inf,
+    incumbent_seconds: float = math.inf,
     share: tuple[int, int] = (0, 1),
 ) -> MeshSearch:
     """Search plans on sub-meshes.
 
     Args:
-        contexts: context-parallel ranks that ways may have.
-        deadline: of `time.monotonic`, behind which the best so far is the answer.
-        known: seconds of a plan.
-        share: i of n: every n-th number of samples, from the i-th on, is searched.
+        contexts: context-parallel degrees that ways may have.
+        deadline: time by `time.monotonic`; after it the best plan so far is the answer.
+        incumbent_seconds: step seconds of the incumbent.
+        share: (i, n): search every n-th number of samples, beginning with the i-th.
     Raises:
         ConfigError: nodes cannot be halved into sub-meshes.
     """
     begun = time.monotonic()
     search = _Meshes(task, run, tuple(contexts))
     batches = search.batches(restrictions)[share[0] :: share[1]]
-    found: dict[tuple[MeshStage, ...], MeshPlan] = {}
-    bound, status, done, programs, kept, interrupted = math.inf, Status.OPTIMAL, 0, 0, 0, False
+    plans: dict[tuple[MeshStage, ...], MeshPlan] = {}
+    bound, status, done, programs, cheapest, interrupted = math.inf, Status.OPTIMAL, 0, 0, 0, False
     try:
         for samples in batches:
             if time.monotonic() > deadline:
                 status = Status.TIME_LIMIT
                 break
             table = _Table(search, samples, restrictions)
-            kept += int(np.isfinite(table.stable).sum())
+            cheapest += int(np.isfinite(table.stable).sum())
             for restriction in restrictions:
-                lowest, answers, solved = table.solve(restriction, deadline, FAR * known)
+                lowest, answers, solved = table.solve(restriction, deadline, FAR * incumbent_seconds)
                 bound, programs = min(bound, lowest), programs + solved
                 for stages in answers:
-                    found.setdefault(stages, search.priced_plan(stages))
+                    plans.setdefault(stages, search.priced_plan(stages))
             done += 1
-            progress(done, len(batches), min(found.values(), key=lambda plan: plan.seconds, default=None))
+            progress(done, len(batches), min(plans.values(), key=lambda plan: plan.seconds, default=None))
     except KeyboardInterrupt:
         status, interrupted = Status.TIME_LIMIT, True
-    # Peaks on a chord are never too low, but predictions have the last word on what fits.
-    ranked = sorted((plan for plan in found.values() if math.isfinite(plan.seconds)), key=lambda plan: plan.seconds)
+    # Interpolated peaks are never too low; predictions decide in the end which plans fit.
+    ranked = sorted((plan for plan in plans.values() if math.isfinite(plan.seconds)), key=lambda plan: plan.seconds)
     value = ranked[0] if ranked else None
     objective = math.inf if value is None else value.seconds
     if value is None and status is Status.OPTIMAL:
@@ -240,7 +241,7 @@ def search_meshes(
     solution = Solution(
         value=value,
         objective=objective,
-        # Of micro-batches that nobody looked at nothing is known.
+        # Unsearched numbers of samples have no bound.
         bound=min(objective, bound if done == len(batches) else 0.0),
         status=status,
         seconds=time.monotonic() - begun,
@@ -250,7 +251,7 @@ def search_meshes(
         ranked=tuple(ranked),
         programs=programs,
         priced=search.costs.stages_priced,
-        kept=kept,
+        cheapest=cheapest,
         is_interrupted=interrupted,
     )
 
@@ -278,40 +279,40 @@ class _Meshes:
         self.capacity = task.machine.usable_bytes
 
     def _ranks_on(self, mesh: SubMesh) -> list[UniformLayout]:
-        """Layouts of a sub-mesh with every micro-batch."""
+        """Layouts of a sub-mesh, of every micro-batch size."""
         run = replace(self.run, gpus=mesh.devices)
         return [
             layout
             for layout in uniform_layouts(self.model, run)
             if layout.pipeline == 1
             and layout.context in self.contexts
-            # Expert-tensor ranks are none, or those of attention: other numbers cost more transfers inside a layer.
+            # Expert-tensor ranks: 1, or as many as attention has; other numbers need more transfers inside a layer.
             and layout.expert_tensor in (1, layout.tensor)
         ]
 
     def batches(self, restrictions: Sequence[Restriction]) -> list[int]:
-        """Samples of a micro-batch over all data ranks, where some way has them."""
+        """The numbers of samples of a micro-batch, over all data ranks, that some way has."""
         only = restrictions == (Restriction.ONE_DEVICE,)
         meshes = self.meshes[:1] if only else self.meshes
         return sorted(
             {samples_on(layout, mesh) for mesh in meshes for layout in self.layouts[mesh]},
-            # Many small micro-batches hide the bubble: a good plan early makes a search that ends early better.
+            # Small micro-batches come first: they hide the bubble, so a search that ends early has a good plan.
         )
 
     def at(self, mesh: SubMesh, samples: int) -> list[UniformLayout]:
-        """The layouts of a sub-mesh with so many samples."""
+        """The layouts of a sub-mesh with this number of samples."""
         return [layout for layout in self.layouts[mesh] if samples_on(layout, mesh) == samples]
 
     @cached_property
     def units(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of layers that are not cut."""
+        """The units, as ranges of layers."""
         layers = self.model.num_layers
         if layers <= UNITS:
             return tuple((layer, layer + 1) for layer in range(layers))
         graph = self.graph
         flops = {kind: self._flops(graph.part(kind)) for kind in graph.layer_kinds}
-        # Hidden states of one size cross every cut: what is left to decide is how equal the units are. A unit of two layers may
-        # be far above the mean.
+        # Hidden states of one size cross every cut, so only the balance of the units counts; the limit on a unit's FLOPs is
+        # lifted, because a unit of two layers may exceed the mean by far.
         sizes = np.array([flops[kind] for kind in graph.layer_kinds])
         firsts = cluster(np.zeros((layers, layers)), sizes, UNITS, delta=float(UNITS)).value
         assert firsts is not None
@@ -323,19 +324,19 @@ class _Meshes:
 
     @cached_property
     def graph(self) -> CapturedModel:
-        """The model on one rank."""
-        whole = MeshStage(
+        """The captured model on one rank."""
+        all_layers = MeshStage(
             first=0,
             last=self.model.num_layers,
             mesh=self.meshes[0],
             layout=self.layouts[self.meshes[0]][0],
             memory=MemoryChoice(),
         )
-        stage = _stage_plan(self.template, whole, Devices(mesh=(1, 1), ranks=(0,)))
+        stage = _stage_plan(self.template, all_layers, Devices(mesh=(1, 1), ranks=(0,)))
         return self.task.graphs(replace(self.template, stages=(stage,)), self.model)[0]
 
     def equal_operators(self, stages: int) -> tuple[int, ...] | None:
-        """First units of so many stages with operators as equal in number as they can be; None where there are too few."""
+        """First units of so many stages whose numbers of operators differ least; None if there are too few units."""
         graph = self.graph
         counts = np.array(
             [float(sum(len(graph.part(graph.layer_kinds[layer]).ops) for layer in range(*unit))) for unit in self.units]
@@ -347,7 +348,7 @@ class _Meshes:
         return cluster(np.zeros((len(counts), len(counts))), counts, stages, delta=float(stages)).value
 
     def priced_plan(self, stages: tuple[MeshStage, ...]) -> MeshPlan:
-        """A plan with the seconds and the bytes of a prediction; infinite seconds where it does not fit."""
+        """A plan with its predicted seconds and bytes; infinite seconds if it does not fit."""
         unpriced = MeshPlan(stages=stages, width=self.width, nodes=self.nodes, per_node=self.per_node)
         prediction = self.prediction(unpriced)
         return replace(
@@ -370,18 +371,19 @@ def samples_on(layout: UniformLayout, mesh: SubMesh) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A layout, and the share of layers that it recomputes."""
+    """A layout, and the share of its stage's layers that are recomputed."""
 
     layout: UniformLayout
     share: float
 
 
 class _Table:
-    """Costs of all stages with so many samples (steps 1 and 2).
+    """Costs of all stages for one number of samples (steps 1 and 2).
 
     Attributes:
-        stable: [P, units, units, sub-meshes] of a stable micro-batch; `spread` has everything else spread over the micro-batches.
-        chosen: [P, units, units, sub-meshes] the way of `spread`.
+        stable: [P, units, units, sub-meshes] seconds of a stable micro-batch.
+        spread: the same with all other seconds of a step spread over the micro-batches.
+        chosen: [P, units, units, sub-meshes] the way with the least `spread`.
     """
 
     def __init__(self, search: _Meshes, samples: int, restrictions: Sequence[Restriction]) -> None:
@@ -401,7 +403,7 @@ class _Table:
                 self._price(option, mesh, layout)
 
     def _price(self, option: int, mesh: SubMesh, layout: UniformLayout) -> None:
-        """Put the stages of a layout into the tables where they are the fastest that fit."""
+        """Enter the stages of a layout into the tables where they are the fastest that fit."""
         search = self._search
         ranges = [(a, b) for a in range(len(search.units)) for b in range(a, len(search.units))]
         keys: dict[object, list[tuple[int, int]]] = {}
@@ -409,9 +411,9 @@ class _Table:
             keys.setdefault(self._key(first, last), []).append((first, last))
         members = list(keys.values())
         layers = [(search.units[a][0], search.units[b][1]) for (a, b), *_ in members]
-        if mesh.devices == search.run.gpus:  # Nothing is left for another stage.
-            kept = [n for n, place in enumerate(layers) if place == (0, search.model.num_layers)]
-            members, layers = [members[n] for n in kept], [layers[n] for n in kept]
+        if mesh.devices == search.run.gpus:  # No device remains for another stage.
+            complete = [n for n, place in enumerate(layers) if place == (0, search.model.num_layers)]
+            members, layers = [members[n] for n in complete], [layers[n] for n in complete]
         places = [self._placed(mesh, layout, *place) for place in layers]
         flying = sorted({*(n for n in DEPTHS if n <= self.depths), self.depths})
         shares = SHARES if search.task.space.recomputes and not search.task.features.overlap_experts else SHARES[:1]
@@ -419,7 +421,7 @@ class _Table:
             [MemoryChoice(layers=math.ceil(share * (last - first))) for share in shares] for first, last in layers
         ]
         search.costs.strategies = [(MemoryChoice().zero_level, MemoryChoice().offload)]
-        named = replace(layout, pipeline=search.run.gpus + mesh.devices)  # Only a name of the sub-mesh here.
+        named = replace(layout, pipeline=search.run.gpus + mesh.devices)  # A key of the sub-mesh only.
         costs, sent = search.costs.many_stage_costs(named, places, recomputes, flying)
         pair = axis_group(2, mesh.devices, search.run.gpus, search.group)
         rates = search.task.machine.constants.link_rates
@@ -432,14 +434,14 @@ class _Table:
     def _keep(
         self, option: int, equal: Sequence[tuple[int, int]], cost: StageCosts, flying: Sequence[int], begin: int
     ) -> None:
-        """Keep the fastest way of equal ranges, for every number of stages behind."""
+        """Enter the fastest way of equal ranges, for every number of later stages."""
         size = cost.forward_seconds.shape[1] // len(flying)
         needed = np.stack([needed_bytes(cost)[:, n * size : (n + 1) * size].ravel() for n in range(len(flying))])
         held = np.arange(1, self.depths + 1)
-        # [P, ways] on the chord between two numbers of micro-batches in flight.
+        # [P, ways] interpolated between two priced numbers of micro-batches in flight.
         bytes_of = np.stack([np.interp(held, flying, column) for column in needed.T], axis=1)
         now = cost.some(slice(0, size))
-        # Other stages gather their first weights while they wait for the first micro-batch.
+        # Later stages gather their first weights while they wait for the first micro-batch.
         begin_seconds = now.first_extra_seconds if equal[0][0] == 0 else 0.0
         once = begin_seconds + now.tail_seconds + now.optimizer_seconds
         stable = now.stable_seconds.ravel()
@@ -464,7 +466,7 @@ class _Table:
         return (*ends, len(layers)) if len(set(kinds)) == 1 else (*ends, tuple(kinds[layer] for layer in layers))
 
     def _placed(self, mesh: SubMesh, layout: UniformLayout, first: int, last: int) -> tuple[Plan, int]:
-        """A plan in which a stage has these layers, and its place; other stages of its shape have the rest."""
+        """A plan in which a stage has these layers, and the stage's index; further stages of its shape have the other layers."""
         search = self._search
         layers, devices = (
             search.model.num_layers,
@@ -477,10 +479,10 @@ class _Table:
             )
             for a, b in ranges
         ]
-        # Rates depend on the number of ranks in the run: a stage beside this one has all the others.
-        own, rest = int(first > 0), tuple(range(mesh.devices, search.run.gpus))
+        # Rates depend on the number of ranks in the run: another stage gets all other ranks.
+        stage_index, rest = int(first > 0), tuple(range(mesh.devices, search.run.gpus))
         for index in range(len(stages)):
-            if index != own:
+            if index != stage_index:
                 stages[index] = replace(stages[index], devices=Devices(mesh=(1, len(rest)), ranks=rest))
                 rest = ()
         end = len(stages) - 1
@@ -488,20 +490,20 @@ class _Table:
         plan = replace(
             search.template, stages=tuple(stages), embedding_stage=0, mtp_stage=mtp, loss_stage=end, transfers=()
         )
-        return replace(plan, pipeline_schedule="1f1b"), own
+        return replace(plan, pipeline_schedule="1f1b"), stage_index
 
     def solve(
         self, restriction: Restriction, deadline: float, beat: float
     ) -> tuple[float, list[tuple[MeshStage, ...]], int]:
-        """Step 3: a bound of all plans, the plans that were found, and how many programs were solved.
+        """Step 3: a bound of all plans, the best plans, and the number of programs that were solved.
 
         Args:
-            beat: seconds; where the bound is above it no plan is looked for.
+            beat: seconds; if the bound is not below them, no plan is searched.
         """
         bound, plans, programs = math.inf, [], 0
         for allowed in self._allowed(restriction):
             limit = min(CUT_SECONDS, max(0.0, deadline - time.monotonic()))
-            # The bound comes first: it tells where a plan is worth looking for.
+            # The bound comes first: it may prune the search for a plan.
             stable = self._problem(self.stable, allowed, restriction)
             lowest = cut_stages(replace(stable, micro_batches=self._least_weight()), limit, beat).bound
             bound, programs = min(bound, lowest), programs + 1
@@ -513,7 +515,7 @@ class _Table:
                 continue
             plans.append(self._stages(solution.value))
             if restriction is Restriction.FREE:
-                # What is spread is no exact sum: a pipeline that is a stage longer or shorter may be faster.
+                # Spreading is an approximation: a pipeline with one stage more or less may be faster.
                 for count in (len(solution.value) - 1, len(solution.value) + 1):
                     other = self._of_length(count, limit)
                     programs += 1
@@ -521,21 +523,21 @@ class _Table:
         return bound, plans, programs
 
     def _least_weight(self) -> int:
-        """Micro-batches at which the formula of cuts is a bound of all plans.
+        """The number of micro-batches with which the formula of cuts bounds all plans.
 
-        Chains at stage s, on the mean of its own passes and the ways there and back, take Σ t_i + (G - 1 - q_s / 2) t_s, with q_s
-        the stages behind it or G - 1.
+        The mean of the two chains at stage s, through its own passes and through the other stages, takes
+        Σ t_i + (G - 1 - q_s / 2) t_s, where q_s is the number of later stages, at most G - 1.
         """
-        behind = min(self.micro_batches, len(self._search.units), self._search.run.gpus) - 1
-        return self.micro_batches - math.ceil(behind / 2)
+        later_stages = min(self.micro_batches, len(self._search.units), self._search.run.gpus) - 1
+        return self.micro_batches - math.ceil(later_stages / 2)
 
     def _of_length(self, count: int, limit: float) -> tuple[CutStage, ...] | None:
-        """Step 3 for so many stages; None where there is no such plan, or none was found in time."""
+        """Step 3 for this number of stages; None if there is no such plan, or none before the limit."""
         units = len(self._search.units)
         if not 1 <= count <= min(units, self._search.run.gpus):
             return None
         allowed = np.ones((max(self.depths, count), units, units), dtype=bool)
-        # The first stage has all others behind it, and no stage has more.
+        # Only the first stage has count - 1 later stages.
         allowed[:, 0] = False
         allowed[count - 1, 0] = True
         allowed[count - 1, 1:] = False
@@ -561,7 +563,7 @@ class _Table:
         options = 1 if restriction is Restriction.ONE_DEVICE else len(self.meshes)
         costs = seconds[..., :options]
         if allowed is not None:
-            # More stages behind than micro-batches hold no more of them.
+            # A stage never holds more micro-batches than there are.
             costs = costs[np.minimum(np.arange(len(allowed)), len(costs) - 1)]
             costs = np.where(allowed[..., None], costs, math.inf)
         units = len(self._search.units)
@@ -580,8 +582,8 @@ class _Table:
         """The stages of an answer."""
         units, stages = self._search.units, []
         for number, cut in enumerate(cuts):
-            behind = min(len(cuts) - 1 - number, self.depths - 1)
-            way = self.ways[self.chosen[behind, cut.first, cut.last, cut.option]]
+            later_stages = min(len(cuts) - 1 - number, self.depths - 1)
+            way = self.ways[self.chosen[later_stages, cut.first, cut.last, cut.option]]
             first, last = units[cut.first][0], units[cut.last][1]
             memory = MemoryChoice(layers=math.ceil(way.share * (last - first)))
             stages.append(
@@ -591,8 +593,8 @@ class _Table:
 
 
 def coarse(seconds: Floats) -> Floats:
-    """Seconds of transfers by sub-mesh with SENT values at most: the longest ones stay, all shorter ones are the shortest."""
-    kept = np.unique(seconds)[::-1]
-    if len(kept) <= SENT:
+    """Seconds of transfers by sub-mesh, reduced to SENT values: all but the longest ones become the shortest."""
+    distinct = np.unique(seconds)[::-1]
+    if len(distinct) <= SENT:
         return seconds
-    return np.where(seconds >= kept[SENT - 2], seconds, kept[-1])
+    return np.where(seconds >= distinct[SENT - 2], seconds, distinct[-1])

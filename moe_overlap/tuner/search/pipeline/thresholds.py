@@ -1,11 +1,11 @@
-"""The smallest f(T) + weight · T over thresholds T, where f falls as T grows: with few evaluations of f.
+"""The minimum of f(T) + weight · T over thresholds T with few evaluations of f, which never rises with T.
 
-f(T) is the smallest sum of a plan whose stages all take T at most; weight · max t_i is the rest of the objective. Steps:
+f(T) is the smallest sum over plans whose stages all take at most T; weight · max t_i is the rest of the objective. Steps:
 
 1. Thresholds are the sorted seconds of stages, `levels`. In an interval levels[first..last] no plan is better than
    f(levels[last]) + weight · levels[first].
-2. The middle of an interval is evaluated. Its plan, whose slowest stage takes t, also answers all levels from t to the middle.
-   What remains is in front of t, with a sum of at least f(middle), and behind the middle.
+2. f is evaluated at the middle of an interval. If the slowest stage of its plan takes t, the plan is optimal for all levels from
+   t to the middle. Two intervals remain: below t, with a sum of at least f(middle), and above the middle.
 
 Alpa (section 5.2) evaluates levels one after the other from the smallest, skips those closer than ε, and stops at B · T >= best.
 """
@@ -21,22 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDING = 1e-12
-"""Share of an objective that may be lost in the rounding of sums."""
+"""Largest relative rounding error of an objective."""
 
 
-class Found(Protocol):
-    """A plan below a threshold."""
+class ThresholdPlan(Protocol):
+    """A plan whose stages all stay below a threshold."""
 
     @property
     def total(self) -> float:
-        """Its sum."""
+        """Sum of the seconds of its stages."""
 
     @property
     def slowest(self) -> float:
-        """Its slowest stage; one of the levels."""
+        """Seconds of its slowest stage; one of the levels."""
 
 
-F = TypeVar("F", bound=Found)
+F = TypeVar("F", bound=ThresholdPlan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Searched(Generic[F]):
     """The end of a search.
 
     Attributes:
-        found: the best plan; None where none is below the objective to beat.
-        bound: no plan has a smaller objective, but for rounding.
-        is_complete: whether the search came to its end before the deadline.
+        plan: the best plan; None if no plan is below the objective to beat.
+        bound: no plan has a smaller objective, except for rounding.
+        is_complete: True if the search ended before the deadline.
     """
 
-    found: F | None
+    plan: F | None
     bound: float
     is_complete: bool
 
@@ -65,12 +65,12 @@ def search_thresholds(
     """Steps 1 and 2.
 
     Args:
-        levels: increasing.
-        weight: of the slowest stage.
+        levels: thresholds, increasing.
+        weight: factor of the slowest stage in the objective.
         least: a lower bound of f at the last level.
-        shortest: a threshold and a sum -> the plan of f; None where f is not below the sum.
-        best: an objective to beat.
-        deadline: of time.perf_counter.
+        shortest: (threshold, sum) -> the plan of f; None if f is not below the sum.
+        best: the objective to beat.
+        deadline: time by `time.perf_counter`.
     """
     chosen: F | None = None
     intervals = [(0, len(levels) - 1, least)]
@@ -79,16 +79,16 @@ def search_thresholds(
         if first > last or total + weight * levels[first] >= best * (1.0 - ROUNDING):
             continue
         if time.perf_counter() > deadline:
-            left = [(first, last, total), *intervals]
-            bound = min(total + weight * float(levels[first]) for first, last, total in left if first <= last)
+            open_intervals = [(first, last, total), *intervals]
+            bound = min(total + weight * float(levels[first]) for first, last, total in open_intervals if first <= last)
             return Searched(chosen, min(bound, best), False)
         middle = (first + last) // 2
         intervals.append((middle + 1, last, total))
-        # A sum that is too large even with the interval's fastest stage closes it up to the middle.
-        found = shortest(float(levels[middle]), best - weight * float(levels[first]))
-        if found is not None:
-            objective = found.total + weight * found.slowest
+        # If f(middle) is too large even with the fastest stage of the interval, no level up to the middle can win.
+        plan = shortest(float(levels[middle]), best - weight * float(levels[first]))
+        if plan is not None:
+            objective = plan.total + weight * plan.slowest
             if objective < best:
-                best, chosen = objective, found
-            intervals.append((first, int(np.searchsorted(levels, found.slowest)) - 1, found.total))
+                best, chosen = objective, plan
+            intervals.append((first, int(np.searchsorted(levels, plan.slowest)) - 1, plan.total))
     return Searched(chosen, best, True)

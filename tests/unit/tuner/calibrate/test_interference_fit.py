@@ -185,14 +185,14 @@ def test_a_host_is_fitted_whole_and_by_group() -> None:
     samples.seconds_N[-2] = 10.0
     host = fit_host("somewhere", samples)
     assert (host.noisy, host.slower_than_serial, host.places) == (1, 1, {})
-    assert host.whole.test_error_percent < 1 and host.groups["1x2"].test_error_percent < 1
-    assert host.whole.calibration_rows + host.whole.test_rows == (samples.busy_N > 1).sum() - 2
+    assert host.all_groups.test_error_percent < 1 and host.groups["1x2"].test_error_percent < 1
+    assert host.all_groups.calibration_rows + host.all_groups.test_rows == (samples.busy_N > 1).sum() - 2
     used = used_samples(samples, alone_seconds(samples)).mixed_N
     assert not used[-2:].any()
     model, name = host.interference(1, 2)
     assert (name, host.interference(1, 8)[1]) == ("1x2", "host")
     assert model.factors == host.groups["1x2"].factors
-    assert list(report(host, samples))[-1].split()[:2] == ["all", str(host.whole.test_rows)]
+    assert list(report(host, samples))[-1].split()[:2] == ["all", str(host.all_groups.test_rows)]
 
 
 def test_measured_hosts_say_what_they_were_measured_on() -> None:

@@ -19,7 +19,7 @@ from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.trace import about_run, write_ranks
 from moe_overlap.plan_search.results import Tuned
-from moe_overlap.tuner.calibrate.observe import Kind, Observed, Played, fit, observe
+from moe_overlap.tuner.calibrate.observe import Kind, Observed, SimulatedKind, fit, observe
 from moe_overlap.tuner.calibrate.refine import Refinement, refine
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Refined
 from moe_overlap.tuner.cost.prediction import predict_plan
@@ -178,11 +178,11 @@ def test_buckets_keep_their_price_beside_the_instruction_that_completes_them() -
     buckets, completing = ("gradients", True), ("gradients", False)
     measured = Observed(plan, {buckets: 4e-3, completing: 1e-5}, frozenset(), 0.0, 5e-3)
 
-    def play(_: Plan, refined: Refined) -> dict[Kind, Played]:
+    def simulate(_: Plan, refined: Refined) -> dict[Kind, SimulatedKind]:
         seconds = {kind: refined.seconds(*kind, alone) for kind, alone in ((buckets, 2e-3), (completing, 0.0))}
-        return {kind: Played(taken, 1.0) for kind, taken in seconds.items()}
+        return {kind: SimulatedKind(taken, 1.0) for kind, taken in seconds.items()}
 
-    refined, _ = fit([measured], play)
+    refined, _ = fit([measured], simulate)
     assert refined.factors[buckets] == pytest.approx(2.0) and "gradients" not in refined.unpriced
 
 

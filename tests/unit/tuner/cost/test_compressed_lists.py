@@ -43,7 +43,7 @@ def seconds_of(seed: int) -> Any:
 
 
 def folded_step(plan: Plan, model: ModelDescription, seconds: Any, micro_batches: Plan) -> float:
-    """Folded from one plan, played for another number of micro-batches."""
+    """Folded from one plan, simulated for another number of micro-batches."""
     lists, priced = {}, {}
     for index, stage in enumerate(plan.stages):
         rank = stage.devices.ranks[0]

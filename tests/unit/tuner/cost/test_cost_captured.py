@@ -39,7 +39,7 @@ LISTS = (
     f"{STATIC} --defer-weight-gradients",
 )
 LAYERS = 2
-COMMON = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, further=0.5)
+COMMON = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, extra_kernel=0.5)
 
 
 @cache

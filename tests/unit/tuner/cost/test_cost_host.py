@@ -28,7 +28,7 @@ from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS
 from tests.unit.tuner.hand_made import Pass
 
-COMMON = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, further=0.5)
+COMMON = CommonConstants(transformer_engine=10.0, fused=4.0, low_precision=3.0, extra_kernel=0.5)
 TORCH, FUNCTION, MODULE, FURTHER = CallCode
 
 

@@ -77,23 +77,23 @@ def test_the_step_is_that_of_the_whole_lists(name: str) -> None:
     assert tokens == pytest.approx(read_job([*BASE, *words.split()], 32).plan.global_batch_size * 4096)
 
 
-def test_a_search_plays_a_step_once_and_what_is_exposed_is_played_when_it_is_asked_for(
+def test_a_search_simulates_a_step_once_and_exposed_seconds_only_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    played: list[tuple[float, float]] = []
-    play = listed_step._Lists.step
+    calls: list[tuple[float, float]] = []
+    step_of_lists = listed_step._Lists.step
 
     def counted(lists: Any, ones: Any, transfers: float = 1.0, gathers: float = 1.0) -> float:
-        played.append((transfers, gathers))
-        return play(lists, ones, transfers, gathers)
+        calls.append((transfers, gathers))
+        return step_of_lists(lists, ones, transfers, gathers)
 
     monkeypatch.setattr(listed_step._Lists, "step", counted)
     found = predicted(JOBS["weights under passes, 4 stages"][0])
     # Launches are predicted, too: another step of the same lists.
-    assert found.breakdown["compute_seconds"] > 0.0 and set(played) == {(1.0, 1.0)}
+    assert found.breakdown["compute_seconds"] > 0.0 and set(calls) == {(1.0, 1.0)}
     assert sum(found.breakdown.values()) == pytest.approx(found.predicted.step_seconds)
     assert found.breakdown["exposed_transfer_seconds"] > 0.0
-    assert [ways for ways in played if ways != (1.0, 1.0)] == [(0.0, 1.0), (1.0, 0.0)]
+    assert [ways for ways in calls if ways != (1.0, 1.0)] == [(0.0, 1.0), (1.0, 0.0)]
     assert pickle.loads(pickle.dumps(found)) == copy.deepcopy(found) == found
 
 
@@ -208,16 +208,16 @@ def test_many_micro_batches_are_told_from_few(words: str, monkeypatch: pytest.Mo
     assert few == pytest.approx(predicted(f"{words} {BATCH} 2048").predicted.step_seconds, rel=1e-5)
 
 
-def test_few_are_played_and_no_more() -> None:
+def test_few_micro_batches_are_simulated_and_no_more() -> None:
     asked: list[int] = []
 
-    def play(count: int) -> float:
+    def simulate(count: int) -> float:
         asked.append(count)
         return 7.0 + 3.0 * count + max(0, 9 - count)
 
-    assert step_of_many(play, 1001, 4) == 7.0 + 3.0 * 1001
+    assert step_of_many(simulate, 1001, 4) == 7.0 + 3.0 * 1001
     assert max(asked) <= GROUPS * 4
-    assert step_of_many(play, 3, 4) == 7.0 + 9.0 + 6
+    assert step_of_many(simulate, 3, 4) == 7.0 + 9.0 + 6
 
 
 def test_a_part_is_priced_at_its_own_size() -> None:

@@ -21,7 +21,7 @@ APART = partly_concurrent(0.0)
 """Computation and communication do not slow each other down."""
 
 
-def played(forward: PassCost, backward: PassCost, delays: bool) -> float:
+def scheduled_seconds(forward: PassCost, backward: PassCost, delays: bool) -> float:
     """Seconds that one more pair of layers takes, in the order of `TransformerLayerSchedulePlan.run`: two streams that wait."""
     f, b = forward.nodes, backward.nodes
     rest_f, rest_b = (each.device_seconds - each.nodes.experts for each in (forward, backward))
@@ -70,7 +70,7 @@ def test_a_layer_takes_what_its_nodes_take() -> None:
         found = {}
         for delays in (False, True):
             hidden = hide_in_nodes(cost, APART, delays)
-            assert hidden.seconds == pytest.approx(played(forward, backward, delays))
+            assert hidden.seconds == pytest.approx(scheduled_seconds(forward, backward, delays))
             found[delays] = hidden.seconds
         # In whatever order, no computation and no communication runs twice at a time; and what is late is never in the way.
         assert hide_all_to_alls(cost, APART).seconds <= found[True] + 1e-12 <= found[False] + 2e-12

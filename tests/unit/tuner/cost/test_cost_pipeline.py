@@ -1,4 +1,4 @@
-"""The closed form of a step against playing the schedule, pass by pass."""
+"""The closed form of a step against the schedule, executed pass by pass."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ def orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Pipeline
     return [interleaved(stages, stage, virtual, micro_batches) for stage in range(stages)]
 
 
-def played(stages: int, virtual: int, micro_batches: int, forward: list[float], backward: list[float]) -> float:
+def scheduled_seconds(
+    stages: int, virtual: int, micro_batches: int, forward: list[float], backward: list[float]
+) -> float:
     """Seconds until the last pass ends: a pass starts when its stage is free and its input is there."""
     blocks = [[(step,) for step in order] for order in orders(stages, virtual, micro_batches)]
-    return played_blocks(
+    return seconds_of_blocks(
         blocks,
         virtual,
         lambda stage, block: (forward if block[0].direction == "forward" else backward)[stage] / virtual,
     )
 
 
-def played_blocks(
+def seconds_of_blocks(
     blocks: Sequence[Sequence[Sequence[PipelineStep]]],
     virtual: int,
     seconds: Callable[[int, Sequence[PipelineStep]], float],
@@ -87,7 +89,7 @@ def test_of_pairs_fill_and_drain_run_alone(stages: int, virtual: int, count: int
     alone, both = forward + backward, forward + backward - gained
     blocks = [paired(stages, stage, count, virtual) for stage in range(stages)]
     took = {("forward",): forward, ("backward",): backward, ("backward", "forward"): both}
-    whole = played_blocks(blocks, virtual, lambda _, block: took[tuple(step.direction for step in block)] / virtual)
+    whole = seconds_of_blocks(blocks, virtual, lambda _, block: took[tuple(step.direction for step in block)] / virtual)
     share = lone_share(stages, virtual, count)
     mean = share * alone + (1.0 - share) * both
     found = closed([forward * mean / alone] * stages, [backward * mean / alone] * stages, count, virtual)
@@ -101,7 +103,9 @@ def test_of_pairs_fill_and_drain_run_alone(stages: int, virtual: int, count: int
 )
 def test_equal_stages_are_exact(stages: int, virtual: int, count: int) -> None:
     forward, backward = [1.0] * stages, [2.0] * stages
-    assert closed(forward, backward, count, virtual) == pytest.approx(played(stages, virtual, count, forward, backward))
+    assert closed(forward, backward, count, virtual) == pytest.approx(
+        scheduled_seconds(stages, virtual, count, forward, backward)
+    )
 
 
 def errors(stages: int, virtual: int, rounds: float, spread: float) -> np.ndarray:
@@ -112,7 +116,7 @@ def errors(stages: int, virtual: int, rounds: float, spread: float) -> np.ndarra
         backward = 2 * forward * draw.uniform(1 - spread / 2, 1 + spread / 2, stages)
         count = max(1, round(rounds * stages))
         given = (forward.tolist(), backward.tolist())
-        found.append(closed(*given, count, virtual) / played(stages, virtual, count, *given) - 1)
+        found.append(closed(*given, count, virtual) / scheduled_seconds(stages, virtual, count, *given) - 1)
     return np.array(found)
 
 
@@ -201,7 +205,7 @@ def by_hand(
     stages: list[StageTimes], optimizer: list[float], one_way: list[float], counts: list[int], rules: PipelineRules
 ) -> float:
     """The docstring of pipeline.py in Python's own floats, in the order in which it adds."""
-    waits, filling = transfer_waits(one_way, rules.virtual, rules.beside)
+    waits, filling = transfer_waits(one_way, rules.virtual, rules.transfer_slowdown)
     v, size = rules.virtual, len(stages)
     chains = []
     for s, count in enumerate(counts):
@@ -253,7 +257,7 @@ def test_many_pipelines_at_once_are_each_of_them_alone_to_the_bit() -> None:
     draw = np.random.default_rng(14)
     for _ in range(40):
         count, n = int(draw.integers(1, 6)), 7
-        rules = PipelineRules(virtual=int(draw.integers(1, 4)), beside=draw.choice([None, 0.15]), fixed=0.01)
+        rules = PipelineRules(virtual=int(draw.integers(1, 4)), transfer_slowdown=draw.choice([None, 0.15]), fixed=0.01)
         counts = [int(draw.integers(1, 9))] * count if draw.random() < 0.7 else draw.integers(1, 9, count).tolist()
         stages = [random_stage(draw, n) for _ in range(count)]
         optimizer = [draw.uniform(0, 1, n) for _ in range(count)]
@@ -274,7 +278,7 @@ def test_no_column_of_a_stage_makes_a_step_shorter_by_growing() -> None:
     draw = np.random.default_rng(15)
     for _ in range(200):
         count = int(draw.integers(1, 6))
-        rules = PipelineRules(virtual=int(draw.integers(1, 4)), beside=draw.choice([None, 0.15]))
+        rules = PipelineRules(virtual=int(draw.integers(1, 4)), transfer_slowdown=draw.choice([None, 0.15]))
         stages = [random_stage(draw) for _ in range(count)]
         optimizer, one_way = draw.uniform(0, 1, count).tolist(), draw.uniform(0, 0.3, count - 1).tolist()
         micro_batches = [int(draw.integers(1, 9))] * count

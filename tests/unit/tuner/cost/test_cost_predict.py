@@ -12,40 +12,23 @@ import pytest
 
 from megatron.training.cli.config import Config
 from moe_overlap.api import Options, busiest_load, predict, read_job, simulated
-from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
+from moe_overlap.describe.cluster import GIB, Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.calibrate.fit.grid import START
 from moe_overlap.tuner.capture.cache import Flags, Tell
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.hardware import Constants, ReleaseConstants
 from moe_overlap.tuner.cost.interference import interference_of
 from moe_overlap.tuner.cost.links import axis_group
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from tests.unit.tuner.hand_made import captured_by_hand
 
 CONSTANTS = Constants(
-    {
-        "H100": GpuConstants(
-            gemm=0.75,
-            grouped_gemm=0.6,
-            attention_forward=0.6,
-            attention_backward=0.5,
-            fp8=0.6,
-            fp4=0.4,
-            memory=0.8,
-            domain=0.75,
-            network=0.8,
-            all_to_all_domain=0.6,
-            all_to_all_network=0.6,
-            kernel_seconds=3e-6,
-            host_seconds=1e-9,
-            overlap_slowdown=0.15,
-            step_seconds=0.0,
-        )
-    },
+    {"H100": dataclasses.replace(START, grouped_gemm=0.6, host_seconds=1e-9, step_seconds=0.0)},
     {
         "26.02": {"Hopper": ReleaseConstants(loss=1.3, measured=("bf16 MoE",))},
         "26.04": {"Hopper": ReleaseConstants(measured=("bf16 MoE",))},
@@ -112,9 +95,9 @@ def test_releases_and_unknown_gpus() -> None:
     assert predicted(software="26.02").predicted.step_seconds > SECONDS
     assert predicted(software="26.08").predicted.step_seconds < SECONDS
     assert predicted(software="26.04").extrapolating == ()
-    asked = "no measured steps of release 26.05 on Hopper in bf16 MoE; taken: 26.04, its median release"
+    asked = "no calibration run of release 26.05 on Hopper in bf16 MoE; that of 26.04, its median release, is assumed"
     assert predicted(software="26.05").extrapolating == (asked,)
-    assert predicted(cluster=shipped_cluster("H200", 32)).extrapolating == ("no measured steps of H200",)
+    assert predicted(cluster=shipped_cluster("H200", 32)).extrapolating == ("no calibration run of H200",)
     with pytest.raises(ConfigError, match="--software new: is no release"):
         predicted(software="new")
 
@@ -137,7 +120,7 @@ def test_what_does_not_fit_is_answered_with_stage_and_category() -> None:
     big = predicted("--num-layers", "64", "--hidden-size", "8192", "--moe-ffn-hidden-size", "16384")
     assert not big.fits
     assert big.overflow[0].startswith("does not fit: stage 0 needs ")
-    assert "of 80.0, most of it" in big.overflow[0]
+    assert f", of {big.available_bytes / GIB:.1f}; largest part: " in big.overflow[0]
     assert BASE.fits and not BASE.overflow
 
 

@@ -56,8 +56,8 @@ def step_of(words: str) -> SimulatedStep:
 def test_without_transfers_simulation_and_closed_form_agree(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To one in two thousand: interleaved pipelines of unequal stages fill a little less evenly than the closed form says."""
     monkeypatch.setattr(cost_predict, "point_to_point_seconds", lambda *_: np.zeros(()))
-    closed, played = both(words)
-    assert played == pytest.approx(closed, rel=1e-9 if CHUNKS not in words else 5e-4)
+    closed, simulated_seconds = both(words)
+    assert simulated_seconds == pytest.approx(closed, rel=1e-9 if CHUNKS not in words else 5e-4)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_with_transfers_they_agree_within_a_hundredth(
         float(np.array([p.forward.seconds for p in prices.priced.parts]) @ prices.priced.family.counts[:, 0]) / chunks
     )
     monkeypatch.setattr(cost_predict, "point_to_point_seconds", lambda *_: np.array(share * forward))
-    closed, played = both(words)
-    assert played == pytest.approx(closed, rel=0.01)
-    assert min(closed, played) > bare.simulation.step_seconds
+    closed, simulated_seconds = both(words)
+    assert simulated_seconds == pytest.approx(closed, rel=0.01)
+    assert min(closed, simulated_seconds) > bare.simulation.step_seconds
 
 
 def test_opposite_transfers_do_not_share_a_link() -> None:
@@ -129,8 +129,8 @@ def test_sharded_states_are_simulated(sharded: str) -> None:
     spans = step.simulation.spans(rank)
     compute = sum(one.end - one.start for one in spans if one.channel == "compute")
     assert compute < step.simulation.step_seconds < sum(one.end - one.start for one in spans)
-    closed, played = both(words)
-    assert played == pytest.approx(closed, rel=0.15)
+    closed, simulated_seconds = both(words)
+    assert simulated_seconds == pytest.approx(closed, rel=0.15)
 
 
 OVERLAPPED = [word for word in JOB if word not in ("--overlap-param-gather", "--overlap-grad-reduce")]

@@ -59,10 +59,10 @@ def test_long_chunks_of_one_row_cost_less_than_scattered_ones() -> None:
 
 
 @pytest.mark.parametrize(("stages", "virtual"), [(2, 2), (4, 4), (8, 3), (16, 2)])
-def test_every_further_round_takes_as_long_as_the_last_that_was_played(
+def test_every_further_round_takes_as_long_as_the_last_simulated_one(
     monkeypatch: pytest.MonkeyPatch, stages: int, virtual: int
 ) -> None:
-    """Chunks of one to three layers drawn at random, and a head: steps of twelve rounds, played whole and from four of them."""
+    """Chunks of one to three layers drawn at random, and a head: steps of twelve rounds, complete and from four of them."""
     draws = np.random.default_rng(stages).integers(1, 4, size=(stages, 1, virtual, 40)).astype(float)
     draws[-1, :, -1] += 1.5
     chunks = list(np.concatenate([draws, 2.0 * draws], axis=1))

@@ -27,6 +27,8 @@ from moe_overlap.tuner.search.fitting import memory_changes
 from moe_overlap.tuner.write.memory_changes import change_flags
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB, by_hand
 
+pytestmark = pytest.mark.usefixtures("whole_memory")
+
 QUANTILES = MemoryQuantiles(low=0.95, high=1.1)
 
 
@@ -78,8 +80,7 @@ def test_the_fullest_stage_and_those_that_may_not_fit_are_named() -> None:
         "may not fit: stage 0",
     ]
     assert (
-        lines[1] == "may not fit: stage 2 needs 76.0 GiB of 80.0, most of it activations (57.0); "
-        "with 95 % certainty no more than 83.6"
+        lines[1] == "may not fit: stage 2 needs 76.0 GiB, at most 83.6 (95 %), of 80.0; largest part: activations, 57.0"
     )
 
 

@@ -22,6 +22,8 @@ from moe_overlap.tuner.cost.memory_errors import MemoryErrors, student_quantile
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
 from tests.unit.tuner.cost.test_cost_predict import by_hand
 
+pytestmark = pytest.mark.usefixtures("whole_memory")
+
 ROOT = Path(__file__).resolve().parents[4]
 JOB = ["--megatron-args", str(ROOT / "examples" / "mixtral-8x7b.args"), "--gpu", "H100", "--num-gpus", "64"]
 
@@ -88,7 +90,7 @@ def test_a_prediction_fits_or_not_as_its_margin_says(
     assert needed["0.5"] < needed["0.95"] < needed["0.999"] and needed["0.95"] == pytest.approx(memory.high)
     assert needed["0.5"] == pytest.approx(shipped_constants().with_margin(0.5).memory.high)
     assert predict.main([*JOB, "--memory-margin", "0.999"]) == 0
-    assert "with 99.9 % certainty no more than" in capsys.readouterr().out
+    assert "(99.9 %), of " in capsys.readouterr().out
     for tool in (lambda words: predict.main(words), lambda words: autotune.main([*words, "--output", "never"])):
         assert tool([*JOB, "--memory-margin", "1.2"]) == 2
         assert capsys.readouterr().err == "error: --memory-margin 1.2: must be a quantile, between 0 and 1; use 0.95\n"

@@ -41,8 +41,8 @@ def closed(stages: int, virtual: int, micro_batches: int, one_way: float) -> flo
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_1f1b_waits_for_every_transfer(stages: int, micro_batches: int, one_way: float) -> None:
     """Exactly."""
-    played = simulated(stages, 1, micro_batches, one_way)
-    assert closed(stages, 1, micro_batches, one_way) == pytest.approx(played)
+    simulated_seconds = simulated(stages, 1, micro_batches, one_way)
+    assert closed(stages, 1, micro_batches, one_way) == pytest.approx(simulated_seconds)
 
 
 @pytest.mark.parametrize("one_way", [0.02, 0.1])
@@ -51,9 +51,9 @@ def test_1f1b_waits_for_every_transfer(stages: int, micro_batches: int, one_way:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_interleaving_hides_them_but_for_its_ends(stages: int, virtual: int, rounds: int, one_way: float) -> None:
     """Within 1 % of the step, and four transfers."""
-    played = simulated(stages, virtual, stages * rounds, one_way)
+    simulated_seconds = simulated(stages, virtual, stages * rounds, one_way)
     found = closed(stages, virtual, stages * rounds, one_way)
-    assert found == pytest.approx(played, rel=0.01)
-    assert found == pytest.approx(played, abs=4 * one_way)
+    assert found == pytest.approx(simulated_seconds, rel=0.01)
+    assert found == pytest.approx(simulated_seconds, abs=4 * one_way)
     bare = (stages * rounds * virtual + stages - 1) * (FORWARD + BACKWARD)
-    assert played > bare
+    assert simulated_seconds > bare

@@ -16,9 +16,9 @@ from moe_overlap.describe.cluster import GIB, Cluster, cluster_of, known_gpus, n
 from moe_overlap.tuner.capture.cache import load_captured, save_captured
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout
-from moe_overlap.tuner.cost.hardware import GpuConstants
 from moe_overlap.tuner.cost.links import Group, axis_group
 from moe_overlap.tuner.search.layer.sharding_algorithms import Workload
+from tests.unit.tuner.cost.test_cost_predict import CONSTANTS as COST_CONSTANTS
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 WHOLE, COLLECTIVES = GOLDEN / "sharding_whole.json", GOLDEN / "sharding_collectives.json"
@@ -35,23 +35,7 @@ LAYOUTS = (
     Layout(tensor=4, expert=2, expert_tensor=4, sequence_parallel=True),
     Layout(context=2, expert=2),
 )
-CONSTANTS = GpuConstants(
-    gemm=0.75,
-    grouped_gemm=0.6,
-    attention_forward=0.6,
-    attention_backward=0.5,
-    fp8=0.6,
-    fp4=0.4,
-    memory=0.8,
-    domain=0.75,
-    network=0.8,
-    all_to_all_domain=0.6,
-    all_to_all_network=0.6,
-    kernel_seconds=3e-6,
-    host_seconds=1e-6,
-    overlap_slowdown=0.15,
-    step_seconds=0.0,
-)
+CONSTANTS = replace(COST_CONSTANTS.gpus["H100"], host_seconds=1e-6)
 Row = tuple[str, str, Collective]
 """Kind of part, operator, and collective."""
 

@@ -13,7 +13,7 @@ from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
 from moe_overlap.api import predict, problem_of, tune
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.launching import launching_of
+from moe_overlap.host_launches import launching_of
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.overlapped import OverlapSearch, decide_overlaps
 from moe_overlap.plan_search.request import SearchSettings

@@ -28,6 +28,8 @@ from moe_overlap.tuner.search.layer.overlap import mixed
 from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.search.test_overlap_tuning import JOB, LIMITS
 
+pytestmark = pytest.mark.usefixtures("whole_memory")
+
 KEPT = ("whole micro-batches", "2 capacity chunks", "partitions")
 
 

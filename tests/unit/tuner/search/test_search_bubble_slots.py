@@ -14,7 +14,7 @@ from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient
 from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, fill_send_slot, hiding
 from moe_overlap.tuner.search.layer.slots import Slots, with_slots
-from tests.unit.tuner.search.test_search_weight_gradients import PLENTY, VARIANTS, Case, played, scheduled
+from tests.unit.tuner.search.test_search_weight_gradients import PLENTY, VARIANTS, Case, scheduled, simulated_step
 
 TWO_LAYERS = "--num-layers 2 --pipeline-model-parallel-size 2 --vocab-size 8000 --expert-model-parallel-size 8"
 INSTANCES = {
@@ -50,7 +50,7 @@ def every_plan(plan: Plan, model_has_head: int) -> list[Plan]:
 
 
 def seconds_of(plan: Plan, case: Case) -> float:
-    return played(plan, case).simulation.step_seconds
+    return simulated_step(plan, case).simulation.step_seconds
 
 
 @pytest.mark.parametrize(("words", "micro_batches"), INSTANCES.values(), ids=INSTANCES)
@@ -74,7 +74,7 @@ def test_a_way_is_the_shortest_for_all_micro_batches() -> None:
     """A way is chosen for all micro-batches of a step, although it was found on few of them."""
     words, _ = INSTANCES["long experts"]
     few, many = (scheduled(f"{words} --global-batch-size {64 * count}") for count in (2, 24))
-    moved, kept = (sum(case.found.behind_seconds) for case in (few, many))
+    moved, kept = (sum(case.found.bubble_slot_seconds) for case in (few, many))
     assert moved >= kept > 0
     for found in (few.found, many.found):
         assert found.simulated_seconds[found.chosen] == pytest.approx(min(found.simulated_seconds.values()), abs=1e-9)
@@ -93,13 +93,13 @@ def test_every_chunk_that_sends_has_its_own(words: str) -> None:
         if any(is_send(parse_operator(slot)) for slot in entry.weight_gradient_slots)
     }
     assert sending == {first for first, _ in chunks if first > 0}
-    assert [seconds > 0 for seconds in found.behind_seconds] == [len(found.plan.stages[0].chunks) > 1, True]
+    assert [seconds > 0 for seconds in found.bubble_slot_seconds] == [len(found.plan.stages[0].chunks) > 1, True]
 
 
 def test_bytes_bound_what_waits_for_the_send() -> None:
     words, _ = INSTANCES["long experts"]
     found = [scheduled(f"{words} --global-batch-size 256", most).found for most in (PLENTY, 1 << 30, 1)]
-    seconds = [sum(one.behind_seconds) for one in found]
+    seconds = [sum(one.bubble_slot_seconds) for one in found]
     assert seconds[0] > seconds[1] > seconds[2] == 0
 
 

@@ -24,7 +24,7 @@ def alike_links(draw: np.random.Generator, micro_batches: tuple[int, ...] = (1, 
     """A random problem without model chunks, all of whose transfers take equally long."""
     problem, sent = random_problem(draw), float(draw.choice([0.0, 0.3]))
     stages = tuple(replace(stage, sent=np.full(len(stage), sent)) for stage in problem.stages)
-    rules = PipelineRules(virtual=1, beside=None, fixed=0.02)
+    rules = PipelineRules(virtual=1, transfer_slowdown=None, fixed=0.02)
     return replace(problem, stages=stages, rules=rules, micro_batches=int(draw.choice(micro_batches)))
 
 
@@ -62,7 +62,7 @@ def larger(seed: int, micro_batches: int) -> PipelineProblem:
         layers=12,
         devices=(6,),
         micro_batches=micro_batches,
-        rules=PipelineRules(virtual=1, beside=None),
+        rules=PipelineRules(virtual=1, transfer_slowdown=None),
     )
 
 

@@ -251,7 +251,7 @@ def test_a_dense_model_has_no_dispatcher_to_be_marked() -> None:
 def test_prices_without_measured_steps_are_marked() -> None:
     assert uncalibrated("alltoall", "H100") == uncalibrated("deepep", "H100") == uncalibrated("hybridep", "GB200") == []
     for name, gpu in (("deepep", "GB200"), ("hybridep", "H100"), ("allgather", "H100")):
-        assert uncalibrated(name, gpu) == [f"no measured steps of the {name} dispatcher on {gpu}"]  # type: ignore[arg-type]
+        assert uncalibrated(name, gpu) == [f"no calibration run of the {name} dispatcher on {gpu}"]  # type: ignore[arg-type]
     assert set(CALIBRATED) == set(FURTHER)
 
 
@@ -356,11 +356,13 @@ def test_a_search_for_anyone_says_that_a_library_is_beyond_calibration(
     monkeypatch.setattr(plan_search, "FreeSearch", lambda **_: None)
     monkeypatch.setattr(plan_search, "free_finalists", lambda *given: handed.append(given[-1]) or [])
     nothing = SimpleNamespace(read=str, finalist=str)
-    asked = SimpleNamespace(settings=SearchSettings(target="any"), cluster=H100, options={})
-    search: Any = SimpleNamespace(asked=asked, said=nothing, upstream=nothing)
+    request: Any = SimpleNamespace(settings=SearchSettings(target="any"), cluster=H100, options={})
+    rules = SimpleNamespace(reader=nothing, upstream_reader=nothing)
     layout, features = SimpleNamespace(dispatcher=searched), SimpleNamespace(dispatcher=of_flags)
-    wider: Any = SimpleNamespace(
-        job=None, layouts=[layout], uniform=None, staged=None, task=SimpleNamespace(features=features)
+    plans: Any = SimpleNamespace(
+        rules=rules, job=None, layouts=[layout], uniform=None, staged=None, task=SimpleNamespace(features=features)
     )
-    assert plan_search._Search.finalists(search, wider) == []
-    assert handed == [("a first reason", *(["no measured steps of the hybridep dispatcher on H100"] if beyond else []))]
+    assert plan_search._finalists(plans, request) == []
+    assert handed == [
+        ("a first reason", *(["no calibration run of the hybridep dispatcher on H100"] if beyond else []))
+    ]

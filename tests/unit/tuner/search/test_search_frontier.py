@@ -101,7 +101,7 @@ def test_candidates_off_the_frontier_make_no_pipeline_faster() -> None:
         drawn = {name: 1.0 + (draw.integers(0, 5, n) if name in differ else np.zeros(n)) for name in names}
         optimizer = drawn.pop("optimizer")
         candidates = StageTimes(**drawn)
-        rules = PipelineRules(virtual=int(draw.integers(1, 3)), beside=None)
+        rules = PipelineRules(virtual=int(draw.integers(1, 3)), transfer_slowdown=None)
         rows = pareto(objective_columns(candidates, optimizer, place, stages, rules.virtual))
         others = [
             StageTimes(

@@ -63,7 +63,9 @@ def random_problem(draw: np.random.Generator) -> PipelineProblem:
         layers=sum(int(stage.layers[0]) for stage in options) + int(draw.integers(0, 6) == 0),
         devices=tuple(sum(stage.devices[0] for stage in options).tolist()),
         micro_batches=int(draw.choice([1, 2, 8, 64])),
-        rules=PipelineRules(virtual=int(draw.choice([1, 1, 2])), beside=draw.choice([None, 0.15]), fixed=0.02),
+        rules=PipelineRules(
+            virtual=int(draw.choice([1, 1, 2])), transfer_slowdown=draw.choice([None, 0.15]), fixed=0.02
+        ),
     )
 
 
@@ -91,7 +93,7 @@ def test_choice_is_the_best_of_all(closed_by_bound: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(mist_milp, "applies", lambda problem: False)
         monkeypatch.setattr(mist_milp, "_bound", lambda relaxed, best, lowest, least, deadline: (0.0, True))
         monkeypatch.setattr(
-            mist_milp, "_left", lambda relaxed, *_: [np.flatnonzero(np.isfinite(s)) for s in relaxed.chains]
+            mist_milp, "_open_candidates", lambda relaxed, *_: [np.flatnonzero(np.isfinite(s)) for s in relaxed.chains]
         )
     draw = np.random.default_rng(53)
     infeasible = 0
@@ -269,7 +271,7 @@ def test_choice_and_cuts_agree_where_both_apply() -> None:
                 layers=layers,
                 devices=(devices,),
                 micro_batches=cuts.micro_batches,
-                rules=PipelineRules(virtual=1, beside=None),
+                rules=PipelineRules(virtual=1, transfer_slowdown=None),
             )
             best = min(best, choose_stages(problem).objective)
         assert best == pytest.approx(cut_stages(cuts).objective, rel=1e-6)

@@ -15,6 +15,7 @@ from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan_search.free import freed_layouts, narrow_space, refusal_of, search_beyond
+from moe_overlap.plan_search.processes import SearchBudget
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.pipeline import StageTimes, averaged
 from moe_overlap.tuner.cost.prediction import estimate_plan
@@ -29,6 +30,8 @@ from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from tests.unit.tuner.search.spaces import SPACES
 from tests.unit.tuner.search.test_search_uniform import Case, case_of, graphs_of, least_memory, with_modules
+
+pytestmark = pytest.mark.usefixtures("whole_memory")
 
 LAYOUT = UniformLayout(tensor=1, context=1, expert=2, expert_tensor=1, pipeline=2, virtual=1, micro_batch=1)
 STRATEGIES = [(1, Offload()), (3, Offload()), (1, Offload(optimizer=0.5))]
@@ -116,7 +119,7 @@ def agree(case: Case, predictions: list[Prediction]) -> StageSearch:
 
 def test_the_search_finds_what_an_enumeration_finds() -> None:
     found = agree(scarce(), predictions_of(scarce(), LAYOUT, 3))
-    assert found.kept < found.candidates
+    assert found.on_frontier < found.candidates
     uniform = search_uniform([LAYOUT], costs_of(scarce()), lambda layout: scarce().bounds)
     assert found.solution.objective < uniform.solution.objective
 
@@ -261,7 +264,7 @@ def test_sub_meshes_know_the_uniform_plans_contexts_but_no_step_outside_their_sp
     def meshes(*arguments: object, **options: Any) -> MeshSearch:
         asked.append(options)
         nothing = Solution(value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=0.0)
-        return MeshSearch(solution=nothing, ranked=(), programs=0, priced=0, kept=0)
+        return MeshSearch(solution=nothing, ranked=(), programs=0, priced=0, cheapest=0)
 
     monkeypatch.setattr("moe_overlap.plan_search.free.search_meshes", meshes)
     words = ("--num-layers", "4", "--pipeline-model-parallel-size", "1", "--global-batch-size", "8")
@@ -272,7 +275,7 @@ def test_sub_meshes_know_the_uniform_plans_contexts_but_no_step_outside_their_sp
     run = Run(gpus=4, domain_gpus=8, sequence_length=4096, global_batch_size=8)
     search_beyond(uniform, layouts, case.task, lambda layout: case.bounds, 20, run=run)
     assert math.isfinite(uniform.solution.objective) and 2 in {plan.layout.context for plan in uniform.ranked}
-    assert [(options["contexts"], options["known"]) for options in asked] == [([1, 2], math.inf)]
+    assert [(options["contexts"], options["incumbent_seconds"]) for options in asked] == [([1, 2], math.inf)]
 
 
 def test_a_space_whose_states_move_adds_no_plan_with_model_chunks() -> None:
@@ -332,7 +335,8 @@ def test_any_number_of_processes_finds_the_same_plans() -> None:
     narrow = dataclasses.replace(case.task, space=narrow_space(task.space))
     found = search_uniform(layouts, UniformCosts(narrow), lambda layout: case.bounds)
     one, two = (
-        search_beyond(found, layouts, task, lambda layout: case.bounds, 20, run=run, jobs=jobs) for jobs in (1, 2)
+        search_beyond(found, layouts, task, lambda layout: case.bounds, 20, SearchBudget(jobs=jobs), run)
+        for jobs in (1, 2)
     )
     assert one.staged is not None and two.staged is not None
     assert one.uniform.ranked == two.uniform.ranked and one.uniform.solution.bound == two.uniform.solution.bound
@@ -353,13 +357,13 @@ def test_shares_rank_what_a_search_of_all_layouts_ranks() -> None:
             key=lambda plan: plan.seconds,
         )
         best = Solution(value=plans[0], objective=plans[0].seconds, bound=bound, status=status, seconds=1.0)
-        return StageSearch(solution=best, ranked=tuple(plans), layouts=len(own), candidates=3, kept=2)
+        return StageSearch(solution=best, ranked=tuple(plans), layouts=len(own), candidates=3, on_frontier=2)
 
     shares = [share(layouts[1::2], 7.0, Status.OPTIMAL), share(layouts[0::2], 7.5, Status.FEASIBLE)]
     whole = joined_stages(shares, layouts, 10.0)
     assert [plan.seconds for plan in whole.ranked] == [8.0, 9.0]
     assert whole.solution.value == whole.ranked[0] and whole.solution.objective == 8.0
     assert (whole.solution.bound, whole.solution.status) == (7.0, Status.FEASIBLE)
-    assert (whole.layouts, whole.candidates, whole.kept) == (4, 6, 4)
+    assert (whole.layouts, whole.candidates, whole.on_frontier) == (4, 6, 4)
     none = joined_stages(shares, layouts, 1.0)
     assert none.ranked == () and none.solution.value is None

@@ -217,7 +217,7 @@ def test_best_threshold_is_that_of_all() -> None:
         best = float((sums + weight * stairs.levels).min())
         end = search_thresholds(stairs.levels, weight, float(sums[-1]), stairs.shortest, math.inf, math.inf)
         assert end.is_complete and end.bound == pytest.approx(best, rel=1e-12)
-        assert (end.found is None) == math.isinf(best)
+        assert (end.plan is None) == math.isinf(best)
         asked, possible = asked + len(stairs.asked), possible + size
         stopped = search_thresholds(stairs.levels, weight, float(sums[-1]), stairs.shortest, math.inf, -math.inf)
         assert stopped.bound <= best * (1 + 1e-12) and stopped.is_complete == math.isinf(best)

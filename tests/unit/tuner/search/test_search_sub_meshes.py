@@ -257,9 +257,9 @@ def test_the_full_space_is_never_slower(tmp_path: Path) -> None:
 def test_plans_far_slower_than_a_known_one_are_not_looked_for() -> None:
     case, run = small()
     best = searched().solution
-    same = search_meshes(case.task, run, known=best.objective)
+    same = search_meshes(case.task, run, incumbent_seconds=best.objective)
     assert same.solution.value == best.value
-    none = search_meshes(case.task, run, known=0.25 * best.objective / FAR)
+    none = search_meshes(case.task, run, incumbent_seconds=0.25 * best.objective / FAR)
     assert none.solution.value is None and none.solution.status is Status.INFEASIBLE and none.ranked == ()
     assert none.programs < same.programs <= searched().programs
     assert 0.25 * best.objective <= none.solution.bound <= best.objective
@@ -268,7 +268,7 @@ def test_plans_far_slower_than_a_known_one_are_not_looked_for() -> None:
 def test_a_share_that_ran_out_of_time_leaves_the_whole_unproven() -> None:
     def share(status: Status, bound: float) -> MeshSearch:
         nothing = Solution(value=None, objective=math.inf, bound=bound, status=status, seconds=1.0)
-        return MeshSearch(solution=nothing, ranked=(), programs=1, priced=1, kept=1)
+        return MeshSearch(solution=nothing, ranked=(), programs=1, priced=1, cheapest=1)
 
     whole, late = share(Status.INFEASIBLE, math.inf), share(Status.TIME_LIMIT, 0.0)
     assert joined_meshes([whole, late]).solution.status is Status.TIME_LIMIT

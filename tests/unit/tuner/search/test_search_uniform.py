@@ -47,6 +47,8 @@ from tests.unit.tuner.cost.test_cost_predict import CONSTANTS, JOB
 from tests.unit.tuner.hand_made import captured_by_hand
 from tests.unit.tuner.search.spaces import SPACES
 
+pytestmark = pytest.mark.usefixtures("whole_memory")
+
 SMALL = [*JOB, "--num-layers", "6", "--num-experts", "4", "--expert-model-parallel-size", "1"]
 
 
@@ -366,7 +368,9 @@ def least_memory(case: Case, share: float) -> Case:
     group = case.cluster.groups[0]
     gpu = dataclasses.replace(group.gpu, memory_gib=group.gpu.memory_gib * share)
     cluster = dataclasses.replace(case.cluster, groups=(dataclasses.replace(group, gpu=gpu),))
-    machine = dataclasses.replace(case.task.machine, cluster=cluster, memory=MemoryQuantiles(0.9, 1.1))
+    machine = dataclasses.replace(
+        case.task.machine, cluster=cluster, memory=MemoryQuantiles(0.9, 1.1), reserved_bytes=0
+    )
     task = dataclasses.replace(case.task, machine=machine)
     return dataclasses.replace(
         case, task=task, cluster=cluster, bounds=dataclasses.replace(case.bounds, machine=machine)

@@ -66,7 +66,7 @@ def problem_like(step: SimulatedStep, model: ModelDescription) -> Problem:
     )
 
 
-def played(plan: Plan, case: Case) -> SimulatedStep:
+def simulated_step(plan: Plan, case: Case) -> SimulatedStep:
     return simulate_step(plan, problem_like(case.step, case.model))
 
 
@@ -85,7 +85,7 @@ def test_a_schedule_is_valid_and_not_slower(words: str) -> None:
             name for layer in stage.overlap.layers for names in layer.weight_gradient_slots.values() for name in names
         }
         assert named == planned
-    again = played(found.plan, case)
+    again = simulated_step(found.plan, case)
     assert again.simulation.step_seconds == found.simulated_seconds[found.chosen]
     assert again.simulation.step_seconds <= step.simulation.step_seconds
     assert found.simulated_seconds["without"] == pytest.approx(step.simulation.step_seconds)
@@ -125,7 +125,7 @@ def test_bytes_bound_what_is_held() -> None:
 
 def test_what_is_deferred_enters_the_memory_of_a_step() -> None:
     found, step, _ = scheduled("")
-    again = played(found.plan, scheduled(""))
+    again = simulated_step(found.plan, scheduled(""))
     name = next(i.name for i in again.prices[0].instructions if i.kind == "weight-gradient" and "experts" in i.name)
     one = again.prices[0].deferred_bytes(name)
     tokens, hidden, ffn = 4 * 4096 * 4, 2048, 4096

@@ -36,11 +36,11 @@ def launching_of(
         return Launching(seconds=0.0)
     at_once = replace(machine, constants=replace(machine.constants, host_seconds=0.0))
     # Lists of states that move take seconds, and launches are the same share of their closed form.
-    here = estimate_plan(plan, problem).predicted.step_seconds if moves_states(plan) else step_seconds
+    closed_seconds = estimate_plan(plan, problem).predicted.step_seconds if moves_states(plan) else step_seconds
     least = estimate_plan(plan, replace(problem, machine=at_once)).predicted.step_seconds
-    # A host that is never waited for may still leave another order to a simulated list.
-    scale = step_seconds / here
-    seconds = scale * max(0.0, here - least)
+    # A simulated list may have another order without waits for the host: the closed form gives the share of launches.
+    scale = step_seconds / closed_seconds
+    seconds = scale * max(0.0, closed_seconds - least)
     if seconds < WORTH_A_LOOK * step_seconds:
         return Launching(seconds=seconds)
     graphs: tuple[str, ...] = (GRAPHS_FLAG,)
@@ -48,10 +48,12 @@ def launching_of(
         graphed = problem.replaying(True)
         is_allowed = replays_lists and problem.listed.graphs_refusal is None and not problem.features.listed_graphs
     else:
-        said = _upstream_graphs(problem.model.num_experts > 0)
-        graphs = tuple(word for name, values in said.items() for word in (name, *values))
+        graphs_by_flag = _upstream_graphs(problem.model.num_experts > 0)
+        graphs = tuple(word for name, values in graphs_by_flag.items() for word in (name, *values))
         graphed = replace(problem, features=replace(problem.features, graphs="partial"))
-        is_allowed = problem.features.graphs == "none" and is_upstream_plan(plan, values_of({**flags, **said}))
+        is_allowed = problem.features.graphs == "none" and is_upstream_plan(
+            plan, values_of({**flags, **graphs_by_flag})
+        )
     if not is_allowed:
         return Launching(seconds=seconds)
     faster = estimate_plan(plan, graphed).predicted.step_seconds

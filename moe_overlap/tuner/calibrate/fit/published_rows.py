@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from moe_overlap.tuner.calibrate.fit.rows import (
     BF16_GRADIENTS,
+    DATA,
     FUSED_LOSS,
     Habits,
     MeasuredRow,
@@ -20,8 +20,6 @@ from moe_overlap.tuner.calibrate.fit.rows import (
     scored_measurements,
     table,
 )
-
-DATA = Path(__file__).resolve().parent / "data"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
 from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
 
+pytestmark = pytest.mark.usefixtures("whole_memory")
+
 WORDS = [*SMALL, "--num-layers", "6", "--overlap-grad-reduce", "--overlap-param-gather", "--moe-shared-expert-overlap"]
 """The model has no shared expert: the flag keeps Megatron-LM's other overlap, which is faster here, out of the search."""
 WHOLE = "--recompute-granularity full --recompute-method block --recompute-num-layers"
