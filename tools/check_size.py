@@ -40,7 +40,7 @@ BUDGET = {
     "moe_overlap/describe": Size(24, 5015),
     "moe_overlap/plan": Size(29, 7373),
     "moe_overlap/plan_search": Size(13, 2910),
-    "moe_overlap/report": Size(18, 3255),
+    "moe_overlap/report": Size(18, 3295),
     "moe_overlap/runtime": Size(39, 8556),
     "moe_overlap/tuner": Size(128, 32819),
     "moe_overlap/tuner/calibrate": Size(14, 2930),
