@@ -11,7 +11,7 @@ BIN := .venv/bin
 PYTHONS := use Python 3.11, 3.12 or 3.13: apt install python3 python3-venv, or make PYTHON=python3.12
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow test-sweep test-gpu check format clean
+.PHONY: train test test-slow test-sweep test-gpu check wheel format clean
 
 train: .venv/installed
 	$(BIN)/python tools/first_run.py --processes $(PROCESSES) --link $(LINK) $(ARGS)
@@ -47,6 +47,11 @@ check: .venv/installed
 	$(BIN)/python tools/check_size.py; \
 	wait $$!
 
+# Into dist/: with the models, and with captures of them, so that predictions need no torch (MODELS="a b": of these alone).
+wheel: .venv/installed
+	$(BIN)/python tools/write_captures.py $(MODELS)
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
 format: .venv/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -60,4 +65,4 @@ format: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info checkpoints runs/first
+	rm -rf .venv build dist *.egg-info checkpoints runs/first

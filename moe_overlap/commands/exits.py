@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from moe_overlap.describe.errors import system_refusal
+from moe_overlap.describe.errors import ConfigError, system_refusal
 from moe_overlap.describe.files import printable
 from moe_overlap.describe.process import end_with_parent
 
@@ -142,6 +142,38 @@ def leave(rank: int, line: str, status: int, is_shared: bool = False) -> int:
     return status
 
 
+OURS = ("moe_overlap", "megatron.training", "tools")
+"""Roots of this project's modules: a missing one is a bug, and its traceback is printed."""
+DISTRIBUTION = "megatron-moe-overlap"
+"""Name of this project in a package index."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def missing_package(error: ModuleNotFoundError, root: Path = ROOT) -> ConfigError:
+    """The error about a package that this Python lacks.
+
+    Args:
+        root: the folder with the project: a checkout, or the packages of an installation.
+    Raises:
+        ModuleNotFoundError: a module of this project, whose absence is a bug.
+    """
+    name = error.name or ""
+    if not name or any(name == package or name.startswith(f"{package}.") for package in OURS):
+        raise error
+    activate = root / ".venv" / "bin" / "activate"
+    if not (root / "setup.py").is_file():
+        package = name.partition(".")[0]
+        what = f"'{DISTRIBUTION}[train]'" if package in ("torch", "megatron") else package
+        fix = f"`pip install {what}`"
+    elif not activate.exists():
+        fix = "`make train` makes .venv and installs; then `. .venv/bin/activate`"
+    elif Path(sys.prefix).resolve() == (root / ".venv").resolve():
+        fix = "install again: `pip install --editable '.[train]'`"
+    else:
+        fix = f"use the project's environment: `. {activate}`"
+    return ConfigError("python", sys.executable, f"lacks the package {name}", fix)
+
+
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
 _Main = TypeVar("_Main", bound=Callable[..., int])
@@ -163,6 +195,10 @@ def interruptible(main: _Main) -> _Main:
             if os.environ.get("RANK", "0") == "0":
                 print("error: interrupted", file=sys.stderr, flush=True)
             return INTERRUPTED
+        except ModuleNotFoundError as error:
+            # An installation for predictions alone has no torch.
+            print(f"error: {missing_package(error)}", file=sys.stderr, flush=True)
+            return 2
         except OSError as error:
             print(refusal_line(error), file=sys.stderr, flush=True)
             return 2

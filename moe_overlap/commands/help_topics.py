@@ -29,6 +29,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, training_flags: frozenset[str] = frozenset(), **named: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **named})
         self._training_flags = training_flags
+        self.add_argument(
+            "--print-completion",
+            metavar="SHELL",
+            action=_PrintCompletion,
+            training_flags=training_flags,
+            help="print a completion script for bash, zsh or tcsh and stop; needs the package shtab",
+        )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line; flags that the parser does not know must be flags of the training."""
@@ -138,6 +145,31 @@ class Removed(argparse.Action):
         """Print the line."""
         error = ConfigError(self.option_strings[0], value, f"was removed: {self._rule}", self._fix)
         parser.exit(2, f"error: {error}\n")
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints the completion script of a shell and ends the program, without checking other arguments."""
+
+    def __init__(self, option_strings: list[str], dest: str, training_flags: frozenset[str], **named: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, **named)
+        self._training_flags = training_flags
+
+    def __call__(self, parser: argparse.ArgumentParser, _: argparse.Namespace, shell: Any, *__: Any) -> None:
+        """Print the script; status 0, or 2 for an unknown shell or without shtab."""
+        try:
+            import shtab
+        except ModuleNotFoundError:
+            error = ConfigError(self.option_strings[0], shell, "needs the package shtab", "pip install shtab")
+            parser.exit(2, f"error: {error}\n")
+        if shell not in shtab.SUPPORTED_SHELLS:
+            rule = f"use {one_of(tuple(shtab.SUPPORTED_SHELLS))}"
+            parser.exit(
+                2, f"error: {ConfigError(self.option_strings[0], shell, 'is no shell that shtab knows', rule)}\n"
+            )
+        for name in sorted(self._training_flags.difference(parser._option_string_actions)):
+            parser.add_argument(name, help="flag of the training")
+        print(shtab.complete(parser, shell), end="")
+        parser.exit()
 
 
 class _Help(argparse.Action):

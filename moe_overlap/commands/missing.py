@@ -8,12 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_overlap.commands.exits import INTERRUPTED
-from moe_overlap.describe.errors import ConfigError
-
-OURS = ("moe_overlap", "megatron.training", "tools")
-"""Roots of this project's modules: a missing one is a bug, and its traceback is printed."""
-ROOT = Path(__file__).resolve().parents[2]
+from moe_overlap.commands.exits import INTERRUPTED, ROOT, missing_package
 
 
 @contextlib.contextmanager
@@ -27,10 +22,7 @@ def says_what_is_missing(root: Path = ROOT, answers_ctrl_c: bool = True) -> Iter
     try:
         yield
     except ModuleNotFoundError as error:
-        name = error.name or ""
-        if not name or any(name == package or name.startswith(f"{package}.") for package in OURS):
-            raise
-        print(f"error: {_missing(name, root)}", file=sys.stderr)
+        print(f"error: {missing_package(error, root)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         if not answers_ctrl_c:
@@ -39,14 +31,3 @@ def says_what_is_missing(root: Path = ROOT, answers_ctrl_c: bool = True) -> Iter
         if os.environ.get("RANK", "0") == "0":
             print("error: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-
-
-def _missing(name: str, root: Path) -> ConfigError:
-    activate = root / ".venv" / "bin" / "activate"
-    if not activate.exists():
-        fix = "`make train` makes .venv and installs; then `. .venv/bin/activate`"
-    elif Path(sys.prefix).resolve() == (root / ".venv").resolve():
-        fix = "install again: `pip install --editable .`"
-    else:
-        fix = f"use the project's environment: `. {activate}`"
-    return ConfigError("python", sys.executable, f"lacks the package {name}", fix)

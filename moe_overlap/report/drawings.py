@@ -87,7 +87,7 @@ class Point:
 
 
 def chart(points: Sequence[Point], axes: tuple[str, str], joined: bool, limit: float | None = None) -> str:
-    """Points over two axes that begin at zero.
+    """Points over two axes that begin at zero. Points that no lines connect have names beside them where there is room.
 
     Args:
         axes: names with units, of x and of y.
@@ -112,7 +112,38 @@ def chart(points: Sequence[Point], axes: tuple[str, str], joined: bool, limit: f
         shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}">{title(about)}</circle>')
     if limit is not None:
         shapes.append(f'<path stroke="{CAPACITY}" d="M{LEFT + limit * scale:.1f} 20V{bottom:g}"/>')
+        shapes.append(text(LEFT + limit * scale - 4, 16, "capacity", "end"))
+    if not joined:
+        shapes += _names(points, places)
     return svg([*shapes, *axis(widest, bottom, scale, axes[0])], height, f"{axes[1]} over {axes[0]}")
+
+
+MOST_LETTERS = 34
+"""Longest name beside a point; a longer one is cut, and whole in the tooltip."""
+_LETTER, _LINE = 6.6, 13.0
+"""Width of a letter and height of a line, in units of the drawing."""
+
+
+def _names(points: Sequence[Point], places: Sequence[tuple[float, float]]) -> list[str]:
+    """The names of points, marked ones first: right of a point, else left, above or below, where nothing is drawn yet."""
+    boxes = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    shapes = []
+    for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda pair: not pair[0].is_marked):
+        name = point.label if len(point.label) <= MOST_LETTERS else f"{point.label[: MOST_LETTERS - 1]}…"
+        width = _LETTER * len(name)
+        for start, line in ((x + 8, y + 4), (x - 8 - width, y + 4), (x - width / 2, y - 9), (x - width / 2, y + 17)):
+            box = (start, line - _LINE + 3, start + width, line + 3)
+            is_inside = box[0] >= LEFT and box[2] <= WIDTH and box[1] >= 18
+            if is_inside and not any(_overlap(box, other) for other in boxes):
+                boxes.append(box)
+                shapes.append(text(start, line, name))
+                break
+    return shapes
+
+
+def _overlap(box: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    """Whether two boxes (left, top, right, bottom) have a point in common."""
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
 # Shapes

@@ -164,7 +164,9 @@ def _seconds(seconds: float) -> PageCell:
 def _plan(report: Report) -> Iterator[str]:
     plan = report.answer.plan
     yield stages_and_devices(plan)
-    yield f"<p>{plan.world_size} ranks on {escape(devices(report.answer.cluster))}; a colour holds the same experts.</p>"
+    is_split = any(stage.expert > 1 for stage in plan.stages)
+    colours = "; a colour holds the same experts" if is_split else ""
+    yield f"<p>{plan.world_size} ranks on {escape(devices(report.answer.cluster))}{colours}.</p>"
     yield f"<details><summary>the plan as text</summary>{_preformatted(format_plan(plan))}</details>"
 
 

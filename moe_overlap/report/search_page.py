@@ -13,6 +13,7 @@ from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.search.layer.slots import enough_micro_batches, shortened
 
 ON_FRONTIER = "on the frontier of seconds and memory"
+DOES_NOT_FIT = "does not fit"
 COMPETING = 4
 """Number of plans, the chosen one included, that compete in the sensitivities to network and routing."""
 
@@ -65,8 +66,14 @@ def _rows(search: PlanSearch, runners_up: Sequence[RunnerUp]) -> list[CandidateR
         for other, why in zip(search.others, runners_up, strict=True)
     ]
     names = {search.chosen.name, *(other.name for other in search.others)}
+    memory, available = search.prediction.memory, search.prediction.available_bytes
     frontier = [
-        CandidateRow(name=plan.name, seconds=plan.seconds, needed_bytes=plan.needed_bytes, note=ON_FRONTIER)
+        CandidateRow(
+            name=plan.name,
+            seconds=plan.seconds,
+            needed_bytes=plan.needed_bytes,
+            note=ON_FRONTIER if plan.needed_bytes * memory.high <= available else DOES_NOT_FIT,
+        )
         for plan in search.uniform.frontier
         if plan.name not in names
     ]

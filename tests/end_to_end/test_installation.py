@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,19 @@ def test_wheel(sources: Path, tmp_path: Path) -> None:
     assert found["portion"] == "moe-overlap"
     assert isinstance(found["flags"], int) and found["flags"] > 800
     check_commands(python, tmp_path)
+    check_metadata(wheel)
+
+
+def check_metadata(wheel: Path) -> None:
+    """The examples are inside, and torch is an extra."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    for example in ("models/mixtral-8x7b.json", "mixtral-8x7b.args", "clusters/a100.json"):
+        assert f"moe_overlap/examples/{example}" in names
+    assert "Requires-Python: <3.14,>=3.11" in metadata and "Description-Content-Type: text/markdown" in metadata
+    needed = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
+    assert needed == ["numpy", "ortools", "pandas"]
 
 
 SMALL_JOB = """
@@ -133,6 +147,10 @@ def check_commands(python: Path, folder: Path) -> None:
     predicted = printed("moe-predict", "--megatron-args", "job.args", "--gpu", "H100", "--num-gpus", "8")
     assert re.search(r"^step +[\d.]+ s ± ", predicted, re.MULTILINE), predicted
     assert "2 layers, hidden 64" in printed("moe-train", "@job.args", "--dry-run")
+    assert "tiny-mixtral-8x7b" in printed("moe-predict", "--list-models").splitlines()
+    assert "4 layers, hidden 128" in printed(
+        "moe-train", "--model", "tiny-mixtral-8x7b", "--dry-run", "--world-size", "2"
+    )
 
 
 def test_editable(sources: Path, tmp_path: Path) -> None:

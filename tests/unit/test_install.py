@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,20 @@ def test_pins_are_not_checked_where_no_index_answers(
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     assert check_pins.main(["torch==2.13.0"]) == 0
     assert capsys.readouterr().out.startswith("pins: not checked: the package index does not answer (")
+
+
+def test_predictions_are_installed_without_torch_and_make_installs_all() -> None:
+    """`make` installs `.[dev]`, which has what training has."""
+    source = (ROOT / "setup.py").read_text()
+    (needed,) = re.findall(r"install_requires=(\[.*\])", source)
+    (train,) = re.findall(r"^TRAIN = (\[.*\])", source, re.MULTILINE)
+    assert (
+        "torch" not in needed and "megatron" not in needed and train == '["megatron-core==0.16.1", "torch>=2.11,<2.14"]'
+    )
+    assert '"train": TRAIN,' in source and re.search(r'"dev": \[\n\s+\*TRAIN,', source)
+    assert "[dev]" in (ROOT / "tools/install.py").read_text()
+
+
+def test_docker_leaves_out_what_make_creates() -> None:
+    left_out = set((ROOT / ".dockerignore").read_text().split())
+    assert {".git", ".venv", "build", "dist", "runs", "checkpoints"} <= left_out

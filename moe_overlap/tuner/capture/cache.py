@@ -31,7 +31,14 @@ from moe_overlap.plan.serialize import read_record
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Collective, Implementation, Layout, Op, Storage
 from moe_overlap.tuner.capture.processes import CaptureError, CaptureProcesses
-from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds
+from moe_overlap.tuner.capture.request import (
+    NO_RECOMPUTATION,
+    SHIPPED,
+    Request,
+    layer_kinds,
+    prediction_kinds,
+    require_libraries,
+)
 from moe_overlap.tuner.cost.stage_parts import stage_variants
 
 Flags = Mapping[str, tuple[str, ...]]
@@ -167,7 +174,7 @@ def _op(row: list[Any], table: list[Expression]) -> dict[str, Any]:
 
 
 class CaptureFiles:
-    """Captures in a folder; a file is read once.
+    """Captures in a folder, and behind it those that a wheel ships; a file is read once.
 
     Args:
         folder: created if it is missing.
@@ -208,6 +215,7 @@ class CaptureFiles:
                 print(f"warning: {error}; captured again", file=sys.stderr)
                 missing[path] = request
         if missing:
+            require_libraries()
             _require_writable(self._folder)
             self._started = time.monotonic()
             self._report(0, len(missing))
@@ -228,7 +236,9 @@ class CaptureFiles:
 
     def _load(self, path: Path) -> CapturedModel:
         if path not in self._read:
-            self._read[path] = load_captured(path, path.stem)
+            shipped = SHIPPED / path.name
+            is_shipped = shipped.exists() and not path.exists()
+            self._read[path] = load_captured(shipped if is_shipped else path, path.stem)
         return self._read[path]
 
 

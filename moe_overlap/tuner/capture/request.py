@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.training.cli.arguments import config_to_flags, parse
 from megatron.training.cli.config import Config
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.capture.graph import Implementation, Layout
@@ -122,10 +123,46 @@ class Request:
         )
 
 
+LIBRARIES = ("torch", "megatron-core")
+"""The libraries whose operators are recorded."""
+SHIPPED = Path(__file__).with_name("shipped")
+"""Captures that come with a wheel, and `VERSIONS`, the libraries that they were made with; a checkout has none."""
+VERSIONS = "versions.json"
+
+
 @cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Versions of the libraries whose operators are recorded; nothing is imported."""
-    return tuple((name, importlib.metadata.version(name)) for name in ("torch", "megatron-core"))
+    """Versions of the libraries whose operators are recorded; nothing is imported.
+
+    Without these libraries, as predictions need none, the versions are those of the shipped captures.
+    """
+    try:
+        return tuple((name, importlib.metadata.version(name)) for name in LIBRARIES)
+    except importlib.metadata.PackageNotFoundError:
+        return _shipped_versions()
+
+
+@cache
+def _shipped_versions() -> tuple[tuple[str, str], ...]:
+    try:
+        shipped = json.loads((SHIPPED / VERSIONS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return tuple((name, "none") for name in LIBRARIES)
+    return tuple((name, shipped[name]) for name in LIBRARIES)
+
+
+def require_libraries() -> None:
+    """Refuse to capture where the libraries are not installed.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    try:
+        for name in LIBRARIES:
+            importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError as error:
+        rule = f"no recording of its operators under this layout is shipped, and recording them needs {' and '.join(LIBRARIES)}"
+        raise ConfigError("the model", "", rule, "pip install 'megatron-moe-overlap[train]'") from error
 
 
 def captured_by() -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import types
 import typing
 from collections.abc import Callable
 
@@ -52,7 +53,7 @@ def test_a_tool_has_every_flag_in_one_topic(name: str, capsys: pytest.CaptureFix
     assert {"job", "machines", "prices", "answer"} <= set(topics)
     flags = [flag for topic in topics for flag in FLAG.findall(helped(TOOLS[name], ["--help", topic], capsys))]
     every = FLAG.findall(helped(TOOLS[name], ["--help", "all"], capsys).partition("options:")[2])
-    assert len(flags) > 12 and sorted(flags) == sorted(set(every) - {"--help", "--version"})
+    assert len(flags) > 12 and sorted(flags) == sorted(set(every) - {"--help", "--version", "--print-completion"})
     assert "--megatron-args" in FLAG.findall(alone) and len(FLAG.findall(alone)) < len(flags)
 
 
@@ -78,3 +79,27 @@ def test_help_loads_no_solver(tool: str) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "[]\n") and "--megatron-args" in ended.stdout
+
+
+def test_a_shell_completes_flags_of_the_tool_and_of_the_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With shtab, an optional package; a stand-in shows what it is given."""
+    parsers = []
+    stand_in = types.ModuleType("shtab")
+    stand_in.SUPPORTED_SHELLS = ["bash", "zsh"]  # type: ignore[attr-defined]
+    stand_in.complete = lambda parser, shell: parsers.append(parser) or f"script of {shell}"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "shtab", stand_in)
+    for arguments, status, out, err in (
+        (["--print-completion", "zsh"], 0, "script of zsh", ""),
+        (["--print-completion", "cmd"], 2, "", "--print-completion cmd: is no shell that shtab knows; use bash or zsh"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            predict.main(arguments)
+        printed = capsys.readouterr()
+        assert ended.value.code == status and printed.out == out and err in printed.err
+    assert {"--gpu", "--tensor-model-parallel-size"} <= parsers[0]._option_string_actions.keys()
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(SystemExit):
+        predict.main(["--print-completion", "bash"])
+    assert "needs the package shtab; pip install shtab" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.missing import says_what_is_missing
 
 
@@ -17,6 +18,7 @@ def ended(name: str, root: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_fix_is_the_environment_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "setup.py").touch()
     line = ended("ortools", tmp_path, capsys)
     assert line.startswith("error: python ") and line.count("\n") == 1
     assert "lacks the package ortools; `make train` makes .venv" in line
@@ -28,10 +30,11 @@ def test_the_fix_is_the_environment_that_is_there(tmp_path: Path, capsys: pytest
 def test_in_the_environment_it_is_installed_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "setup.py").touch()
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()
     monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
-    assert "install again: `pip install --editable .`" in ended("torch.nn", tmp_path, capsys)
+    assert "install again: `pip install --editable '.[train]'`" in ended("torch.nn", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["moe_overlap.lost", "megatron.training", "tools.bench"])
@@ -56,3 +59,15 @@ def test_ctrl_c_of_training_is_left_to_its_own_end(capsys: pytest.CaptureFixture
     with pytest.raises(KeyboardInterrupt), says_what_is_missing(answers_ctrl_c=False):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == ""
+
+
+def test_an_installation_names_the_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in ("torch.nn", "megatron.core"):
+        assert "`pip install 'megatron-moe-overlap[train]'`" in ended(package, tmp_path, capsys)
+    assert "lacks the package pandas; `pip install pandas`" in ended("pandas", tmp_path, capsys)
+
+    @interruptible
+    def command() -> int:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    assert command() == 2 and "lacks the package torch; " in capsys.readouterr().err

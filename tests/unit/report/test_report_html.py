@@ -16,7 +16,7 @@ from moe_overlap.describe.cluster import GIB, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
 from moe_overlap.report.answer import Answer, answer_lines
-from moe_overlap.report.drawings import stages_and_devices
+from moe_overlap.report.drawings import Point, chart, stages_and_devices
 from moe_overlap.report.html import CandidateRow, Report, Sensitivity, report_html, write_report
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import needed_bytes
@@ -213,3 +213,23 @@ def test_an_interleaved_stage_is_not_drawn_as_if_it_had_all_layers_between() -> 
 def stages_of(plan: Plan, chunks: tuple[tuple[int, int], ...]) -> Plan:
     """The plan with a first stage of these chunks alone."""
     return dataclasses.replace(plan, stages=(dataclasses.replace(plan.stages[0], chunks=chunks),))
+
+
+def test_points_have_their_names_beside_them_where_there_is_room() -> None:
+    """The marked point first; a name that would cover another one or leave the drawing is in the tooltip alone."""
+    apart = [
+        Point(x=10, y=1, label="TP8"),
+        Point(x=70, y=2, label="EP8 & more", is_marked=True),
+        Point(x=79, y=3, label="x" * 50),
+    ]
+    drawing = chart(apart, ("GiB needed", "seconds a step"), joined=False, limit=80)
+    for name in (">TP8<", ">EP8 &amp; more<", f">{'x' * 33}…<", ">capacity<"):
+        assert f"{name}/text>" in drawing
+    assert drawing.index(">EP8 &amp; more</text>") < drawing.index(">TP8</text>")
+    crowd = [Point(x=40, y=1, label=f"plan {number}", is_marked=number == 7) for number in range(20)]
+    drawing = chart(crowd, ("GiB needed", "seconds a step"), joined=False)
+    shown = re.findall(r">(plan \d+)</text>", drawing)
+    assert shown[0] == "plan 7" and 1 <= len(shown) <= 4 and drawing.count("<title>plan") == 20
+    assert "</text>" in chart(apart, ("a", "b"), joined=True) and "TP8</text>" not in chart(
+        apart, ("a", "b"), joined=True
+    )

@@ -11,7 +11,7 @@ from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import GIB, shipped_cluster
 from moe_overlap.plan_search.results import Finalist, PlanSearch
 from moe_overlap.report.html import Report, Sensitivity, report_html
-from moe_overlap.report.search_page import ON_FRONTIER, search_report
+from moe_overlap.report.search_page import DOES_NOT_FIT, ON_FRONTIER, search_report
 from moe_overlap.report.sensitivity import Competitor, memory_sensitivity, network_sensitivity, skew_sensitivity
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.search.solution import Solution, Status
@@ -134,6 +134,16 @@ def searched() -> tuple[PlanSearch, list[Competitor]]:
         seconds=0.1,
     )
     return search, plans
+
+
+def test_a_plan_of_the_frontier_that_is_too_large_does_not_fit() -> None:
+    search, plans = searched()
+    best, small = search.uniform.frontier
+    room = search.prediction.available_bytes / search.prediction.memory.high
+    for needed, note in ((room * 0.99, ON_FRONTIER), (room * 1.01, DOES_NOT_FIT)):
+        uniform = dataclasses.replace(search.uniform, frontier=(best, dataclasses.replace(small, needed_bytes=needed)))
+        content = search_report(dataclasses.replace(search, uniform=uniform), plans)
+        assert content.candidates[2].note == note
 
 
 def test_the_page_of_a_search() -> None:
