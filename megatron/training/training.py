@@ -28,7 +28,7 @@ from megatron.training.job import TrainingJob
 from megatron.training.messages import of_all_on_first
 from megatron.training.report.metrics import StepMetrics
 from megatron.training.report.outputs import Sink
-from megatron.training.report.reports import StorageTracker, held_tensors, resident_bytes
+from megatron.training.report.reports import StorageTracker, elastic_tensors, held_tensors, resident_bytes
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Span, communication_seconds
 from moe_overlap.plan.step import StepResult
@@ -156,9 +156,11 @@ class TrainingLoop:
         with tracker or contextlib.nullcontext():
             result = machinery.runner.run(instructions, feed, iteration)
         seconds = time.perf_counter() - begin
-        self._left_updates = schedule.left_updates is not None
         if tracker is not None:
-            self._peak_bytes, self._peak_is_known = tracker.peak_bytes, result.updated
+            # The first list of a decoupled stage has no updates.
+            self._peak_bytes = max(self._peak_bytes, tracker.peak_bytes)
+            self._peak_is_known = result.updated and (self._left_updates or schedule.left_updates is None)
+        self._left_updates = schedule.left_updates is not None
         # `result` is equal on every rank, so all stop here and none waits in the next step's collectives.
         if not result.updated and stops_at_nan(self._config):
             raise TrainingFailed(f"step {iteration}: not finite: loss {result.loss}, gradient norm {result.grad_norm}")
@@ -225,7 +227,8 @@ class TrainingLoop:
     def _memory_tracker(self) -> StorageTracker | None:
         if torch.cuda.is_available():
             return None
-        return StorageTracker(held_tensors(self.job.machinery.chunks, self.job.machinery.optimizer))
+        chunks = self.job.machinery.chunks
+        return StorageTracker(held_tensors(chunks, self.job.machinery.optimizer), elastic_tensors(chunks))
 
     def _optional(self, result: StepResult, tokens_per_second: float) -> dict[str, float]:
         logging = self._config.logging

@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from moe_overlap.plan.instructions import BufferRole, Instruction, parse_buffer
+from moe_overlap.plan.lowering.dependencies import last_uses
 from moe_overlap.plan.plan import Plan
 
 SIZES = """
@@ -61,29 +65,37 @@ def planned(folder: Path, flags: str, world: int, levels: Sequence[int]) -> str:
     return f"{flags} --plan {path}"
 
 
-def trained(words: str, steps: int, on_stores: bool = False) -> Trained:
+def trained(words: str, steps: int, on_stores: bool = False, spoiled: int = 0) -> Trained:
     """Train a few steps and evaluate. Collective.
 
     Args:
         on_stores: whether stores hold the states whatever the levels.
+        spoiled: a step in which a gradient of the last rank is infinite; 0: none.
     """
     import torch
+    import torch.distributed as dist
 
-    if on_stores:
-        Plan.has_stores = property(lambda plan: True)  # type: ignore[assignment,method-assign]
-    loop = assembled(words)
+    with pytest.MonkeyPatch.context() as patch:
+        if on_stores:
+            patch.setattr(Plan, "has_stores", property(lambda plan: True))
+        loop = assembled(words)
     job, feed = loop.job, loop.job.batches("train", 0)
     results: list[Any] = []
     loop._report = lambda result, *_: results.append(result)
-    follows = True
+    now, follows = [0], True
+    if dist.get_rank() == dist.get_world_size() - 1:
+        parameter = next(job.machinery.chunks[-1].module.parameters())
+        parameter.register_hook(lambda gradient: gradient * torch.inf if now[0] == spoiled else gradient)
     for step in range(1, steps + 1):
         instructions = job.schedule.lowered(
             job.schedule.global_batch_size, step > 1 and bool(job.schedule.left_updates)
         )
+        now[0] = step
         spans = loop.step(step, feed)
         done = {(span.name, span.micro_batch, span.partition) for span in spans}
         listed = {(i.name, i.micro_batch or 0, i.partition) for i in instructions}
-        follows &= done == listed
+        # A step that moves nothing has no spans of an update at its end.
+        follows &= done == listed or step == spoiled
     losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
     loop._flush()
     result = job.machinery.runner.evaluate(job.schedule.instructions, feed, steps)
@@ -92,13 +104,117 @@ def trained(words: str, steps: int, on_stores: bool = False) -> Trained:
         for chunk in job.machinery.chunks:
             for _, parameter in sorted(chunk.module.named_parameters()):
                 digest.update(parameter.detach().float().numpy().tobytes())
-    assert torch.isfinite(torch.tensor(losses)).all()
+    skipped = [step for step, result in enumerate(results, 1) if not result.updated]
+    assert skipped == ([spoiled] if spoiled else []) and torch.isfinite(torch.tensor(losses)).all()
     return Trained(losses, norms, result.loss, digest.hexdigest(), follows)
 
 
-def trained_each(runs: dict[str, tuple[str, int, bool]]) -> dict[str, Trained]:
+Run = tuple[str, int, bool] | tuple[str, int, bool, int]
+"""The arguments of `trained`."""
+
+
+def trained_each(runs: dict[str, Run]) -> dict[str, Trained]:
     """The same of several runs, by name."""
     return {name: trained(*arguments) for name, arguments in runs.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a rank.
+
+    Attributes:
+        held: between steps: weights, gradient sums and optimizer states.
+        moving: most bytes of weights and sums whose memory is taken and given back in a step.
+        stored, used: the same by the plan: what the levels keep, and the most that the list has at a time.
+    """
+
+    held: int
+    moving: int
+    stored: int
+    used: int
+
+
+def memory(words: str) -> Memory:
+    """The bytes of a run by a plan, and those that the plan says. Collective."""
+    import torch.distributed as dist
+
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.sizes import describe_model
+    from megatron.training.report.reports import StorageTracker, elastic_tensors
+    from moe_overlap.plan.lowering.gradient_buckets import optimizer_parts
+    from moe_overlap.plan.serialize import load_plan
+    from moe_overlap.plan.sizes import part_size
+
+    loop = assembled(words)
+    job = loop.job
+    loop._report = lambda *_: None
+    feed = job.batches("train", 0)
+    loop.step(1, feed)
+    tracker = StorageTracker([], elastic_tensors(job.machinery.chunks))
+    tracker._count = lambda tensor: None  # type: ignore[method-assign]
+    loop._memory_tracker = lambda: tracker
+    loop.step(2, feed)
+    del loop._memory_tracker
+    model = describe_model(parse(words.split()).config, 256)
+    plan = load_plan(words.split()[-1])
+    index = plan.stage_of(dist.get_rank())
+    stage = plan.stages[index]
+    sizes = {part: part_size(part, plan, stage, model) for part in optimizer_parts(plan, index, model)}
+    kinds = ("weights", "gradients", "optimizer")
+    stored = sum(size.stored_bytes(stage, kind, "fp32") for size in sizes.values() for kind in kinds)
+    group_bytes = {part: 4 * size.dense for part, size in sizes.items()}
+    listed = job.schedule.lowered(job.schedule.global_batch_size, True)
+    return Memory(loop._memory_tracker().bytes, tracker.peak_bytes, stored, most_at_a_time(listed, group_bytes))
+
+
+def most_at_a_time(instructions: Sequence[Instruction], group_bytes: dict[str, int]) -> int:
+    """The most bytes of gathered weights, and of gradients that are not scattered yet, in the order of a list."""
+    ends = last_uses(instructions)
+    present: dict[tuple[str, str], int] = {}
+    most = 0
+    for i in instructions:
+        for name in i.writes:
+            buffer = parse_buffer(name)
+            if buffer.role in (BufferRole.WEIGHTS, BufferRole.D_WEIGHTS):
+                present[buffer.role, buffer.subject] = group_bytes[buffer.subject]
+        if i.operator.is_bucket:
+            del present[BufferRole.D_WEIGHTS, i.operator.group]
+        most = max(most, sum(present.values()))
+        for name in ends[i.id]:
+            buffer = parse_buffer(name)
+            if buffer.role is BufferRole.WEIGHTS:
+                del present[buffer.role, buffer.subject]
+    return most
+
+
+def memory_each(words: dict[str, str]) -> dict[str, Memory]:
+    """The same of several runs, by name."""
+    return {name: memory(each) for name, each in words.items()}
+
+
+def losses_of(words: str) -> list[tuple[float, float]]:
+    """Losses and gradient norms of a whole run, which loads and saves as its flags say. Collective."""
+    loop = assembled(f"{words} --eval-iters 0")
+    results: list[Any] = []
+    loop._report = lambda result, *_: results.append((result.loss, result.grad_norm))
+    loop.run()
+    return results
+
+
+def resumed(words: dict[str, str], pairs: Sequence[tuple[str, str]], folder: str) -> dict[tuple[str, str], list[Any]]:
+    """Runs that save after two of four steps, by name, and runs that load what another one has saved.
+
+    Returns:
+        (who saved, who loaded) -> losses and norms of the third and the fourth step; the saver itself has not stopped.
+    """
+    answers: dict[tuple[str, str], list[Any]] = {}
+    for name in dict.fromkeys(saver for saver, _ in pairs):
+        saving = f"--train-iters 4 --save {folder}/{name} --save-interval 2"
+        answers[name, name] = losses_of(f"{words[name]} {saving}")[2:]
+    for saver, loader in pairs:
+        loading = f"--train-iters 4 --load {folder}/{saver} --ckpt-step 2"
+        answers[saver, loader] = losses_of(f"{words[loader]} {loading}")
+    return answers
 
 
 def assembled(words: str) -> Any:

@@ -45,26 +45,36 @@ class StorageTracker(TorchDispatchMode):
 
     Args:
         held: tensors that are alive from the start: parameters, gradients, optimizer state.
+        elastic: tensors whose storages stay and whose memory is given back and taken again meanwhile.
     """
 
-    def __init__(self, held: list[torch.Tensor]) -> None:
+    def __init__(self, held: list[torch.Tensor], elastic: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self._alive: dict[int, int] = {}
-        self.bytes = self.peak_bytes = 0
+        self._elastic = {(storage := tensor.untyped_storage())._cdata: storage for tensor in elastic}
+        self._elastic_bytes = self.bytes = self.peak_bytes = 0
         for tensor in held:
             self._count(tensor)
+        self._count_elastic()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        self._count_elastic()
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._count(leaf)
         return result
 
+    def _count_elastic(self) -> None:
+        if self._elastic:
+            present = sum(storage.nbytes() for storage in self._elastic.values())
+            self.bytes, self._elastic_bytes = self.bytes + present - self._elastic_bytes, present
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive or storage.nbytes() == 0:
+        if key in self._alive or key in self._elastic or storage.nbytes() == 0:
             return
         self._alive[key] = storage.nbytes()
         self.bytes += storage.nbytes()
@@ -105,6 +115,11 @@ def held_tensors(chunks: Any, optimizer: Any) -> list[torch.Tensor]:
         for state in inner.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return tensors
+
+
+def elastic_tensors(chunks: Any) -> list[torch.Tensor]:
+    """Weights and gradient sums whose memory parameter stores give back and take again during a step."""
+    return [tensor for chunk in chunks for store in getattr(chunk, "stores", ()) for tensor in store.elastic]
 
 
 # Timers

@@ -240,6 +240,10 @@ class PlanExecutor:
                 # device holds its tensor until it is waited for; waiting here delays nothing, since the transfers of a channel
                 # run one after another.
                 self._wait_for_channel(i.channel, started)
+            if self._stores is not None and i.operator.is_bucket:
+                # A reduction in flight holds what it sends: one at a time leaves room for two groups' gradients at most.
+                for number in [n for n, under_way in started.items() if under_way.instruction.operator.is_bucket]:
+                    self._wait(number, started)
             with self._streams.running(i):
                 self._streams.uses(i, state.buffers.named)
                 for group in facts.opens[i.id]:

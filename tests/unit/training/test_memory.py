@@ -71,6 +71,20 @@ def test_nothing_is_counted_outside() -> None:
     assert tracker.peak_bytes == 0 and outside.numel() == 8 * KIB
 
 
+def test_memory_that_is_given_back_and_taken_again() -> None:
+    held, elastic = kib(1), kib(8)
+    elastic.untyped_storage().resize_(0)
+    with StorageTracker([held, elastic], [elastic]) as tracker:
+        first = kib(2)
+        elastic.untyped_storage().resize_(8 * KIB)
+        elastic.zero_()
+        view = elastic[:4]
+        elastic.untyped_storage().resize_(0)
+        second = kib(4)
+    del view
+    assert first.numel() and second.numel() and tracker.peak_bytes == 11 * KIB and tracker.bytes == 7 * KIB
+
+
 def test_held_tensors_of_a_model() -> None:
     """fp32 and one process: parameters, gradients and two moments, 16 bytes a parameter, after the first step."""
     chunk, optimizer = small(MOE).wrapped()
