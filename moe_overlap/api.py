@@ -366,8 +366,10 @@ def problem_of(arguments: Sequence[str], cluster: Cluster, options: Options) -> 
 
 def _job_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Job:
     job = _read_on(arguments, cluster, options)
-    # A machine is measured for runs of this fork on it.
-    return job if cluster.measured is None else executed_here(job)
+    # A machine is measured for runs of this fork on it. A plan has its ZeRO levels, and flags without
+    # --use-distributed-optimizer ask for level 0, which this fork runs as level 1.
+    is_of_plan = "--plan" in job.flags or any(options.get(source) is not None for source in ("plan", "decided"))
+    return job if cluster.measured is None or is_of_plan else executed_here(job)
 
 
 def _read_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Job:

@@ -138,11 +138,12 @@ def _decisions(
     """The best so far after each decision; it counts as late until the last."""
     best = replace(best, is_late=True)
     # Step 1.
-    # Between stages of unlike shape no overlap is searched yet.
+    # No overlap is searched yet between stages of unlike shape, and with other ZeRO levels than 1.
     executed = [
         finalist
         for finalist in finalists
-        if finalist.refusal is None and not is_paired(finalist) and not finalist.plan.transfers
+        if finalist.refusal is None and not is_paired(finalist)
+        if not finalist.plan.transfers and not finalist.plan.has_stores
     ]
     equal = [finalist for finalist in executed if not finalist.is_staged]
     first = [*executed[:DECIDED], *(finalist for finalist in equal[:1] if finalist not in executed[:DECIDED])]

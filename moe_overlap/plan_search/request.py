@@ -19,6 +19,7 @@ from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.job import Job, named_by, read_job, without_graphs
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.flags import Target, as_priced, flags_of, with_precision, without_layout
+from moe_overlap.plan_search.free import narrow_space
 from moe_overlap.plan_search.processes import Progress, SearchBudget, silent
 from moe_overlap.plan_search.task import layouts_of, run_of, task_of, with_dispatcher_of
 from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
@@ -95,6 +96,13 @@ class SearchRequest:
     run: Run
     layouts: list[UniformLayout]
     replays: bool
+
+    @property
+    def frees_states(self) -> bool:
+        """Whether plans are searched whose states move, or which nothing executes: no flag says them, so each is predicted as
+        it is."""
+        is_wide = self.space != narrow_space(self.space)
+        return self.settings.target == "any" or (self.settings.target == "moe-overlap" and is_wide)
 
     @property
     def budget(self) -> SearchBudget:
@@ -220,7 +228,7 @@ def _space(settings: SearchSettings) -> SearchSpace:
     if (space := row.of(target)) is not None:
         return space
     if target == "moe-overlap" and row.megatron_lm is not None:
-        rule = "has plans that this fork does not execute (ZeRO 0, 2 and 3, offloading)"
+        rule = "has plans that this fork does not execute (states in host memory)"
         raise ConfigError("--search-space", name, rule, "add --target megatron-lm or --target any")
-    rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
+    rule = "has plans that nothing executes today (states in host memory)"
     raise ConfigError("--search-space", name, rule, "add --target any")

@@ -319,8 +319,8 @@ def _search_wider(narrow: UniformSearch, rules: SearchRules, request: SearchRequ
     # The first dispatcher's operator tables exist; another dispatcher has its own.
     operators = task.operators if layouts[0].dispatcher else rules.task.operators
     staged = None
-    if request.settings.target == "any":
-        # Plans that nothing executes recompute whole layers only, no modules.
+    if request.frees_states:
+        # Plans whose states move recompute whole layers only, no modules.
         task = dataclasses.replace(task, modules=(), operators=operators)
         free = search_beyond(uniform, layouts, task, bounds, KEPT, request.budget, request.run)
         uniform, staged = free.uniform, free.staged
@@ -358,14 +358,15 @@ def _finalists(plans: SearchedPlans, request: SearchRequest) -> list[Finalist]:
     """
     rules, cluster, options = plans.rules, request.cluster, request.options
     extrapolating = machine_for(plans.job, cluster, options)[1]
-    if request.settings.target == "any":
+    if request.frees_states:
         dispatcher = plans.layouts[0].dispatcher
         name = dispatcher or plans.task.features.dispatcher
         extrapolating = (*extrapolating, *uncalibrated(name, cluster.group_of(0).gpu.name))
         free = FreeSearch(uniform=plans.uniform, staged=plans.staged)
         flags = partial(rules.reader.read, dispatcher)
         paired = partial(rules.upstream_reader.finalist, cluster=cluster, options=options)
-        return free_finalists(free, plans.task, KEPT, flags, paired, extrapolating)
+        free_plans = free_finalists(free, plans.task, KEPT, flags, paired, extrapolating)
+        return free_plans if request.settings.target == "any" else _executed(free_plans, rules.reader.refused)
     # Instruction lists use the irregular dispatcher, whichever the search has chosen for other plans.
     of_meshes = partial(
         free_finalist, task=plans.task, flags=partial(rules.reader.read, ""), extrapolating=extrapolating
@@ -396,11 +397,24 @@ def _finalists(plans: SearchedPlans, request: SearchRequest) -> list[Finalist]:
     return finalists
 
 
+def _executed(finalists: Sequence[Finalist], refused: Refused) -> list[Finalist]:
+    """The finalists that this fork executes; the rules against the others join `refused`.
+
+    Raises:
+        ConfigError: it executes none.
+    """
+    refused += [(finalist.name, finalist.refusal) for finalist in finalists if finalist.refusal is not None]
+    executed = [finalist for finalist in finalists if finalist.refusal is None]
+    if not executed:
+        raise ConfigError("the search", "", f"no plan is left: {refused[-1][1]}", "use --search-space stages")
+    return executed
+
+
 def _simulated(finalists: Sequence[Finalist], request: SearchRequest, deadline: float) -> tuple[list[Finalist], bool]:
     """Step 6: the finalists in the order of their simulated steps; and whether Ctrl-C ended that."""
     settings = request.settings
     try:
-        if settings.target == "any":
+        if request.frees_states:
             simulated = simulated_until_ahead(finalists, deadline)
         else:
             simulated = simulated_finalists(finalists, deadline, settings.jobs)
@@ -511,8 +525,8 @@ def _wider_space(plan: Plan, settings: SearchSettings) -> str:
     offloads = any(stage.offload.activations for stage in plan.stages)
     name = "offload" if offloads else "zero" if shards else ""
     row = None if isinstance(settings.space, SearchSpace) else SEARCH_SPACES[settings.space]
-    is_run_here = row is not None and row.moe_overlap is not None
-    return name if settings.target == "megatron-lm" and is_run_here else ""
+    is_narrow = row is not None and row.megatron_lm is not None and row.megatron_lm.zero_levels == (1,)
+    return name if settings.target == "megatron-lm" and is_narrow else ""
 
 
 def _with_changes(answer: PlanSearch, request: SearchRequest) -> PlanSearch:

@@ -131,7 +131,9 @@ SEARCH_SPACES = {
         megatron_lm=replace(STAGES, one_memory=True, meshes=()),
     ),
     # Megatron-FSDP shards gradients and weights over the replicas (ZeRO-2 and 3), without pipelines.
-    "zero": SpaceOfTargets(about="ZeRO 0 to 3", any_target=ZERO, megatron_lm=replace(ZERO, zero_levels=(1, 2, 3))),
+    "zero": SpaceOfTargets(
+        about="ZeRO 0 to 3", any_target=ZERO, moe_overlap=ZERO, megatron_lm=replace(ZERO, zero_levels=(1, 2, 3))
+    ),
     "offload": SpaceOfTargets(
         about="and states in host memory",
         any_target=OFFLOAD,

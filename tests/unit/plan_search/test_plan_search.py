@@ -275,8 +275,8 @@ def test_no_layout_divides() -> None:
     ("words", "expected"),
     [
         (["--search-space", "full"], "--search-space full: has plans that nothing executes today"),
-        (["--search-space", "zero"], "does not execute (ZeRO 0, 2 and 3, offloading); add --target megatron-lm or"),
-        (["--search-space", "full", "--target", "megatron-lm"], "or stages that differ); add --target any"),
+        (["--search-space", "offload"], "does not execute (states in host memory); add --target megatron-lm or"),
+        (["--search-space", "full", "--target", "megatron-lm"], "(states in host memory); add --target any"),
         (
             ["--search-space", "zero3"],
             "--search-space zero3: was removed: papers compare with it, and tools/benchmark_papers.py searches it; use zero",

@@ -21,7 +21,7 @@ from moe_overlap.report.search import closing_lines, write_search
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
-from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.plan_search.test_plan_search import H100, JOB, OPTIONS, SMALL
 
 pytestmark = pytest.mark.usefixtures("whole_memory")
 
@@ -106,11 +106,26 @@ def test_activations_wait_on_the_host_where_that_is_faster() -> None:
 
 
 def test_this_fork_does_not_search_what_it_does_not_execute() -> None:
-    for space in ("zero", "offload"):
-        with pytest.raises(
-            ConfigError, match=f"--search-space {space}: .* does not execute .*add --target megatron-lm"
-        ):
-            search_plan(WORDS, H100, SearchSettings(space=space), **OPTIONS)
+    with pytest.raises(ConfigError, match="--search-space offload: .* does not execute .*add --target megatron-lm"):
+        search_plan(WORDS, H100, SearchSettings(space="offload"), **OPTIONS)
+
+
+def test_this_fork_finds_and_writes_plans_of_all_zero_levels(tmp_path: Path) -> None:
+    """No flag says them: the file beside the flags does, and the flags with it are the plan that was found."""
+    job, machines = [*JOB, *"--num-layers 6 --ffn-hidden-size 8192 --global-batch-size 16".split()], with_memory(10.0)
+    narrow, wide = (
+        search_plan(job, machines, SearchSettings(space=space), **OPTIONS) for space in ("recompute", "zero")
+    )
+    levels = {stage.zero_level for stage in wide.plan.stages}
+    assert levels & {2, 3} and wide.plan.is_decoupled and wide.refusal is None
+    assert wide.prediction.predicted.step_seconds < narrow.prediction.predicted.step_seconds
+    write_search(tmp_path, wide)
+    arguments = list(expand_files([f"@{tmp_path / 'megatron_args.txt'}"]))
+    assert arguments[arguments.index("--plan") + 1].endswith("plan.json")
+    arguments[arguments.index("--plan") + 1] = str(tmp_path / "plan.json")
+    assert problem_of(arguments, machines, {**OPTIONS}).plan.stages == wide.plan.stages
+    # Plans that it refuses are no answer.
+    assert all(finalist.refusal is None for finalist in (wide.chosen, *wide.others))
 
 
 def test_flags_of_fsdp_are_read_as_its_level() -> None:
