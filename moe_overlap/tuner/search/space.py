@@ -132,7 +132,10 @@ SEARCH_SPACES = {
     ),
     # Megatron-FSDP shards gradients and weights over the replicas (ZeRO-2 and 3), without pipelines.
     "zero": SpaceOfTargets(
-        about="ZeRO 0 to 3", any_target=ZERO, moe_overlap=ZERO, megatron_lm=replace(ZERO, zero_levels=(1, 2, 3))
+        about="ZeRO 0 to 3",
+        any_target=ZERO,
+        moe_overlap=replace(ZERO, frees_stages=True, meshes=(Restriction.FREE,)),
+        megatron_lm=replace(ZERO, zero_levels=(1, 2, 3)),
     ),
     "offload": SpaceOfTargets(
         about="and states in host memory",
