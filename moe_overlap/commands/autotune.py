@@ -58,7 +58,7 @@ from moe_overlap.describe.files import printable
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.report.answer_files import put_away_others, require_no_other_files
+from moe_overlap.report.answer_files import require_no_other_files
 from moe_overlap.tuner.limits import PLAN_SEARCH_LIMITS, check_limits
 from moe_overlap.tuner.search.space import DEFAULT_SPACE, SEARCH_SPACES
 
@@ -120,22 +120,18 @@ def _overlap(arguments: argparse.Namespace) -> int:
     cluster, folder = cluster_of(arguments), folder_of_answer(arguments)
     if folder is not None:
         _require_writable(folder)
-        require_no_other_files(folder, has_script=False)
+        require_no_other_files(folder)
     from moe_overlap.api import tune
-    from moe_overlap.report.trace import write_trace
-    from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
+    from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_tuned
 
     options = _options(arguments, EachOnce())
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(job_flags(arguments), cluster, _limits(arguments), seconds, arguments.refine, **options)
-    if folder is not None:
-        write_run(folder, tuned)
-        put_away_others(folder, written_files(tuned), on_standard_error)
-        write_trace(folder / "trace.json", tuned.step, "--output", as_new_file=True)
+    files = [] if folder is None else write_tuned(folder, tuned, cluster, on_standard_error)
     if arguments.json:
         print(json.dumps(tuned_json(tuned), indent=1))
         return 0
-    print("\n".join(tuned_lines(tuned, folder, cluster.group_of(0).gpus_per_node)))
+    print("\n".join(tuned_lines(tuned, folder, cluster, files)))
     if arguments.verbose:
         print("\n".join(["", *tuned_details(tuned)]))
     return 0
