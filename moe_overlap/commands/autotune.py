@@ -164,11 +164,11 @@ def _plan(arguments: argparse.Namespace, begun: float) -> int:
 
     # From here on an error first ends the line of progress.
     progress = SearchProgress(sys.stderr, begun, limit)
-    left = float("inf") if limit is None else max(1e-3, limit - (time.monotonic() - begun))
+    remaining = float("inf") if limit is None else max(1e-3, limit - (time.monotonic() - begun))
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
-        seconds=left,
+        seconds=remaining,
         overlap_limits=limits,
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
