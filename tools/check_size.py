@@ -36,11 +36,11 @@ BUDGET = {
     "megatron/training/cli": Size(22, 4941),
     "megatron/training/data": Size(6, 1715),
     "megatron/training/model": Size(8, 1615),
-    "moe_overlap/commands": Size(20, 3668),
+    "moe_overlap/commands": Size(22, 4545),
     "moe_overlap/describe": Size(24, 5015),
     "moe_overlap/plan": Size(29, 7373),
     "moe_overlap/plan_search": Size(13, 2933),
-    "moe_overlap/report": Size(18, 3314),
+    "moe_overlap/report": Size(18, 3379),
     "moe_overlap/runtime": Size(39, 8560),
     "moe_overlap/tuner": Size(128, 32866),
     "moe_overlap/tuner/calibrate": Size(14, 2930),
@@ -49,7 +49,7 @@ BUDGET = {
     "moe_overlap/tuner/profile": Size(6, 1406),
     "moe_overlap/tuner/search": Size(43, 11814),
     "moe_overlap/tuner/write": Size(7, 1511),
-    "tools": Size(54, 8552),
+    "tools": Size(56, 8824),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
 SLACK_LINES = 100

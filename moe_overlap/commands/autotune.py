@@ -34,6 +34,7 @@ from megatron.training.report.live_line import LiveLine
 from moe_overlap.commands.exits import INTERRUPTED, interruptible
 from moe_overlap.commands.help_topics import Removed, parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
+    ELSEWHERE,
     PRECISIONS,
     PRICES,
     EachOnce,
@@ -41,13 +42,11 @@ from moe_overlap.commands.job_arguments import (
     add_margin_argument,
     add_routing_arguments,
     assumed_of,
-    check_flags,
     cluster_of,
     clusters_of,
     expert_load_of,
     folder_of_answer,
     job_flags,
-    known_flags,
     margin_of,
     name_of,
     notes_of,
@@ -59,7 +58,7 @@ from moe_overlap.describe.files import printable
 from moe_overlap.describe.host import usable_cores
 from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.report.answer_files import put_away_others, require_no_other_files
+from moe_overlap.report.answer_files import require_no_other_files
 from moe_overlap.tuner.limits import PLAN_SEARCH_LIMITS, check_limits
 from moe_overlap.tuner.search.space import DEFAULT_SPACE, SEARCH_SPACES
 
@@ -121,23 +120,18 @@ def _overlap(arguments: argparse.Namespace) -> int:
     cluster, folder = cluster_of(arguments), folder_of_answer(arguments)
     if folder is not None:
         _require_writable(folder)
-        require_no_other_files(folder, has_script=False)
-    check_flags(job_flags(arguments), cluster.gpus, arguments.precision is not None)
+        require_no_other_files(folder)
     from moe_overlap.api import tune
-    from moe_overlap.report.trace import write_trace
-    from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_run, written_files
+    from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_tuned
 
     options = _options(arguments, EachOnce())
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(job_flags(arguments), cluster, _limits(arguments), seconds, arguments.refine, **options)
-    if folder is not None:
-        write_run(folder, tuned)
-        put_away_others(folder, written_files(tuned), on_standard_error)
-        write_trace(folder / "trace.json", tuned.step, "--output", as_new_file=True)
+    files = [] if folder is None else write_tuned(folder, tuned, cluster, on_standard_error)
     if arguments.json:
         print(json.dumps(tuned_json(tuned), indent=1))
         return 0
-    print("\n".join(tuned_lines(tuned, folder, cluster.group_of(0).gpus_per_node)))
+    print("\n".join(tuned_lines(tuned, folder, cluster, files)))
     if arguments.verbose:
         print("\n".join(["", *tuned_details(tuned)]))
     return 0
@@ -162,7 +156,7 @@ def _plan(arguments: argparse.Namespace, begun: float) -> int:
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     jobs = _jobs(arguments.jobs)
     clusters_of(arguments)
-    check_flags(job_flags(arguments), None)
+    job_flags(arguments)
     limits = _limits(arguments)
     # Before the search, which evaluates overlap last, or never if nothing can overlap.
     check_limits(limits)
@@ -170,11 +164,11 @@ def _plan(arguments: argparse.Namespace, begun: float) -> int:
 
     # From here on an error first ends the line of progress.
     progress = SearchProgress(sys.stderr, begun, limit)
-    remaining_seconds = float("inf") if limit is None else max(1e-3, limit - (time.monotonic() - begun))
+    remaining = float("inf") if limit is None else max(1e-3, limit - (time.monotonic() - begun))
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
-        seconds=remaining_seconds,
+        seconds=remaining,
         overlap_limits=limits,
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
@@ -346,10 +340,9 @@ NEEDED = ("--megatron-args", "--model", "--gpu", "--num-gpus", "--output", "--ta
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_with_topics(__doc__, NEEDED, known_flags())
+    parser = parser_with_topics(__doc__, NEEDED, ELSEWHERE)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
-    parser.set_defaults(ignore_unknown=False)
     job = topic(parser, "job")
     job.add_argument("--precision", choices=PRECISIONS, help="instead of the value in the flags")
     search = topic(parser, "search", "which plans are looked at, and for how long")

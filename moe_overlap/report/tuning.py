@@ -7,25 +7,31 @@ each was not chosen; --verbose has every candidate, and the mechanism of every c
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import GIB, start_flags
+from moe_overlap.describe.cluster import GIB, Cluster, start_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import write_whole
+from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.capabilities import GRAPHS_FLAG as GRAPHS
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.plan_search.results import Tuned
-from moe_overlap.report.answer import line, untried_lines, unwritten_lines
+from moe_overlap.plan_search.results import Leeway, Tuned
+from moe_overlap.report.answer import Answer, answer_lines, devices, line, runner_up, untried_lines, unwritten_lines
+from moe_overlap.report.answer_files import PLAN, put_away_others
+from moe_overlap.report.html import CandidateRow, Report, write_report
 from moe_overlap.report.prediction import prediction_json
+from moe_overlap.report.trace import write_trace
 from moe_overlap.tuner.calibrate.refine import Refinement
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate
 from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
 from moe_overlap.tuner.search.layer.overlap import WORTH, GraphsChoice
+from moe_overlap.tuner.write.argument_file import WrittenFlags
 from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
+from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, arguments_to_add, job_on, run_environment, slurm_script
 
 # JSON
 
@@ -127,26 +133,25 @@ RUNNERS_UP = 3
 """Most runners-up in the short answer."""
 
 
-def tuned_lines(tuned: Tuned, folder: Path | None, per_node: int) -> list[str]:
-    """The answer in about ten lines; `tuned_details` has the rest.
+def tuned_lines(tuned: Tuned, folder: Path | None, cluster: Cluster, files: Sequence[str] = ()) -> list[str]:
+    """The answer in about ten lines, in the form of a search; `tuned_details` has the rest.
 
     Args:
-        folder: the folder in which `write_run` has written it; None if nothing is written.
-        per_node: GPUs per node.
+        folder: the folder of the answer; None if nothing is written.
+        files: the names of its files.
     """
     chosen = tuned.chosen
     assert chosen.prediction is not None and chosen.plan is not None
-    gained = tuned.plain_seconds / chosen.seconds
-    than = "" if chosen.name == PLAIN else f", {gained:.2f} times as fast as {PLAIN} ({tuned.plain_seconds:.4f} s)"
     lines = [] if tuned.refinement is None else [*refined_lines(tuned.refinement)]
-    lines += [line("overlap", f"{'none' if chosen.name == PLAIN else chosen.name}: {_figures(chosen)}{than}")]
-    lines += [line("", text) for text in chosen.prediction.overflow]
-    others = [other for other in tuned.others if other.prediction is not None]
-    lines += [line("runner-up", f"{other.name}: {_why(other, chosen)}") for other in others[:RUNNERS_UP]]
+    lines += answer_lines(answer_of(tuned, cluster))
+    than = f"{tuned.plain_seconds:.3f} s of {PLAIN}; both share most of the prediction's error"
+    gained = f"{chosen.name}: {tuned.plain_seconds / chosen.seconds:.2f} times as fast as the {than}"
+    lines += [line("overlap", f"none is faster than {PLAIN}" if chosen.name == PLAIN else gained)]
+    if chosen.measured_seconds is not None:
+        lines += [line("measured", f"{chosen.measured_seconds:.3f} s a step")]
     if answers_graphs(tuned.graphs, chosen.prediction):
         lines += [line("graphs", text) for text in graphs_lines(tuned.graphs, chosen.prediction)]
     lines += [line("without", f"{flag}: {LEFT_OUT[flag]}") for flag in tuned.dropped]
-    lines += [line("assumed", text) for text in tuned.assumed]
     refused = sum(other.prediction is None for other in tuned.others)
     refusals = f", {refused} of them refused" if refused else ""
     mixes = 0 if tuned.mix is None else tuned.mix.predictions
@@ -160,15 +165,38 @@ def tuned_lines(tuned: Tuned, folder: Path | None, per_node: int) -> list[str]:
     lines += untried_lines(chosen.plan)
     if folder is None:
         return [*lines, *unwritten_lines()]
-    lines += [line("written", f"{folder}: {', '.join(written_files(tuned))}")]
+    lines += [line("written", f"{folder}: {', '.join(files)}")]
     if not chosen.prediction.fits:
         return [
             *lines,
             line("next", "tools/predict.py on these flags: it names the cheapest change that makes them fit"),
         ]
-    ranks = start_flags(chosen.plan.world_size, per_node)
-    flags = shlex.quote(f"@{folder / 'megatron_args.txt'}")
+    if SCRIPT in files:
+        added = arguments_to_add(grouped(tuned.arguments), "moe-overlap")
+        return [*lines, line("next", f"sbatch {shlex.quote(str(folder / SCRIPT))} {added}".rstrip())]
+    ranks = start_flags(chosen.plan.world_size, cluster.group_of(0).gpus_per_node)
+    flags = shlex.quote(f"@{folder / ARGUMENTS}")
     return [*lines, line("next", f"python pretrain_moe.py {ranks}{flags}")]
+
+
+def answer_of(tuned: Tuned, cluster: Cluster) -> Answer:
+    """The answer about the chosen overlap, with the other candidates as runners-up."""
+    chosen = tuned.chosen
+    assert chosen.prediction is not None
+    others = [
+        runner_up(other.name, other.prediction, chosen.prediction)
+        for other in tuned.others
+        if other.prediction is not None
+    ]
+    prediction = replace(chosen.prediction, assumed=(*chosen.prediction.assumed, *tuned.assumed))
+    return Answer(
+        plan=chosen.decided,
+        prediction=prediction,
+        cluster=cluster,
+        runners_up=others[:RUNNERS_UP],
+        is_searched=True,
+        leeway=Leeway(no_overlap="it is decided"),
+    )
 
 
 def answers_graphs(graphs: GraphsChoice | None, chosen: Prediction) -> bool:
@@ -236,7 +264,7 @@ def _why(other: Candidate, chosen: Candidate) -> str:
     if not other.prediction.fits:
         return f"{_figures(other)}; {other.prediction.overflow[0]}"
     compared = f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
-    return f"{compared}, within the prediction's error" if other.seconds < chosen.seconds else compared
+    return f"{compared}, less than predictions tell apart" if other.seconds < chosen.seconds else compared
 
 
 def _decisions(chosen: Candidate) -> list[str]:
@@ -332,9 +360,46 @@ def refined_lines(refinement: Refinement) -> list[str]:
 # Files.
 
 
-def written_files(tuned: Tuned) -> list[str]:
-    """The names of the files; without overlap there is no plan."""
-    return [*([] if tuned.chosen.name == PLAIN else ["plan.json"]), "megatron_args.txt", "trace.json"]
+def write_tuned(folder: Path, tuned: Tuned, cluster: Cluster, tell: Callable[[str], None]) -> list[str]:
+    """Write the flags, the plan, the script, the page and the trace, replacing an earlier answer.
+
+    Args:
+        tell: receives a message about renamed files of the earlier answer.
+    Returns:
+        The names of the files. There is no script for a measured machine, which may lack Slurm, and no plan without overlap.
+    Raises:
+        ConfigError: the files cannot be written, or nodes have different numbers of GPUs.
+    """
+    write_run(folder, tuned)
+    files = [*([] if tuned.chosen.name == PLAIN else [PLAN]), ARGUMENTS, "report.html", "trace.json"]
+    answer = answer_of(tuned, cluster)
+    if cluster.measured is None:
+        flags = grouped(tuned.arguments)
+        written = WrittenFlags(flags=flags, text=_lines(tuned.arguments), left_out=())
+        environment = run_environment(answer.plan, flags, cluster.group_of(0).gpu.architecture, "moe-overlap")
+        script = slurm_script(job_on(cluster, answer.plan.model.name), "moe-overlap", written, environment)
+        write_whole(folder / SCRIPT, script)
+        files.insert(-2, SCRIPT)
+    # Before page and trace, which are large: even if the disk is full, no earlier plan remains with the new flags.
+    put_away_others(folder, files, tell)
+    title = f"The overlap of {answer.plan.model.name} on {devices(cluster)}"
+    write_report(folder / "report.html", Report(answer=answer, title=title, step=tuned.step, candidates=_rows(tuned)))
+    write_trace(folder / "trace.json", tuned.step, "--output", as_new_file=True)
+    return files
+
+
+def _rows(tuned: Tuned) -> list[CandidateRow]:
+    """The candidates of the page, the chosen one first."""
+    rows = []
+    for candidate in (tuned.chosen, *tuned.others):
+        prediction, is_chosen = candidate.prediction, candidate is tuned.chosen
+        seconds = None if prediction is None else candidate.seconds
+        needed = None if prediction is None else float(prediction.fullest.needed_bytes)
+        note = "" if is_chosen else _why(candidate, tuned.chosen)
+        rows.append(
+            CandidateRow(name=candidate.name, seconds=seconds, needed_bytes=needed, note=note, is_chosen=is_chosen)
+        )
+    return rows
 
 
 def write_run(folder: Path, tuned: Tuned) -> None:
@@ -349,10 +414,10 @@ def write_run(folder: Path, tuned: Tuned) -> None:
         if chosen.name != PLAIN:
             assert chosen.prediction is not None
             plan = replace(chosen.decided, predicted=chosen.prediction.predicted)
-            save_plan(plan, folder / "plan.json")
+            save_plan(plan, folder / PLAN)
             # A relative path: --plan is resolved from the folder of the argument file, so the folder can be moved.
-            arguments += ["--plan", "plan.json"]
-        write_whole(folder / "megatron_args.txt", _lines(arguments))
+            arguments += ["--plan", PLAN]
+        write_whole(folder / ARGUMENTS, _lines(arguments))
     except OSError as error:
         raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
 

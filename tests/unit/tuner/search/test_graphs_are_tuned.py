@@ -60,7 +60,7 @@ def test_a_plan_that_was_found_without_graphs_names_what_they_would_gain() -> No
     assert other < 0.97 * found.chosen.seconds
     (line,) = graphs_lines(found.graphs, found.chosen.prediction)
     assert f"({other / found.chosen.seconds - 1:+.1%})" in line and "search again with the flag" in line
-    assert "not run on hardware" in line and f"graphs      {line}" in tuned_lines(found, Path("x"), 8)
+    assert "not run on hardware" in line and f"graphs      {line}" in tuned_lines(found, Path("x"), slow_links(4.0))
     assert tuned_json(found)["graphs"]["other_step_seconds"] == other
     # Transformer Engine's split of weight gradients is not replayed, so neither is a plan that needs it.
     problem = problem_of(SHORT, slow_links(4.0), {"graphs": by_hand, "constants": paced(HOST)}).replaying(True)
