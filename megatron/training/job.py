@@ -65,7 +65,7 @@ class Machinery:
     """The runner of this rank, and the state that a step moves.
 
     Attributes:
-        chunks: this rank's model chunks, wrapped in DDP.
+        chunks: this rank's model chunks, wrapped in DDP or in parameter stores.
         parameter_norm: norm of all parameters of the model; collective.
         deferral_figures: figures of the deferred weight gradients so far, by the log's names; empty if none are deferred.
         operation: the operator or communication that runs on this rank, or ran last; None before the first.

@@ -54,15 +54,22 @@ def undisturbed_losses(words: Sequence[str], folder: Path) -> dict[int, str]:
     return dict(_losses(log))
 
 
-def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object] = lambda line: None) -> Outcome:
+def killed_job(
+    kills: int,
+    seed: int,
+    folder: Path,
+    told: Callable[[str], object] = lambda line: None,
+    flags: Sequence[str] = (),
+) -> Outcome:
     """Start a job, kill it a few steps later, start it again, …; let the last start finish, and compare its losses.
 
     Args:
+        flags: of the job, in addition.
         told: is given a row of Markdown for each start, and those of the head.
     """
     moments = random.Random(seed)
     # The schedule of a run that no number of kills comes to the end of; the last start ends AFTER steps later.
-    length, end = ["--train-iters", str(kills * MOST_STEPS_BETWEEN + AFTER)], 0
+    length, end = [*flags, "--train-iters", str(kills * MOST_STEPS_BETWEEN + AFTER)], 0
     log, saved = folder / "losses.jsonl", folder / "saved"
     command = [*SMALL, *length, "--save-interval", "1", "--keep-last-checkpoints", str(KEPT)]
     command += ["--save", str(saved), "--load", str(saved), "--log-json", str(log)]

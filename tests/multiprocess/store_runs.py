@@ -126,12 +126,16 @@ class Memory:
         held: between steps: weights, gradient sums and optimizer states.
         moving: most bytes of weights and sums whose memory is taken and given back in a step.
         stored, used: the same by the plan: what the levels keep, and the most that the list has at a time.
+        peak: most bytes of all tensors in the first step.
+        largest: bytes of the largest group's weights.
     """
 
     held: int
     moving: int
     stored: int
     used: int
+    peak: int
+    largest: int
 
 
 def memory(words: str) -> Memory:
@@ -150,6 +154,7 @@ def memory(words: str) -> Memory:
     loop._report = lambda *_: None
     feed = job.batches("train", 0)
     loop.step(1, feed)
+    peak = loop._peak_bytes
     tracker = StorageTracker([], elastic_tensors(job.machinery.chunks))
     tracker._count = lambda tensor: None  # type: ignore[method-assign]
     loop._memory_tracker = lambda: tracker
@@ -164,7 +169,8 @@ def memory(words: str) -> Memory:
     stored = sum(size.stored_bytes(stage, kind, "fp32") for size in sizes.values() for kind in kinds)
     group_bytes = {part: 4 * size.dense for part, size in sizes.items()}
     listed = job.schedule.lowered(job.schedule.global_batch_size, True)
-    return Memory(loop._memory_tracker().bytes, tracker.peak_bytes, stored, most_at_a_time(listed, group_bytes))
+    used, held = most_at_a_time(listed, group_bytes), loop._memory_tracker().bytes
+    return Memory(held, tracker.peak_bytes, stored, used, peak, max(group_bytes.values()))
 
 
 def most_at_a_time(instructions: Sequence[Instruction], group_bytes: dict[str, int]) -> int:
@@ -199,6 +205,19 @@ def losses_of(words: str) -> list[tuple[float, float]]:
     loop._report = lambda result, *_: results.append((result.loss, result.grad_norm))
     loop.run()
     return results
+
+
+def whole_runs(words: dict[str, str]) -> dict[str, list[Any]]:
+    """Losses, gradient norms, and norms of the parameters after each step, of whole runs with evaluations, by name."""
+    answers: dict[str, list[Any]] = {}
+    for name, each in words.items():
+        loop, steps = assembled(each), list[Any]()
+        loop._report = lambda result, *_, loop=loop, steps=steps: steps.append(
+            (result.loss, result.grad_norm, loop._optional(result, 1.0)["params_norm"])
+        )
+        loop.run()
+        answers[name] = steps
+    return answers
 
 
 def resumed(words: dict[str, str], pairs: Sequence[tuple[str, str]], folder: str) -> dict[tuple[str, str], list[Any]]:

@@ -19,6 +19,7 @@ from tests.multiprocess.store_runs import (
     planned,
     resumed,
     trained_each,
+    whole_runs,
 )
 from tests.multiprocess.test_unlike_stages import FOUR, THREE, started
 from tests.multiprocess.unlike_runs import MODEL, UNTIED, Shape, unlike_plan, written
@@ -211,6 +212,8 @@ def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
         for name, measured in answer.items():
             assert measured.held == pytest.approx(measured.stored, rel=0.04), name
             assert measured.moving == pytest.approx(measured.used, rel=0.04), name
+            # Two groups' weights and gradients, what a reduction sends and receives, and small activations.
+            assert measured.peak - measured.held < 9 * measured.largest, name
         assert answer["0"].moving == 0 < answer["2"].moving < answer["3"].moving
 
 
@@ -222,3 +225,15 @@ def test_a_step_that_is_not_finite_moves_nothing(tmp_path: Path) -> None:
     answers = run(2, trained_each, runs)
     for answer in answers:
         assert len({answer[name].weights for name in runs}) == 1
+
+
+@pytest.mark.slow
+def test_evaluations_and_larger_batches_meet_updates_that_wait(tmp_path: Path) -> None:
+    flags = f"{DENSE} --micro-batch-size 1 --global-batch-size 4 --rampup-batch-size 2 2 8 --eval-interval 2"
+    flags = f"{flags.replace('--train-iters 8', '--train-samples 32')} --lr-decay-samples 40 --log-params-norm"
+    words = {"ddp": flags} | {str(level): planned(tmp_path, flags, 2, (level,)) for level in (0, 2, 3)}
+    for answer in run(2, whole_runs, words):
+        assert len(answer["ddp"]) == 10
+        for name in words:
+            for step, expected in zip(answer[name], answer["ddp"], strict=True):
+                assert step == pytest.approx(expected, rel=2 * ROUNDING), name

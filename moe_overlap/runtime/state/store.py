@@ -102,7 +102,7 @@ class ParameterStore:
         weights = torch.zeros(elements, dtype=parameters[0].dtype, device=parameters[0].device)
         self.sums = torch.zeros(elements, dtype=torch.float32, device=parameters[0].device)
         for parameter, (first, last) in self._ranges.items():
-            weights[first:last] = parameter.detach().view(-1)
+            weights[first:last] = parameter.detach().reshape(-1)
         self._show(weights)
         for parameter, (first, last) in self._ranges.items():
             parameter.main_grad = self.sums[first:last].view(parameter.shape)  # type: ignore[attr-defined]
