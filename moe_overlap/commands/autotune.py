@@ -34,7 +34,6 @@ from megatron.training.report.live_line import LiveLine
 from moe_overlap.commands.exits import INTERRUPTED, interruptible
 from moe_overlap.commands.help_topics import Removed, parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
-    ELSEWHERE,
     PRECISIONS,
     PRICES,
     EachOnce,
@@ -42,11 +41,13 @@ from moe_overlap.commands.job_arguments import (
     add_margin_argument,
     add_routing_arguments,
     assumed_of,
+    check_flags,
     cluster_of,
     clusters_of,
     expert_load_of,
     folder_of_answer,
     job_flags,
+    known_flags,
     margin_of,
     name_of,
     notes_of,
@@ -121,6 +122,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     if folder is not None:
         _require_writable(folder)
         require_no_other_files(folder)
+    check_flags(job_flags(arguments), cluster.gpus, arguments.precision is not None)
     from moe_overlap.api import tune
     from moe_overlap.report.tuning import tuned_details, tuned_json, tuned_lines, write_tuned
 
@@ -156,7 +158,7 @@ def _plan(arguments: argparse.Namespace, begun: float) -> int:
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     jobs = _jobs(arguments.jobs)
     clusters_of(arguments)
-    job_flags(arguments)
+    check_flags(job_flags(arguments), None)
     limits = _limits(arguments)
     # Before the search, which evaluates overlap last, or never if nothing can overlap.
     check_limits(limits)
@@ -340,9 +342,10 @@ NEEDED = ("--megatron-args", "--model", "--gpu", "--num-gpus", "--output", "--ta
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_with_topics(__doc__, NEEDED, ELSEWHERE)
+    parser = parser_with_topics(__doc__, NEEDED, known_flags())
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
+    parser.set_defaults(ignore_unknown=False)
     job = topic(parser, "job")
     job.add_argument("--precision", choices=PRECISIONS, help="instead of the value in the flags")
     search = topic(parser, "search", "which plans are looked at, and for how long")
