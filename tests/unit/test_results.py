@@ -126,7 +126,7 @@ def test_mistakes() -> None:
         predict(MIXTRAL)
     with pytest.raises(ConfigError, match=r"^cluster H100-8: stands beside gpu or num_gpus"):
         predict(MIXTRAL, H100, gpu="H100")
-    with pytest.raises(ConfigError, match=r"^gpu H1000: unknown GPU; did you mean H100-80GB or H800\?"):
+    with pytest.raises(ConfigError, match=r"^gpu H1000: unknown GPU; did you mean H100 or"):
         tune(SMALL, gpu="H1000", num_gpus=8)
     with pytest.raises(ConfigError, match=r"^time_limit 0: must be greater than 0 seconds"):
         tune(SMALL, gpu="H100", num_gpus=8, time_limit=0)
