@@ -40,7 +40,7 @@ BUDGET = {
     "moe_overlap/describe": Size(20, 4418),
     "moe_overlap/plan": Size(29, 7273),
     "moe_overlap/plan_search": Size(13, 2858),
-    "moe_overlap/report": Size(18, 3339),
+    "moe_overlap/report": Size(18, 3350),
     "moe_overlap/runtime": Size(37, 7834),
     "moe_overlap/tuner": Size(128, 32746),
     "moe_overlap/tuner/calibrate": Size(14, 2930),
