@@ -40,7 +40,7 @@ BUDGET = {
     "moe_overlap/describe": Size(24, 5015),
     "moe_overlap/plan": Size(29, 7373),
     "moe_overlap/plan_search": Size(13, 2933),
-    "moe_overlap/report": Size(18, 3379),
+    "moe_overlap/report": Size(18, 3390),
     "moe_overlap/runtime": Size(39, 8560),
     "moe_overlap/tuner": Size(128, 32866),
     "moe_overlap/tuner/calibrate": Size(14, 2930),
@@ -49,7 +49,7 @@ BUDGET = {
     "moe_overlap/tuner/profile": Size(6, 1406),
     "moe_overlap/tuner/search": Size(43, 11814),
     "moe_overlap/tuner/write": Size(7, 1511),
-    "tools": Size(54, 8552),
+    "tools": Size(56, 8824),
 }
 """Folder -> its largest size; a folder inside another counts for both."""
 SLACK_LINES = 100

@@ -231,14 +231,14 @@ class Change:
     def effect(self, baseline: Prediction) -> str:
         """The predicted effect of only this change, as text."""
         if self.prediction is None:
-            return f"only together with others: {self.rule}"
+            return f"not possible alone: {self.rule}"
         seconds = self.prediction.predicted.step_seconds - baseline.predicted.step_seconds
         memory = self.prediction.fullest.needed_bytes - baseline.fullest.needed_bytes
         fits = "" if self.prediction.fits else f"; {self.prediction.memory_verdict}"
         space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "the same memory"
         # A change that costs time or memory by itself needs another reason.
-        others = "" if seconds < 0 and self.prediction.fits else "; chosen for its effect together with the others"
-        return f"alone {difference(seconds)} a step and {space}{fits}{others}"
+        others = "" if seconds < 0 and self.prediction.fits else "; does not pay alone, but with the other changes"
+        return f"this change alone: {difference(seconds)} a step and {space}{fits}{others}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

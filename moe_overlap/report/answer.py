@@ -40,6 +40,8 @@ from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import WORTH_A_LOOK, Launching
 
 SHOWN_RUNNERS_UP = 3
+WIDEST_NAME = 60
+"""Longest name of a runner-up that others are aligned with."""
 SHOWN_TERMS = 2
 """Terms of the breakdown in the line of a runner-up."""
 SMALLEST_TERM = 0.001
@@ -47,10 +49,10 @@ SMALLEST_TERM = 0.001
 SMALLEST_SHARE = 0.0005
 """Smallest waiting time that is shown, as a share of the step."""
 DAY_SECONDS, HOUR_SECONDS, MINUTE_SECONDS = 86400.0, 3600.0, 60.0
-LAUNCHES = "launching from the host"
+LAUNCHES = "waiting for kernel launches"
 UNTRIED = "pretrain_moe.py of this project has not run on a GPU yet; run a few steps before you rely on the plan"
 UNEQUAL = "waiting for the slowest stage"
-OF_THIS_FORK = "an overlap of all-to-alls: this fork's; --target both compares it with Megatron-LM's"
+OF_THIS_FORK = "this fork's overlap of all-to-alls (--target both compares it with Megatron-LM's)"
 OVERLAPS: Mapping[Mechanism, str] = MappingProxyType(
     {
         "tutel": "capacity chunks",
@@ -115,7 +117,7 @@ def answer_lines(answer: Answer) -> list[str]:
     """The lines of an answer."""
     prediction = answer.prediction
     lines = [*figure_lines(answer), line("waiting", _waiting(answer)), *beware_lines(prediction)]
-    lines += [line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
+    lines += [line("runner-up", text) for text in _runners_up(answer)]
     suggested = suggestions(answer.plan, prediction, answer.is_upstream, answer.is_searched, answer.leeway)
     lines += [line("try next", text) for text in answer.try_next or suggested]
     return lines
@@ -335,9 +337,10 @@ def _waiting(answer: Answer) -> str:
     ordered = sorted(exposed.items(), key=lambda item: -item[1])
     kinds = ", ".join(f"{kind} {_share(part / seconds)}" for kind, part in ordered if part / seconds >= SMALLEST_SHARE)
     waited = prediction.breakdown.get("bubble_seconds", 0.0) / seconds
-    bubble = f", {_share(waited)} in the pipeline's bubble" if waited >= SMALLEST_SHARE else ""
+    bubble = f"; idle {_share(waited)} in the pipeline's bubble" if waited >= SMALLEST_SHARE else ""
     launched = prediction.launching.seconds / seconds if prediction.launching is not None else 0.0
-    launches = f", {_share(launched)} for launches from the host" if launched >= SMALLEST_SHARE else ""
+    cause = "because the CPU launches kernels too slowly"
+    launches = f"; idle {_share(launched)} {cause}" if launched >= SMALLEST_SHARE else ""
     balance = balance_of(answer.plan, prediction)
     slow = f"; {balance.sentence}" if balance.longer >= WORTH_A_LOOK else ""
     return f"{total}{f' ({kinds})' if kinds else ''}{bubble}{launches}{slow}"
@@ -409,13 +412,22 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
     if not dearer:
         return "no term costs it more"
     texts = [f"{term_words(name)} {difference(seconds)}" for name, seconds in dearer]
-    saved = "".join(f", though {term_words(name)} {difference(seconds)}" for name, seconds in cheaper)
+    saved = "".join(f", but {term_words(name)} {difference(seconds)}" for name, seconds in cheaper)
     return ", ".join(texts) + saved
 
 
-def _runner_up(other: RunnerUp, answer: Answer) -> str:
+def _runners_up(answer: Answer) -> list[str]:
+    """The lines of the runners-up, with their names and seconds in columns."""
+    shown = answer.runners_up[:SHOWN_RUNNERS_UP]
+    names = [len(other.name) for other in shown if len(other.name) <= WIDEST_NAME]
+    seconds = [len(f"{other.seconds:.3f}") for other in shown if other.seconds is not None]
+    return [_runner_up(other, answer, max(names, default=0), max(seconds, default=0)) for other in shown]
+
+
+def _runner_up(other: RunnerUp, answer: Answer, name_width: int, seconds_width: int) -> str:
+    name = f"{other.name}:".ljust(name_width + 1)
     if other.seconds is None:
-        return f"{other.name}: {other.why}"
+        return f"{name} {other.why}"
     change = other.seconds / answer.prediction.predicted.step_seconds - 1
     # Plans of one job share most of the prediction's error, so a tie is much smaller than it.
     tie = ", a tie" if abs(change) <= TIE else ""
@@ -423,7 +435,7 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     tells_memory = bool(tie) and change < 0 and other.more_bytes >= VISIBLE_BYTES
     more = f", needs {other.more_bytes / GIB:.1f} GiB more" if tells_memory else ""
     simulated = "" if other.simulated_change is None else f", {100 * other.simulated_change:+.1f} % as simulated"
-    return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{simulated}{tie}{more}): {other.why}"
+    return f"{name} {other.seconds:>{seconds_width}.3f} s ({100 * change:+.1f} %{simulated}{tie}{more}): {other.why}"
 
 
 def suggestions(
@@ -465,8 +477,7 @@ def suggestions(
         advice[UNEQUAL] = balance.advice
     if is_searched and name not in advice:
         return []
-    share = f"{name} takes {_share(terms[name] / seconds)} of the step"
-    return [f"{advice.get(name, 'another layout')}: {share}"]
+    return [f"{advice.get(name, 'another layout')}, since {name} takes {_share(terms[name] / seconds)} of the step"]
 
 
 def _search_advice(launching: Launching | None, seconds: float, is_upstream: bool, leeway: Leeway) -> dict[str, str]:
@@ -486,11 +497,11 @@ def _job_advice(
     """Term of a step of `seconds` -> advice on changes of the job."""
     stage, batch = plan.stages[0], "a larger global batch"
     if plan.is_listed:
-        overlap = "another overlap of all-to-alls: tools/autotune.py compares them"
+        overlap = "tools/autotune.py, which compares overlaps of all-to-alls"
     elif leeway.no_overlap:
         overlap = f"an overlap of all-to-alls, which the flags rule out ({leeway.no_overlap})"
     else:
-        overlap = OF_THIS_FORK if is_upstream else "an overlap of all-to-alls: tools/autotune.py --overlap-only"
+        overlap = OF_THIS_FORK if is_upstream else "tools/autotune.py --overlap-only, which overlaps all-to-alls"
     interleaves = len(stage.chunks) == 1 and leeway.may_interleave
     larger = "a larger micro-batch, if memory allows" if stage.gradient_accumulation_steps > 1 else batch
     return {

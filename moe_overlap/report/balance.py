@@ -41,9 +41,9 @@ class StageBalance:
     @property
     def sentence(self) -> str:
         """The imbalance as text."""
-        several = len(self.slowest) > 1
-        who = f"{len(self.slowest)} stages take" if several else f"stage {self.slowest[0]} takes"
-        return f"{who} {100 * self.longer:.1f} % longer than the mean of all"
+        count = len(self.slowest)
+        slow = f"{count} stages are" if count > 1 else f"stage {self.slowest[0]} is"
+        return f"uneven stages: {slow} {100 * self.longer:.1f} % slower than the average, and the others wait"
 
 
 def balance_of(plan: Plan, prediction: Prediction) -> StageBalance:

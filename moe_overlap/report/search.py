@@ -286,8 +286,8 @@ def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str])
         lines.append(
             line(
                 "simulated",
-                f"{len(differing)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
-                f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}",
+                f"in detail, {len(differing)} of the {1 + len(search.others)} best plans changed by more than 1 %: "
+                f"{widest.name} most, which takes {widest.simulated_seconds:.3f} s, not {widest.seconds:.3f}",
             )
         )
     lines += _dispatcher_lines(search)

@@ -50,7 +50,7 @@ def test_what_is_refused_alone_says_why() -> None:
     (refused,) = (change for change in changes if change.prediction is None)
     assert refused.name == "pipeline" and refused.gain(baseline) == 0.0
     assert "--num-virtual-stages-per-pipeline-rank 5: " in refused.effect(baseline)
-    assert refused.effect(baseline).startswith("only together with others: ")
+    assert refused.effect(baseline).startswith("not possible alone: ")
 
 
 def test_what_megatron_does_not_run_alone_is_no_reason() -> None:
@@ -60,7 +60,7 @@ def test_what_megatron_does_not_run_alone_is_no_reason() -> None:
     changes, baseline = changed([*SMALL, "--num-layers", "4"], said, added=(flag,))
     (overlap,) = (change for change in changes if change.name == "overlap")
     assert overlap.effect(baseline) == (
-        "only together with others: --overlap-moe-expert-parallel-comm: needs virtual stages in a pipeline of 2 stages"
+        "not possible alone: --overlap-moe-expert-parallel-comm: needs virtual stages in a pipeline of 2 stages"
     )
 
 
@@ -69,12 +69,12 @@ def test_what_costs_alone_is_said_to_be_of_others() -> None:
     change = changes[0]
     assert change.prediction is not None
     seconds = baseline.predicted.step_seconds
-    for factor, said in ((0.5, ""), (1.5, "; chosen for its effect together with the others")):
+    for factor, said in ((0.5, ""), (1.5, "; does not pay alone, but with the other changes")):
         step = dataclasses.replace(change.prediction.predicted, step_seconds=factor * seconds)
         alone = dataclasses.replace(change.prediction, predicted=step)
         assert dataclasses.replace(change, prediction=alone).effect(baseline).endswith(f" on the fullest stage{said}")
     full = dataclasses.replace(change, prediction=dataclasses.replace(change.prediction, capacity_bytes=1))
-    assert full.effect(baseline).endswith("; does not fit; chosen for its effect together with the others")
+    assert full.effect(baseline).endswith("; does not fit; does not pay alone, but with the other changes")
 
 
 def test_a_flag_that_says_its_default_is_no_change() -> None:
@@ -89,7 +89,7 @@ def test_lines_name_the_flags_and_what_they_do() -> None:
     (removed,) = (line for line in lines if "remove" in line)
     assert removed.startswith("change      remove --recompute-granularity full, remove --recompute-method uniform, ")
     (batch,) = (line for line in lines if "--micro-batch-size" in line)
-    assert "--micro-batch-size 1 -> 2: alone " in batch and batch.endswith(" GiB on the fullest stage")
+    assert "--micro-batch-size 1 -> 2: this change alone: " in batch and batch.endswith(" GiB on the fullest stage")
     (row,) = (row for row in changes_json(changes) if row["name"] == "micro-batch")
     assert row["before"] == ["--micro-batch-size", "1"] and row["after"] == ["--micro-batch-size", "2"]
 

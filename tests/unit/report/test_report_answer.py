@@ -235,13 +235,13 @@ def test_small_differences_are_not_nothing() -> None:
     """`compute -0.000 s` and `-0.0 GiB`, as answers about steps of a tenth of a second had them."""
     terms = {"compute_seconds": 0.1, "bubble_seconds": 0.02}
     other = {"compute_seconds": 0.0997, "bubble_seconds": 0.0212}
-    assert cost_terms(other, terms) == "bubble +1.2 ms, though compute -0.3 ms"
+    assert cost_terms(other, terms) == "bubble +1.2 ms, but compute -0.3 ms"
     baseline = predicted()
     faster = dataclasses.replace(baseline.predicted, step_seconds=baseline.predicted.step_seconds - 0.0071)
     alone = dataclasses.replace(baseline, predicted=faster)
     change = Decision(name="a", before={}, after={}, prediction=alone)
     assert [difference(seconds) for seconds in (-0.0, 1e-17, -4e-7, 0.0101)] == ["+0 ms", "+0 ms", "+0 ms", "+0.010 s"]
-    assert change.effect(baseline) == "alone -7.1 ms a step and the same memory"
+    assert change.effect(baseline) == "this change alone: -7.1 ms a step and the same memory"
 
 
 def test_a_change_that_alone_does_not_fit_is_not_the_first_that_is_told() -> None:
@@ -304,15 +304,15 @@ def test_suggestions_follow_the_largest_term() -> None:
 
     assert suggestions(planned(), with_terms(bubble=0.04, exposed_expert=0.03)) == []
     assert suggestions(planned(), with_terms(bubble=0.2)) == [
-        "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches: "
-        "bubble takes 20.0 % of the step"
+        "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches, "
+        "since bubble takes 20.0 % of the step"
     ]
     interleaved = planned("--num-virtual-stages-per-pipeline-rank", "2")
-    assert suggestions(interleaved, with_terms(bubble=0.2))[0].startswith("more micro-batches or fewer stages: ")
+    assert suggestions(interleaved, with_terms(bubble=0.2))[0].startswith("more micro-batches or fewer stages, since ")
     (for_upstream,) = suggestions(planned(), with_terms(exposed_expert=0.3, bubble=0.2), is_upstream=True)
     assert "--overlap-only" not in for_upstream and "--target both" in for_upstream
     (overlap,) = suggestions(planned(), with_terms(exposed_expert=0.3, bubble=0.2))
-    assert overlap.endswith("tools/autotune.py --overlap-only: exposed expert takes 30.0 % of the step")
+    assert overlap.endswith("all-to-alls, since exposed expert takes 30.0 % of the step")
 
 
 def test_no_flag_is_advised_that_the_job_has_or_that_is_refused() -> None:
@@ -326,14 +326,14 @@ def test_no_flag_is_advised_that_the_job_has_or_that_is_refused() -> None:
             job.prediction, breakdown=terms, launching=None, remedy=None, tried=(), alternatives=()
         )
         (said,) = suggestions(job.problem.plan, plain, leeway=job.leeway)
-        return said.removesuffix(f": {term.replace('_', ' ')} takes 30.0 % of the step")
+        return said.removesuffix(f", since {term.replace('_', ' ')} takes 30.0 % of the step")
 
     # The flags of the example hide reductions and gathers already.
     assert advice("exposed_data") == advice("exposed_data", "--use-megatron-fsdp") == "a larger global batch"
     without = ("--num-layers", "31", "--decoder-first-pipeline-num-layers", "7")
     assert advice("bubble", *without) == "more micro-batches or fewer stages", "8 layers divide into chunks, 7 do not"
     assert "--num-virtual-stages-per-pipeline-rank 2" in advice("bubble")
-    assert advice("exposed_expert") == "an overlap of all-to-alls: tools/autotune.py --overlap-only"
+    assert advice("exposed_expert") == "tools/autotune.py --overlap-only, which overlaps all-to-alls"
     ruled_out = "an overlap of all-to-alls, which the flags rule out ("
     assert advice("exposed_expert", "--fp8-format", "hybrid").startswith(f"{ruled_out}--fp8-recipe delayed: ")
     assert advice("exposed_expert", "--use-megatron-fsdp").startswith(f"{ruled_out}--use-megatron-fsdp: not supported")
@@ -343,7 +343,7 @@ def test_no_flag_is_advised_that_the_job_has_or_that_is_refused() -> None:
     assert leeway_of(WORDS, job.job, ahead).no_overlap == rule
     pairs = "--moe-overlap-micro-batches 2 --moe-gate topk --moe-token-dispatcher-type irregular".split()
     chunks = ("--num-virtual-stages-per-pipeline-rank", "2")
-    assert advice("exposed_expert", *pairs, *chunks).startswith("another overlap of all-to-alls: tools/autotune.py ")
+    assert advice("exposed_expert", *pairs, *chunks).startswith("tools/autotune.py, which compares overlaps")
 
 
 def test_a_job_without_overlapped_reductions_is_told_their_flags() -> None:
@@ -392,9 +392,11 @@ def test_a_search_advises_nothing_that_it_decides() -> None:
         return suggestions(planned(), prediction, is_upstream, is_searched=True)
 
     assert advice(exposed_expert=0.3) == advice(exposed_tensor=0.3) == advice(exposed_transfer=0.2) == []
-    assert advice(bubble=0.2) == ["a larger global batch, if the training allows it: bubble takes 20.0 % of the step"]
+    assert advice(bubble=0.2) == [
+        "a larger global batch, if the training allows it, since bubble takes 20.0 % of the step"
+    ]
     assert advice(exposed_expert=0.3, is_upstream=True)[0].startswith(
-        "an overlap of all-to-alls: this fork's; --target both"
+        "this fork's overlap of all-to-alls (--target both"
     )
     # Where no search of this fork finds one, or the search has compared it, that is no advice.
     ruled_out = Leeway(no_overlap="--fp8-recipe delayed: ...")
@@ -485,9 +487,12 @@ def test_a_slow_stage_is_told_with_the_cut_that_would_help() -> None:
     plan, prediction = with_stages((1.0, 1.0, 1.0, 1.6), (4, 4, 4, 4))
     lines = answer_lines(Answer(plan=plan, prediction=prediction, cluster=CLUSTER))
     assert next(line for line in lines if line.startswith("waiting")).endswith(
-        "; stage 3 takes 39.1 % longer than the mean of all"
+        "; uneven stages: stage 3 is 39.1 % slower than the average, and the others wait"
     )
-    advice = "a layer fewer on stage 3 (--pipeline-model-parallel-layout): waiting for the slowest stage takes 9.8 % of the step"
+    advice = (
+        "a layer fewer on stage 3 (--pipeline-model-parallel-layout), since waiting for the slowest stage takes 9.8 % of the "
+        "step"
+    )
     assert suggestions(plan, prediction) == [advice]
     # A search has chosen the cuts; and where the others have no room for a layer more, none helps.
     assert suggestions(plan, prediction, is_searched=True) == []
@@ -500,10 +505,10 @@ def test_a_slow_stage_is_told_with_the_cut_that_would_help() -> None:
         tight, slow = with_stages(seconds, layers)
         assert suggestions(tight, slow) == []
     (both,) = suggestions(*with_stages((1.0, 1.0, 1.6, 1.6), (4, 4, 4, 4)))
-    assert both.startswith("a layer each fewer on stages 2, 3 (--pipeline-model-parallel-layout): waiting")
+    assert both.startswith("a layer each fewer on stages 2, 3 (--pipeline-model-parallel-layout), since waiting")
     assert (
         balance_of(*with_stages((1.0, 1.6, 1.6), (4, 4, 4))).sentence
-        == "2 stages take 14.3 % longer than the mean of all"
+        == "uneven stages: 2 stages are 14.3 % slower than the average, and the others wait"
     )
     even, alike = with_stages((1.0, 1.04), (4, 4))
-    assert "longer" not in "".join(answer_lines(Answer(plan=even, prediction=alike, cluster=CLUSTER)))
+    assert "uneven" not in "".join(answer_lines(Answer(plan=even, prediction=alike, cluster=CLUSTER)))

@@ -37,7 +37,7 @@ def test_launches_cost_what_a_host_that_launches_for_nothing_would_save() -> Non
     assert slow.launching is not None and at_once.launching is not None and at_once.launching.seconds == 0.0
     assert slow.launching.seconds == pytest.approx(slow.predicted.step_seconds - at_once.predicted.step_seconds)
     assert slow.launching.seconds > 0.2 * slow.predicted.step_seconds
-    share = f"{100 * slow.launching.seconds / slow.predicted.step_seconds:.1f} % for launches from the host"
+    share = f"{100 * slow.launching.seconds / slow.predicted.step_seconds:.1f} % because the CPU launches kernels too slowly"
     assert any(line.startswith("waiting ") and line.endswith(share) for line in lines(slow))
     assert prediction_json(slow)["launching"]["seconds"] == slow.launching.seconds
 
@@ -83,4 +83,4 @@ def test_a_search_says_what_its_plan_waits_for() -> None:
     found = search_plan(SMALL, CLUSTER, SearchSettings(target="megatron-lm"), **options)
     assert found.launching is not None and found.launching.seconds > 0
     assert search_json(found)["launching"]["seconds"] == found.launching.seconds
-    assert any("for launches from the host" in line for line in answer_lines(answer_of(found)))
+    assert any("the CPU launches kernels too slowly" in line for line in answer_lines(answer_of(found)))

@@ -1,0 +1,44 @@
+"""The answers in docs/answer.md are what its commands print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.commands.predict import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "answer.md"
+COMMAND = re.compile(r"(?:`|tools/predict\.py )(--megatron-args [^`\n]*)")
+BLOCK = re.compile(r"```\n(.*?)```", re.DOTALL)
+NAMED = re.compile(r"(plan|step|speed|training|memory|waiting|beware|try next) +")
+
+
+def printed_blocks() -> list[tuple[str, list[str]]]:
+    """The arguments of each command of the page, and the lines of its answer that the page shows."""
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = []
+    for block in BLOCK.finditer(text):
+        lines = block[1].splitlines()
+        if all(NAMED.match(line) for line in lines):
+            blocks.append((COMMAND.findall(text[: block.start()])[-1], lines))
+    return blocks
+
+
+def test_every_answer_of_the_page_has_a_command() -> None:
+    assert len(printed_blocks()) == 3
+    assert len({command for command, _ in printed_blocks()}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command, lines", printed_blocks(), ids=["mixtral", "qwen3", "deepseek"])
+def test_the_page_shows_what_the_command_prints(
+    command: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)) == 0
+    answer = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line not in answer] == [], "\n".join(answer)
