@@ -36,7 +36,7 @@ BUDGET = {
     "megatron/training/cli": Size(22, 4941),
     "megatron/training/data": Size(6, 1715),
     "megatron/training/model": Size(8, 1615),
-    "moe_overlap/commands": Size(20, 3664),
+    "moe_overlap/commands": Size(20, 3665),
     "moe_overlap/describe": Size(24, 5015),
     "moe_overlap/plan": Size(29, 7373),
     "moe_overlap/plan_search": Size(13, 2933),

@@ -337,7 +337,8 @@ def write(options: argparse.Namespace, encoding: Encoding) -> None:
         counted = f"{documents:,} document{'' if documents == 1 else 's'}"
         print(f"wrote {prefix}.bin and .idx: {counted}, {tokens:,} tokens, {seconds:.1f} s")
         if documents == 1:
-            print("a document is in one part of --split alone: --txt-documents line makes more of a .txt")
+            hint = "--txt-documents line makes a document of every line of a .txt"
+            print(f"a document goes wholly to training, validation or test; {hint}")
     if empty:
         print(f"left out {empty:,} empty documents")
 
