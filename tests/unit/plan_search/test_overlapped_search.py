@@ -332,20 +332,27 @@ def test_every_offered_recomputation_is_accepted_as_flags() -> None:
 
 
 def made_finalist(
-    name: str, refusal: str | None = None, paired: bool = False, experts: int = 4, staged: bool = False
+    name: str,
+    refusal: str | None = None,
+    paired: bool = False,
+    experts: int = 4,
+    staged: bool = False,
+    stored: bool = False,
 ) -> SimpleNamespace:
     problem = SimpleNamespace(features=SimpleNamespace(overlap_experts=paired))
-    plan = SimpleNamespace(stages=[SimpleNamespace(expert=experts, expert_tensor=1)], transfers=())
+    stages = [SimpleNamespace(expert=experts, expert_tensor=1)]
+    plan = SimpleNamespace(stages=stages, transfers=(), has_stores=stored)
     return SimpleNamespace(
         name=name, simulated_seconds=4.4, refusal=refusal, problem=problem, plan=plan, is_staged=staged
     )
 
 
 def test_only_what_this_runtime_executes_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that nothing runs and those of Megatron-LM's overlap stay what they are, and take no other's turn."""
+    """Plans that nothing runs, those of Megatron-LM's overlap and those of other ZeRO levels take no other's turn."""
     decided: list[str] = []
     monkeypatch.setattr(overlapped_search, "_faster", lambda best, finalist, *_: decided.append(finalist.name) or best)
-    others = [made_finalist("ZeRO-3", refusal="zero_level 3"), made_finalist("pairs", paired=True)]
+    others = [made_finalist("offload", refusal="offload.optimizer 1.0"), made_finalist("pairs", paired=True)]
+    others += [made_finalist("ZeRO-3", stored=True)]
     ours = [made_finalist(f"ours {number}") for number in range(DECIDED + 1)]
     found = decide_overlaps([*others, *ours], lambda bar: (), SimpleNamespace(is_late=False))  # type: ignore[list-item, arg-type]
     assert decided == [finalist.name for finalist in ours[:DECIDED]] and found.chosen is others[0]
