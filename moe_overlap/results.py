@@ -13,7 +13,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -297,7 +297,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in hints:
             near = difflib.get_close_matches(name, [*hints, *PARAMETERS], 1)
-            fix = f"did you mean {near[0]}?" if near else f"use {one_of(tuple(hints))}"
+            of_tune = f"{name} is an option of tune; use {one_of(tuple(hints))}"
+            fix = (
+                of_tune if name in PARAMETERS else f"did you mean {near[0]}?" if near else f"use {one_of(tuple(hints))}"
+            )
             raise ConfigError(name, printable(repr(value)), "is no option", fix)
         if name in CALLED:
             require(value is None or callable(value), name, printable(repr(value)), "is no function", "give a function")
@@ -306,7 +309,14 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _arguments(args: Arguments) -> list[str]:
-    """The flags; a single text is the path of a file."""
+    """The flags; a single text is the path of a file.
+
+    Raises:
+        ConfigError: they are no list of texts.
+    """
+    if isinstance(args, Mapping) or not isinstance(args, Iterable | Path):
+        rule = f"is of type {type(args).__name__}, and flags are a list of texts"
+        raise ConfigError("args", printable(repr(args)), rule, 'give ["--num-layers", "4", ...], or the path of a file')
     if not isinstance(args, str | Path):
         for word in args:
             if not isinstance(word, str):
@@ -320,16 +330,23 @@ def _arguments(args: Arguments) -> list[str]:
 def _cluster(cluster: Cluster | None, gpu: str | None, num_gpus: int | None) -> Cluster:
     """The machines, from either form of them."""
     if cluster is not None:
+        if not isinstance(cluster, Cluster):
+            fix = "use moe_overlap.describe.cluster.load_cluster(path), or gpu and num_gpus"
+            raise ConfigError("cluster", printable(repr(cluster)), "is no Cluster", fix)
         if gpu is not None or num_gpus is not None:
             raise ConfigError("cluster", cluster.name, "stands beside gpu or num_gpus", "use one of them")
         return cluster
     if gpu is None or num_gpus is None:
         raise ConfigError("gpu", gpu or "", "the machines are unknown", "give gpu and num_gpus, or cluster")
+    if not isinstance(gpu, str):
+        raise ConfigError("gpu", printable(repr(gpu)), "is no name of a GPU", 'give a text such as "H100"')
     try:
-        count = index(num_gpus)
+        # A bool is a number to Python: num_gpus=True would answer for one GPU.
+        count = -1 if isinstance(num_gpus, bool) else index(num_gpus)
     except TypeError:
-        shown = printable(repr(num_gpus))
-        raise ConfigError("num_gpus", shown, "is no whole number", "write it without quotes") from None
+        count = -1
+    if count < 1:
+        raise ConfigError("num_gpus", printable(repr(num_gpus)), "is no whole number from 1", "give one such as 8")
     return shipped_cluster(gpu, count, "gpu")
 
 

@@ -135,6 +135,7 @@ def test_mistakes() -> None:
 
 
 ON = {"gpu": "H100", "num_gpus": 64}
+LIST = 'give ["--num-layers", "4", ...], or the path of a file'
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,18 @@ ON = {"gpu": "H100", "num_gpus": 64}
             "plan {}: must be a string without control characters; write a string without control characters",
         ),
         ({"memory_margin": "0.9"}, 'memory_margin "0.9": must be a finite number; write a finite number'),
-        ({"num_gpus": "64"}, "num_gpus '64': is no whole number; write it without quotes"),
+        ({"num_gpus": "64"}, "num_gpus '64': is no whole number from 1; give one such as 8"),
+        ({"num_gpus": True}, "num_gpus True: is no whole number from 1; give one such as 8"),
+        ({"gpu": 100}, 'gpu 100: is no name of a GPU; give a text such as "H100"'),
+        (
+            {"cluster": "nowhere.json"},
+            "cluster 'nowhere.json': is no Cluster; use moe_overlap.describe.cluster.load_cluster(path), or gpu and num_gpus",
+        ),
+        ({"args": None}, f"args None: is of type NoneType, and flags are a list of texts; {LIST}"),
+        (
+            {"args": {"num_layers": 4}},
+            f"args {{'num_layers': 4}}: is of type dict, and flags are a list of texts; {LIST}",
+        ),
         ({"args": ["--num-layers", 4]}, 'args 4: is of type int, and flags are text; write "4"'),
         ({"time_limit": "3"}, "time_limit 3: must be greater than 0 seconds; drop it to search all"),
     ],

@@ -71,10 +71,15 @@ def test_a_library_that_is_installed_and_broken_is_one_line(
     (package / "__init__.py").write_text("")
     (package / "pytorch.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
+    names = ("transformer_engine", "transformer_engine.pytorch")
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(ConfigError) as caught:
-        require_importable_libraries()
+    try:
+        with pytest.raises(ConfigError) as caught:
+            require_importable_libraries()
+    finally:
+        # Later tests must not see it.
+        for name in names:
+            sys.modules.pop(name, None)
     fix = "build it for this torch and driver, or pip uninstall transformer-engine"
     assert str(caught.value) == f"transformer_engine: is installed and cannot be imported: {reason}; {fix}"
-    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)

@@ -167,7 +167,7 @@ def test_a_router_whose_loop_depends_on_the_data_is_captured_without_it() -> Non
 
     words = [*JOB, "--moe-router-load-balancing-type", "sinkhorn", "--moe-router-topk", "1"]
     answer = predict(words, shipped_cluster("H100", 32), graphs=spy, constants=CONSTANTS)
-    assert seen == [(("none",), True)]
+    assert set(seen) == {(("none",), True)}
     assert answer.assumed == ("a router without the iterations of sinkhorn, whose number depends on the data",)
 
 
