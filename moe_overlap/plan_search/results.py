@@ -251,7 +251,8 @@ class PlanSearch:
         others: the other finalists, the fastest first.
         uniform: the search over uniform plans.
         refused: plans that rules across flags refuse, with the rule.
-        baseline: the prediction of the user's layout; None if the flags have none.
+        baseline: the prediction of the user's layout; None if the flags have none that runs on the cluster.
+        baseline_refusal: why the user's layout does not run on the cluster; empty if it does, or if the flags have none.
         dropped: flags of the user that the run does not use, with the reason.
         staged: the search over plans with unlike stages; None if it did not run.
         equal_stages_seconds: step of the fastest plan with equal stages, its overlap included; None: no unlike stages were
@@ -294,6 +295,7 @@ class PlanSearch:
     wider_space: str = ""
     kept_micro_batch: int | None = None
     equal_stages_seconds: float | None = None
+    baseline_refusal: str = ""
 
     @property
     def ended_early(self) -> bool:

@@ -92,6 +92,7 @@ from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, SearchSpace, UniformLayout
 from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
 REFUSALS = 1000
@@ -473,7 +474,7 @@ def _answer(
         (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
     )
     assert prediction is not None
-    baseline = _baseline(request) if settings.has_baseline else None
+    baseline = _baseline(request) if settings.has_baseline else ""
     sharding = None
     if request.space.shards_operators:
         sharding = search_sharding(chosen.problem, plans.task, deadline, overlapped.is_interrupted)
@@ -491,8 +492,9 @@ def _answer(
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         uniform=plans.uniform,
         refused=tuple(plans.rules.reader.refused),
-        baseline=None if baseline is None else baseline[0],
-        wider_space="" if baseline is None else _wider_space(baseline[1], settings),
+        baseline=None if isinstance(baseline, str) else baseline[0],
+        baseline_refusal=baseline if isinstance(baseline, str) else "",
+        wider_space="" if isinstance(baseline, str) else _wider_space(baseline[1], settings),
         dropped=request.dropped,
         kept_micro_batch=request.run.micro_batch,
         sharding=sharding,
@@ -507,16 +509,17 @@ def _answer(
     return dataclasses.replace(answer, launching=launching)
 
 
-def _baseline(request: SearchRequest) -> tuple[Prediction, Plan] | None:
-    """The prediction of the user's own layout and the layout, where the flags have one that runs on these GPUs."""
+def _baseline(request: SearchRequest) -> tuple[Prediction, Plan] | str:
+    """The prediction of the user's own layout and the layout; or why it does not run here, empty if the flags have no layout."""
+    refusal = ""
     # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
     for arguments in (request.arguments, without_graphs(request.arguments)[0]):
         try:
             problem = problem_of(arguments, request.cluster, request.user_options)
             return predict_plan(problem.plan, problem), problem.plan
-        except ConfigError:
-            continue
-    return None
+        except ConfigError as error:
+            refusal = str(error)
+    return refusal if flags_of(request.arguments).keys() & layout_flags() else ""
 
 
 def _wider_space(plan: Plan, settings: SearchSettings) -> str:

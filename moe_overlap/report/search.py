@@ -271,6 +271,8 @@ def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str])
         wider = f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
         lines.append(line("your flags", f"{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}"))
         lines += change_lines(helpful(search.changes, search.baseline)[:SHOWN_CHANGES], search.baseline)
+    elif search.baseline_refusal:
+        lines.append(line("your flags", f"do not run on these GPUs: {search.baseline_refusal}"))
     lines += _stages_lines(search)
     if search.kept_micro_batch is not None:
         lines.append(

@@ -541,6 +541,13 @@ def test_a_dispatch_librarys_layout_binds_nothing_either() -> None:
     ]
     found = search_plan(words, H100, SearchSettings(target="megatron-lm", solver_seconds=0.5), **OPTIONS)
     assert found.plan.world_size == 8 and found.baseline is None
+    assert found.baseline_refusal
+    odd = search_plan(
+        [*SMALL, "--tensor-model-parallel-size", "3"], H100, SearchSettings(solver_seconds=0.5), **OPTIONS
+    )
+    assert odd.baseline is None and odd.baseline_refusal.startswith("--tensor-model-parallel-size 3: ")
+    (line,) = (line for line in closing_lines(odd, None, []) if line.startswith("your flags"))
+    assert line.split(maxsplit=2)[2] == f"do not run on these GPUs: {odd.baseline_refusal}"
     assert found.prediction.fits
 
 
