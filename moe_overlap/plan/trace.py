@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import Unreadable, bounded_json, write_whole
+from moe_overlap.describe.files import Unreadable, bounded_json, printable, write_whole
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.plan import Plan
@@ -35,13 +35,17 @@ MOST_TRACE_BYTES = 1 << 26
 """Largest trace file that is read, about three hundred thousand spans."""
 
 
+PREDICTED = "predicted"
+"""Entry of `TraceFile.about` by which a simulated step is told from a measured one."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceFile:
     """The content of a trace file.
 
     Attributes:
         spans: by rank.
-        about: plan and model of the run, as `about_run` writes them; empty in files of predictions.
+        about: plan and model of the run, as `about_run` writes them; with `PREDICTED` if the step was simulated.
     """
 
     path: Path
@@ -139,7 +143,8 @@ def _read(path: Path, flag: str) -> TraceFile:
         rule = str(error) if str(error).startswith("cannot be read") else f"is no trace: it {error}"
         raise ConfigError(subject, "", rule, "give a file of --trace") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ConfigError(subject, "", f"is no trace ({error!r})", "give a file of --trace") from None
+        reason = "it has no traceEvents" if isinstance(error, KeyError | TypeError) else str(error)
+        raise ConfigError(subject, "", f"is no trace: {printable(reason, 100)}", "give a file of --trace") from None
     if not spans:
         raise ConfigError(subject, "", "has no spans", "give a file of --trace")
     return TraceFile(path, spans, about)

@@ -14,7 +14,7 @@ from typing import Any
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import INSIDE, Span, operator_spans
 from moe_overlap.plan.operators import kind_of
-from moe_overlap.plan.trace import about_run, read_traces, write_ranks
+from moe_overlap.plan.trace import PREDICTED, about_run, read_traces, write_ranks
 from moe_overlap.tuner.calibrate.refine import FREE_OF_PLAN, FREE_OF_STAGE
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 
@@ -34,7 +34,7 @@ def write_trace(path: str | Path, step: SimulatedStep, flag: str, *, as_new_file
             Path(path),
             {rank: step.spans(rank) for rank in ranks},
             {rank: step.kept_bytes(rank) for rank in ranks},
-            about_run(first.plan, first.model),
+            {**about_run(first.plan, first.model), PREDICTED: True},
             as_new_file=as_new_file,
         )
     except OSError as error:
@@ -86,13 +86,19 @@ BATCH = frozenset({"schema_version", "global_batch_size", "gradient_accumulation
 
 
 def require_one_job(predicted: Trace, measured: Trace, source: str) -> None:
-    """Refuse two traces of different models or layouts, if both files have them. The overlap may differ: it is compared.
+    """Refuse a prediction in place of the measurement, and traces of different models or layouts, if both files have them.
+
+    The overlap may differ: it is compared.
 
     Args:
         source: name of the measured file, for the error.
     Raises:
         ConfigError: names the first field that differs.
     """
+    if measured.about.get(PREDICTED):
+        raise ConfigError(
+            source, "", "is a prediction, not a measurement", "give the predicted trace, then a measured one"
+        )
     for place, first, second in _common_parts(predicted.about, measured.about):
         for name in (name for name in first if name in second):
             if first[name] != second[name]:

@@ -27,7 +27,7 @@ from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import as_values, content_sha256, from_json
-from moe_overlap.plan.trace import TraceFile, read_traces
+from moe_overlap.plan.trace import PREDICTED, TraceFile, read_traces
 from moe_overlap.tuner.calibrate.observe import EXCHANGING, KindFit, SimulatedKind, fit, observe
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
 from moe_overlap.tuner.cost.prediction import predict_plan
@@ -162,6 +162,8 @@ def _plan_of(file: TraceFile, problem: Problem) -> Plan:
     source = str(file.path)
     if not all(isinstance(file.about.get(name), dict) for name in ("plan", "model")):
         raise ConfigError(source, "", "does not say which plan was measured", AGAIN)
+    if file.about.get(PREDICTED):
+        raise ConfigError(source, "", "is a prediction, not a measurement", AGAIN)
     model = {name: value for name, value in file.about["model"].items() if name != "name"}
     _require_same(f"{source} model", model, model_fields(problem.model))
     plan = from_json(json.dumps(file.about["plan"]), source)

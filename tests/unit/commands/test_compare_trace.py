@@ -14,7 +14,7 @@ from moe_overlap.commands.compare import compare_traces as main
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.operators import kind_of
-from moe_overlap.plan.trace import lanes_of, read_traces, write_ranks, write_trace
+from moe_overlap.plan.trace import PREDICTED, lanes_of, read_traces, write_ranks, write_trace
 from moe_overlap.report import trace as report_trace
 from moe_overlap.report.trace import read_trace, rows_of
 
@@ -210,3 +210,16 @@ def test_a_trace_that_cannot_be_written_names_the_flag_that_asks_for_it(
     step.spans = step.kept_bytes = lambda rank: []
     with pytest.raises(ConfigError, match=f"{flag} t.json: cannot be written: Is a directory"):
         report_trace.write_trace("t.json", step, flag)
+
+
+def test_a_prediction_is_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither as the second trace nor for --refine, which would take its own prices for measured ones."""
+    for name, about in (("predicted.json", {PREDICTED: True}), ("measured.json", None)):
+        write_ranks(tmp_path / name, {0: spans(1.0)}, about=about)
+    predicted, measured = (str(tmp_path / name) for name in ("predicted.json", "measured.json"))
+    assert main([predicted, measured]) == 0
+    capsys.readouterr()
+    for first in (measured, predicted):
+        assert main([first, predicted]) == 2
+        rule = "is a prediction, not a measurement; give the predicted trace, then a measured one"
+        assert capsys.readouterr().err == f"error: {predicted}: {rule}\n"

@@ -17,7 +17,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import COMPUTING, Span
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.trace import about_run, write_ranks
+from moe_overlap.plan.trace import PREDICTED, about_run, write_ranks
 from moe_overlap.plan_search.results import Tuned
 from moe_overlap.tuner.calibrate.observe import Kind, Observed, SimulatedKind, fit, observe
 from moe_overlap.tuner.calibrate.refine import Refinement, refine
@@ -283,6 +283,9 @@ def test_files_of_other_ranks_and_batches(tmp_path: Path) -> None:
     """A stage that nobody measured, a file that an older run left, a step of a smaller batch."""
     world, path = task(1.0, JOB), tmp_path / "run.json"
     about, spans = about_run(world.plan, world.model), [Span("L0.attention", "compute", 0, 0, 0.0, 1.0)]
+    write_ranks(path, {0: spans}, about=about | {PREDICTED: True})
+    with pytest.raises(ConfigError, match=r"run.json: is a prediction, not a measurement; write it with pretrain_moe"):
+        refine(world, [path])
     write_ranks(path, {0: spans}, about=about)
     with pytest.raises(ConfigError, match=r"run.json: no rank of stage 1 is beside it; bring the files of all ranks"):
         refine(world, [path])
