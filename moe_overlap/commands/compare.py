@@ -78,8 +78,8 @@ def compare_losses(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; 0 if the runs agree, 1 if not, 2 for a file that cannot be read."""
     parser = Parser(description=LOSSES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
-    parser.add_argument("first", type=Path)
-    parser.add_argument("second", type=Path)
+    parser.add_argument("first", type=Path, help="a file of --log-json")
+    parser.add_argument("second", type=Path, help="the file of the other run")
     rule = parser.add_mutually_exclusive_group()
     rule.add_argument("--bitwise", action="store_true", help="every loss must be the same number")
     rule.add_argument("--relative", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
@@ -123,8 +123,8 @@ def compare_traces(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; 2 for a file that cannot be read, or traces of different jobs."""
     parser = Parser(description=TRACES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
-    parser.add_argument("predicted", type=Path)
-    parser.add_argument("measured", type=Path)
+    parser.add_argument("predicted", type=Path, help="a trace of tools/predict.py --trace")
+    parser.add_argument("measured", type=Path, help="a trace of pretrain_moe.py --trace")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     arguments = parser.parse_args(argv)
     try:

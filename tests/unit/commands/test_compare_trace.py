@@ -223,3 +223,9 @@ def test_a_prediction_is_no_measurement(tmp_path: Path, capsys: pytest.CaptureFi
         assert main([first, predicted]) == 2
         rule = "is a prediction, not a measurement; give the predicted trace, then a measured one"
         assert capsys.readouterr().err == f"error: {predicted}: {rule}\n"
+
+
+def test_a_missing_trace_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["predicted.json"])
+    assert capsys.readouterr().err.endswith("error: measured: is missing; give a trace of pretrain_moe.py --trace\n")
