@@ -343,8 +343,7 @@ def build_tokenizer(tokenizer_type: str | None, files: TokenizerFiles, vocab_siz
 
 def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> None:
     """Raise ConfigError if a type is unknown or lacks a flag; opens no file."""
-    if tokenizer_type is not None and tokenizer_type not in TYPES:
-        raise ConfigError("--tokenizer-type", tokenizer_type, "is not supported", f"use {one_of(TYPES)}")
+    _require_known(tokenizer_type)
     placeholder = "FOLDER" if tokenizer_type == "HuggingFaceTokenizer" else "FILE"
     lacking = (
         (tokenizer_type in MODEL_TYPES and files.tokenizer_model is None, f"add --tokenizer-model {placeholder}"),
@@ -358,8 +357,15 @@ def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, voc
         raise ConfigError("--tokenizer-type", tokenizer_type, "needs the number of ids", "add --vocab-size N")
 
 
+def _require_known(tokenizer_type: str | None) -> None:
+    """Raise ConfigError for an unknown type."""
+    if tokenizer_type is not None and tokenizer_type not in TYPES:
+        raise ConfigError("--tokenizer-type", tokenizer_type, "is not supported", f"use {one_of(TYPES)}")
+
+
 def refuse_unread_files(tokenizer_type: str | None, files: TokenizerFiles) -> None:
-    """Raise ConfigError for a file that the type does not read."""
+    """Raise ConfigError for an unknown type, and for a file that the type does not read."""
+    _require_known(tokenizer_type)
     by_gpt2, by_model = ("GPT2BPETokenizer",), MODEL_TYPES
     for flag, path, readers in (
         ("--tokenizer-model", files.tokenizer_model, by_model),

@@ -92,6 +92,12 @@ def test_plain_text(tmp_path: Path, unit: str, expected: list[str]) -> None:
         ("a.txt", b"x", ["--workers", "0"], "--workers 0: must be at least 1"),
         ("a.txt", b"x", ["--split-sentences"], "--split-sentences: not supported"),
         ("a.txt", b"x", ["--tokenizer-type", "Foo"], "--tokenizer-type Foo: is not supported"),
+        (
+            "a.txt",
+            b"x",
+            ["--tokenizer-type", "Foo", "--tokenizer-model", "."],
+            "--tokenizer-type Foo: is not supported",
+        ),
         ("a.txt", b"x", ["--output-prefix", "/proc/none/x"], "--output-prefix /proc/none/x: cannot be written"),
     ],
 )
