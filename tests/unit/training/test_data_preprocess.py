@@ -119,7 +119,7 @@ def test_a_single_document_is_said_with_what_makes_more(tmp_path: Path, capsys: 
     flags = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "d")]
     assert preprocess_data.main(flags) == 0
     said = capsys.readouterr().out
-    assert ": 1 document, 4 tokens" in said and "--txt-documents line makes more" in said
+    assert ": 1 document, 4 tokens" in said and "--txt-documents line makes a document of every line" in said
     assert preprocess_data.main([*flags, "--txt-documents", "line"]) == 0
     said = capsys.readouterr().out
     assert ": 2 documents, 2 tokens" in said and "--txt-documents" not in said
