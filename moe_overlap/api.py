@@ -26,6 +26,7 @@ from moe_overlap.alternatives import NotCaptured, alternatives_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD, read_expert_loads, shares_by_layer
+from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.host_launches import launching_of
 from moe_overlap.job import (
     Job,
@@ -257,6 +258,22 @@ def tune(
     traces: Sequence[str | Path] = (),
     **options: Unpack[Options],
 ) -> Tuned:
+    """Choose the overlap of a run, with the cost of its launches from the host. Arguments and errors as `choose_overlap`."""
+    tuned = choose_overlap(arguments, cluster, limits, solver_seconds, traces, **options)
+    plan, flags = tuned.chosen.decided, grouped(tuned.arguments)
+    problem = tuned.problem.replaying(tuned.graphs is not None and tuned.graphs.is_on)
+    launching = launching_of(plan, problem, tuned.chosen.seconds, flags, replays_lists=False)
+    return dataclasses.replace(tuned, launching=launching)
+
+
+def choose_overlap(
+    arguments: Sequence[str],
+    cluster: Cluster,
+    limits: SearchLimits,
+    solver_seconds: float = 5.0,
+    traces: Sequence[str | Path] = (),
+    **options: Unpack[Options],
+) -> Tuned:
     """Choose the overlap of a run.
 
     Args:
@@ -273,9 +290,8 @@ def tune(
     check_limits(limits)
     if not solver_seconds > 0:
         raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
-    parse(
-        list(expand_files(arguments))
-    )  # What is tuned is executed here: the flags of other releases are refused, as in training.
+    # This fork executes the answer, so flags of other releases are refused, as in training.
+    parse(list(expand_files(arguments)))
     named = named_by(arguments)
     arguments, replays = without_graphs(arguments)
     job = executed_here(_read_on(arguments, cluster, options if named is None else {**options, "name": named}))
@@ -295,6 +311,7 @@ def tune(
     elif replays:
         dropped = (*dropped, GRAPHS_FLAG)
     return Tuned(
+        problem=problem,
         chosen=decision.chosen,
         others=decision.others,
         mix=decision.mix,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
-from moe_overlap.api import Options, tune
+from moe_overlap.api import Options, choose_overlap
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
@@ -179,7 +179,7 @@ def _faster(best: Overlapped, finalist: Finalist, search: OverlapSearch, options
         arguments = [*finalist.arguments, *graphs]
         # What flags cannot say of single stages the plan itself does.
         options = Options(**{**options, "decided": finalist.plan}) if finalist.in_file else options
-        tuned = tune(arguments, search.cluster, search.limits, search.solver_seconds, **options)
+        tuned = choose_overlap(arguments, search.cluster, search.limits, search.solver_seconds, **options)
     except ConfigError as error:
         # The rules of overlap refuse the plan; it stays what it is.
         return replace(best, why_plain=str(error)) if finalist is best.chosen else best

@@ -130,8 +130,11 @@ class Tuned:
         refinement: the refinement of prices by traces; None without traces.
         assumed: sentences on assumptions that replace missing flags.
         graphs: whether lists are replayed as CUDA graphs, with the alternative; None if there is no choice.
+        problem: the run, with its refined prices.
+        launching: the cost of launches from the host; None if it was not computed.
     """
 
+    problem: Problem
     chosen: Candidate
     others: tuple[Candidate, ...]
     mix: Mix | None
@@ -143,6 +146,7 @@ class Tuned:
     refinement: Refinement | None = None
     assumed: tuple[str, ...] = ()
     graphs: GraphsChoice | None = None
+    launching: Launching | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,7 +50,7 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
         "runners_up": [_candidate_json(other) for other in tuned.others],
         "search": {"seconds": tuned.search_seconds},
     }
-    return prediction_json(tuned.chosen.prediction) | refined | decided
+    return prediction_json(replace(tuned.chosen.prediction, launching=tuned.launching)) | refined | decided
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, Any]:
@@ -188,7 +188,8 @@ def answer_of(tuned: Tuned, cluster: Cluster) -> Answer:
         for other in tuned.others
         if other.prediction is not None
     ]
-    prediction = replace(chosen.prediction, assumed=(*chosen.prediction.assumed, *tuned.assumed))
+    assumed = (*chosen.prediction.assumed, *tuned.assumed)
+    prediction = replace(chosen.prediction, assumed=assumed, launching=tuned.launching)
     return Answer(
         plan=chosen.decided,
         prediction=prediction,

@@ -161,7 +161,7 @@ class Prediction:
     """Seconds by cause; they add up to the step."""
     mfu: float
     capacity_bytes: int
-    """Of a GPU, as described."""
+    """Memory of a GPU on its data sheet."""
     extrapolating: tuple[str, ...]
     """Reasons why the figures extrapolate beyond measurements; empty if they do not."""
     not_modelled: tuple[str, ...]
@@ -179,7 +179,7 @@ class Prediction:
     not_run: tuple[str, ...] = ()
     """Rules of the software that refuse the predicted flags."""
     reserved_bytes: int = 0
-    """Of the capacity, what the driver, CUDA and NCCL take."""
+    """The part of the capacity that the driver, CUDA and NCCL take."""
     memory: MemoryQuantiles = MemoryQuantiles()
     """Quantiles of measured peaks over predicted ones."""
     remedy: Remedy | None = None
@@ -193,7 +193,7 @@ class Prediction:
 
     @property
     def available_bytes(self) -> int:
-        """Of a GPU, what a plan may have."""
+        """The part of the capacity that a plan may have."""
         return self.capacity_bytes - self.reserved_bytes
 
     @property

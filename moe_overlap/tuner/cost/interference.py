@@ -99,7 +99,7 @@ class Interference:
         return self._factors[stream][mask]
 
     def factor_of(self, stream: int, bits: int) -> float:
-        """As `factor`, with the busy streams as a sum of bits, as in `table`."""
+        """The result of `factor` for the busy streams as a sum of bits, as in `table`."""
         return self._factors[stream][bits]
 
     @property

@@ -25,7 +25,7 @@ MIB = 1 << 20
 REPORTED_SHARE = 0.99
 """Memory that CUDA reports over that of the data sheet where `usable_gib` is unknown: H100 0.989, B200 0.991, V100 0.986."""
 CONTEXT_BYTES = 426 * MIB
-"""Of a process with torch 2.10 for CUDA 13.0 (unslothai/unsloth-zoo#1053)."""
+"""Context of a process with torch 2.10 for CUDA 13.0 (unslothai/unsloth-zoo#1053)."""
 RING_COMMUNICATORS = 3
 RING_CONNECTIONS = 2
 """Peers of a rank in a ring and in a tree of the same communicator, each a receiver and a sender."""

@@ -134,7 +134,7 @@ class Floors(UniformCosts):
         return pipelined(through, layout, self._micro_batches(layout))
 
     def fitting_floor(self, layout: UniformLayout, exchange: float, capacity: float) -> float:
-        """As `step_floor`, for the plans that may fit memory, with their recomputation and waits; infinite if none fits.
+        """The floor of the plans that may fit memory, with their recomputation and waits; infinite if none fits.
 
         Args:
             capacity: bytes of a GPU that a plan may need.

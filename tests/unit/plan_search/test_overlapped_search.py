@@ -217,7 +217,7 @@ def test_what_was_decided_before_an_early_end_is_kept(ends: str, monkeypatch: py
         raise KeyboardInterrupt
 
     decisions = Decisions(found, {"ctrl-c": interrupts, "time limit": passes}.get(ends, lambda: None))
-    monkeypatch.setattr(overlapped_search, "tune", decisions)
+    monkeypatch.setattr(overlapped_search, "choose_overlap", decisions)
     monkeypatch.setattr(overlapped_search.time, "monotonic", lambda: clock.now)
     ranked = [found.chosen, *found.others]
     finalists = [finalist for finalist in ranked if finalist.plan.stages[0].expert > 1][:DECIDED]
@@ -270,7 +270,7 @@ def test_a_plan_that_overlaps_nothing_has_the_reason(
     found = searched("moe-overlap")
     ranked = [each for each in (found.chosen, *found.others) if each.plan.stages[0].expert > 1][:1]
     decision = SimpleNamespace(chosen=way(PLAIN, 1.0), others=ways, plain_seconds=1.0, graphs=None)
-    monkeypatch.setattr(overlapped_search, "tune", lambda *words, **options: decision)
+    monkeypatch.setattr(overlapped_search, "choose_overlap", lambda *words, **options: decision)
     search = OverlapSearch(read=lambda ranked: found.chosen, cluster=H100, limits=LIMITS, solver_seconds=0.5)
     assert decide_overlaps(ranked, lambda bar: (), search, **OPTIONS).why_plain == why
 

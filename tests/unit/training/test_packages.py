@@ -11,7 +11,7 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
-from megatron.training.cli.packages import require_importable_libraries, require_packages
+from megatron.training.cli.packages import packages_of, require_importable_libraries, require_packages
 from moe_overlap.describe.errors import ConfigError
 
 JOB = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
@@ -40,7 +40,9 @@ def test_a_missing_package_is_named(flags: str, nothing_installed: None) -> None
 
 
 def test_a_plain_run_needs_none(nothing_installed: None) -> None:
-    require_packages(parse([*JOB.split(), "--wandb-project", ""]).config)
+    config = parse([*JOB.split(), "--wandb-project", ""]).config
+    require_packages(config)
+    assert packages_of(config) == ()
 
 
 def test_flags_about_curves_that_nobody_draws_are_listed() -> None:

@@ -208,7 +208,7 @@ def least_deviations(surface: Surface, point: Point, errors: Floats, slopes: Flo
 def least_deviations_by(
     name: str, surface: Surface, point: Point, errors: Floats, slopes: Floats, width: int
 ) -> Floats | None:
-    """As `least_deviations`, by one solver; None if it stops without an answer.
+    """The answer of `least_deviations` by one solver; None if it stops without one.
 
     The absolute value of an error is a variable that is at least the error and at least its negative; so is that of a step.
     """

@@ -39,7 +39,7 @@ class PublishedRow(MeasuredRow):
 
     @property
     def routing(self) -> str:
-        """As its column says; empty for a dense model."""
+        """The kind of routing: natural or forced; empty for a dense model."""
         return ("natural" if self["routing"] == "natural" else "forced") if self.is_moe else ""
 
     @property

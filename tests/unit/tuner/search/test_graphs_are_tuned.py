@@ -84,6 +84,17 @@ def test_what_the_flags_ask_for_is_searched_with_and_written(tmp_path: Path) -> 
     assert again.predicted.step_seconds == pytest.approx(found.chosen.seconds, rel=1e-9)
 
 
+def test_the_time_that_launches_take_is_told_as_a_prediction_of_the_written_flags_tells_it(tmp_path: Path) -> None:
+    found = tuned()
+    write_run(tmp_path, found)
+    again = predict([f"@{tmp_path / 'megatron_args.txt'}"], slow_links(4.0), graphs=by_hand, constants=paced(HOST))
+    assert found.launching is not None and again.launching is not None
+    assert found.launching.seconds == pytest.approx(again.launching.seconds, rel=1e-9) and again.launching.seconds > 0
+    share = 100 * found.launching.seconds / found.chosen.seconds
+    (waiting,) = (line for line in tuned_lines(found, None, slow_links(4.0)) if line.startswith("waiting"))
+    assert f"idle {share:.1f} % because the CPU launches kernels too slowly" in waiting
+
+
 def test_megatron_cores_own_modules_defer_among_graphs() -> None:
     found = tuned(GRAPHS, "--transformer-impl", "local")
     deferring = [other for other in (found.chosen, *found.others) if DEFERRED in other.name]
