@@ -129,7 +129,7 @@ def compare_traces(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         predicted, measured = read_trace(arguments.predicted), read_trace(arguments.measured)
-        require_one_job(predicted, measured, str(arguments.measured))
+        require_one_job(predicted, measured, (arguments.predicted, arguments.measured))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -85,25 +85,28 @@ BATCH = frozenset({"schema_version", "global_batch_size", "gradient_accumulation
 """Plan fields in which a simulated step may differ, because it has only enough micro-batches to show the pipeline."""
 
 
-def require_one_job(predicted: Trace, measured: Trace, source: str) -> None:
-    """Refuse a prediction in place of the measurement, and traces of different models or layouts, if both files have them.
+def require_one_job(predicted: Trace, measured: Trace, sources: tuple[Path, Path]) -> None:
+    """Refuse a prediction and a measurement that are exchanged, and traces of different models or layouts, if both have them.
 
     The overlap may differ: it is compared.
 
     Args:
-        source: name of the measured file, for the error.
+        sources: the predicted and the measured file, for the error.
     Raises:
         ConfigError: names the first field that differs.
     """
+    order = "give the trace of tools/predict.py --trace, then that of pretrain_moe.py --trace"
+    if predicted.about and not predicted.about.get(PREDICTED):
+        raise ConfigError(str(sources[0]), "", "is a measurement, not a prediction", order)
     if measured.about.get(PREDICTED):
-        raise ConfigError(
-            source, "", "is a prediction, not a measurement", "give the predicted trace, then a measured one"
-        )
+        raise ConfigError(str(sources[1]), "", "is a prediction, not a measurement", order)
     for place, first, second in _common_parts(predicted.about, measured.about):
         for name in (name for name in first if name in second):
             if first[name] != second[name]:
                 rule = f"the prediction is of {first[name]}: the traces are of unlike jobs"
-                raise ConfigError(f"{source} {place} {name}", second[name], rule, "compare traces of the same flags")
+                raise ConfigError(
+                    f"{sources[1]} {place} {name}", second[name], rule, "compare traces of the same flags"
+                )
 
 
 def _common_parts(

@@ -172,7 +172,7 @@ def test_traces_of_unlike_jobs_are_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], other: dict[str, Any], refused: str | None
 ) -> None:
     first, second = tmp_path / "predicted.json", tmp_path / "measured.json"
-    write_trace(first, spans(1.0), 0, about())
+    write_trace(first, spans(1.0), 0, about() | {PREDICTED: True})
     write_trace(second, spans(1.0), 0, other)
     status, error = main([str(first), str(second)]), capsys.readouterr().err
     if refused is None:
@@ -212,17 +212,21 @@ def test_a_trace_that_cannot_be_written_names_the_flag_that_asks_for_it(
         report_trace.write_trace("t.json", step, flag)
 
 
-def test_a_prediction_is_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither as the second trace nor for --refine, which would take its own prices for measured ones."""
-    for name, about in (("predicted.json", {PREDICTED: True}), ("measured.json", None)):
-        write_ranks(tmp_path / name, {0: spans(1.0)}, about=about)
+def test_a_prediction_and_a_measurement_are_not_exchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors would be those of a measurement."""
+    for name, mark in (("predicted.json", {PREDICTED: True}), ("measured.json", {})):
+        write_ranks(tmp_path / name, {0: spans(1.0)}, about=about() | mark)
     predicted, measured = (str(tmp_path / name) for name in ("predicted.json", "measured.json"))
     assert main([predicted, measured]) == 0
     capsys.readouterr()
-    for first in (measured, predicted):
-        assert main([first, predicted]) == 2
-        rule = "is a prediction, not a measurement; give the predicted trace, then a measured one"
-        assert capsys.readouterr().err == f"error: {predicted}: {rule}\n"
+    order = "give the trace of tools/predict.py --trace, then that of pretrain_moe.py --trace"
+    for words, wrong, rule in (
+        ([predicted, predicted], predicted, "is a prediction, not a measurement"),
+        ([measured, measured], measured, "is a measurement, not a prediction"),
+        ([measured, predicted], measured, "is a measurement, not a prediction"),
+    ):
+        assert main(words) == 2
+        assert capsys.readouterr().err == f"error: {wrong}: {rule}; {order}\n"
 
 
 def test_a_missing_trace_is_named(capsys: pytest.CaptureFixture[str]) -> None:
