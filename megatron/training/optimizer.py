@@ -21,7 +21,7 @@ from megatron.training.cli.fused_gradients import gradient_fusion, sums_in_fp32
 from megatron.training.cli.start import StartMachine, this_machine
 from megatron.training.model.fused_gradients import fuse_weight_gradients
 from megatron.training.model.stage_config import weight_type
-from megatron.training.row_optimizer import row_optimizer
+from megatron.training.row_optimizer import allocate_moments, row_optimizer
 from moe_overlap.plan.plan import Plan
 
 
@@ -134,6 +134,8 @@ def make_optimizer(
                 sharded.tp_group = groups.expt_tp
     if flags.optimizer == "sgd":
         _step_by_sgd(optimizer, flags, next(chunks[0].parameters()).device)
+    elif not isinstance(chunks[0], DistributedDataParallel):
+        allocate_moments(chunks, optimizer.chained_optimizers)
     return optimizer
 
 

@@ -83,8 +83,6 @@ def row_optimizer(config: OptimizerConfig, chunks: Sequence[Any], groups: Proces
         # The norm covers every shard of the model once, over all ranks.
         optimizer.grad_stats_parallel_group, optimizer.tp_group = groups.intra_dist_opt, norm_group
         optimizers.append(optimizer)
-    if isinstance(optimizers[0].optimizer, torch.optim.Adam):
-        _allocate_moments(chunks, optimizers)
     return ChainedOptimizer(optimizers)
 
 
@@ -100,8 +98,13 @@ def _stepped(store: Any, shard: Any) -> torch.Tensor:
     return result
 
 
-def _allocate_moments(chunks: Sequence[Any], optimizers: Sequence[RowOptimizer]) -> None:
-    """Give torch's Adam moments in flat storages, instead of two tensors for every parameter at its first step."""
+def allocate_moments(chunks: Sequence[Any], optimizers: Sequence[RowOptimizer]) -> None:
+    """Give torch's Adam moments in flat storages, instead of two tensors for every parameter at its first step.
+
+    Other optimizers keep their own.
+    """
+    if not isinstance(optimizers[0].optimizer, torch.optim.Adam):
+        return
     moments: dict[int, Any] = {}
     for store in (store for chunk in chunks for store in chunk.stores):
         moments |= {id(shard): of_shard for shard, of_shard in zip(store.shards, store.make_moments(2), strict=True)}

@@ -178,7 +178,11 @@ class TrainingLoop:
         """Make the updates that the last step has left to the next one: what follows reads the weights."""
         if self._left_updates:
             assert self.job.schedule.left_updates is not None
-            self.job.machinery.runner.flush(self.job.schedule.left_updates)
+            tracker = None if self._peak_is_known else self._memory_tracker()
+            with tracker or contextlib.nullcontext():
+                self.job.machinery.runner.flush(self.job.schedule.left_updates)
+            if tracker is not None:
+                self._peak_bytes, self._peak_is_known = max(self._peak_bytes, tracker.peak_bytes), True
             self._left_updates = False
 
     def _report(self, result: StepResult, samples: int, seconds: float, learning_rate: float) -> None:

@@ -37,6 +37,7 @@ from moe_overlap.commands.job_arguments import (
     token_count,
 )
 from moe_overlap.describe.errors import ConfigError, require
+from moe_overlap.describe.readers.hugging_face import NOT_MODELLED
 from moe_overlap.describe.version import VERSION_LINE
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def _answer(
     predicted = predict_job(flags, cluster, options)
     plan, problem, prediction = predicted.problem.plan, predicted.problem, predicted.prediction
     assumed = (*assumed_of(arguments, is_predicted=True), *prediction.assumed, *notes)
+    # The first is shown without --verbose: what the model has and no figure includes.
+    assumed = tuple(sorted(assumed, key=lambda text: not text.startswith(NOT_MODELLED)))
     prediction = dataclasses.replace(prediction, assumed=assumed)
     step = simulate_step(plan, problem) if arguments.trace is not None else None
     if step is not None:

@@ -10,7 +10,7 @@ Source: srun(1), "OUTPUT ENVIRONMENT VARIABLES". Not run under Slurm; the tests 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable, whole_number
@@ -21,11 +21,13 @@ FIRST_PORT, PORTS = 20_000, 12_000
 """Ports for jobs without MASTER_PORT, below those that Linux gives to outgoing connections."""
 
 
-def take_slurm_ranks(environment: MutableMapping[str, str]) -> None:
+def take_slurm_ranks(environment: MutableMapping[str, str], gpus: Callable[[Mapping[str, str]], int]) -> None:
     """Set torch's variables for a task of a job step with several tasks. Those of a launcher stay.
 
+    Args:
+        gpus: environment -> number of GPUs that this process sees; 0 on a machine without any.
     Raises:
-        ConfigError: a variable of Slurm is no number, or several nodes have no MASTER_ADDR.
+        ConfigError: a variable of Slurm is no number, several nodes have no MASTER_ADDR, or tasks do not see all GPUs.
     """
     if environment.keys() & {"RANK", "WORLD_SIZE"} or _number(environment, TASKS, 1) <= 1:
         return
@@ -38,6 +40,11 @@ def take_slurm_ranks(environment: MutableMapping[str, str]) -> None:
     if node >= len(per_node):
         rule = f"{NODE} says node {node}, which is not among its {len(per_node)} nodes"
         raise ConfigError(TASKS_PER_NODE, printable(environment.get(TASKS_PER_NODE, ""), 40), rule, "start by torchrun")
+    if 0 < (seen := gpus(environment)) < per_node[node]:
+        rule = f"each of {per_node[node]} tasks on this node sees {seen} of its GPUs"
+        raise ConfigError(
+            "srun", "", rule, "drop --gpus-per-task and --gpu-bind: every task must see all GPUs of its node"
+        )
     # Tasks of one step share the job's number, so all of them choose the same port.
     port = FIRST_PORT + (_number(environment, "SLURM_JOB_ID", 0) * 7 + _number(environment, "SLURM_STEP_ID", 0)) % PORTS
     place = {

@@ -65,15 +65,16 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; 1 for a failed run, 2 for a user's mistake."""
     rank = 0
     try:
-        # With --nproc-per-node a task of srun starts the ranks of its node.
-        if not any(argument.replace("_", "-").startswith("--nproc-per-node") for argument in argv):
-            take_slurm_ranks(os.environ)
-        rank, world_size = place_among_ranks(os.environ)
         require_our_portion()
+        from megatron.training.cli.launch import PROCESSES, require_launchable, split_launch, visible_gpus
+
+        # With --nproc-per-node a task of srun starts the ranks of its node.
+        if not any(argument.replace("_", "-").startswith(PROCESSES) for argument in argv):
+            take_slurm_ranks(os.environ, visible_gpus)
+        rank, world_size = place_among_ranks(os.environ)
         from megatron.training.checkpoint.arguments import with_checkpoint_arguments
         from megatron.training.cli.arguments import parse
         from megatron.training.cli.dry_run import dry_run
-        from megatron.training.cli.launch import require_launchable, split_launch
         from megatron.training.cli.rules.checkpoint import RESTARTS
         from megatron.training.cli.start import require_startable, this_machine
         from megatron.training.cli.validation import validate
@@ -277,7 +278,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     lists = lower_together(plan, model, rank, updates=False)
     lists_by_size = {(plan.global_batch_size, False): lists[rank]}
 
-    def lowered(size: int, updates: bool = False) -> Sequence[Instruction]:
+    def lowered(size: int, updates: bool) -> Sequence[Instruction]:
         if (size, updates) not in lists_by_size:
             lists_by_size[size, updates] = lower(plan.with_global_batch(size), model, rank, updates)
         return lists_by_size[size, updates]

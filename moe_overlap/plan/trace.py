@@ -116,8 +116,9 @@ def read_traces(path: Path, flag: str = "") -> list[TraceFile]:
 def _read(path: Path, flag: str) -> TraceFile:
     subject = f"{flag} {path}".strip()
     spans: dict[int, list[Span]] = {}
+    written: Any = None
     try:
-        written: dict[str, Any] = bounded_json(path, MOST_TRACE_BYTES)
+        written = bounded_json(path, MOST_TRACE_BYTES)
         events: list[dict[str, Any]] = written["traceEvents"]
         tracks = {
             (event["pid"], event["tid"]): str(event["args"]["name"])
@@ -143,7 +144,8 @@ def _read(path: Path, flag: str) -> TraceFile:
         rule = str(error) if str(error).startswith("cannot be read") else f"is no trace: it {error}"
         raise ConfigError(subject, "", rule, "give a file of --trace") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        reason = "it has no traceEvents" if isinstance(error, KeyError | TypeError) else str(error)
+        has_events = isinstance(written, dict) and isinstance(written.get("traceEvents"), list)
+        reason = f"an event is malformed ({error!r})" if has_events else "it has no traceEvents"
         raise ConfigError(subject, "", f"is no trace: {printable(reason, 100)}", "give a file of --trace") from None
     if not spans:
         raise ConfigError(subject, "", "has no spans", "give a file of --trace")

@@ -34,7 +34,14 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch, s
 from moe_overlap.tuner.search.shares import LayoutShare, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import RECOMPUTE, Run, SearchSpace, UniformLayout, uniform_plan
-from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, joined_uniform, search_uniform, widened
+from moe_overlap.tuner.search.uniform import (
+    Accepts,
+    RankedLayout,
+    UniformSearch,
+    joined_uniform,
+    search_uniform,
+    widened,
+)
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 
 FREED = 8
@@ -78,6 +85,7 @@ def search_beyond(
     keep: int,
     budget: SearchBudget = UNLIMITED,
     run: Run | None = None,
+    accepts: Accepts = lambda layout, memory: True,
 ) -> FreeSearch:
     """Steps 1 and 2.
 
@@ -86,12 +94,13 @@ def search_beyond(
         task: its space is the wide one.
         keep: plans that are ranked.
         run: the GPUs and the batch; None: sub-meshes are not searched.
+        accepts: whether the target executes a uniform plan.
     Raises:
         ConfigError: the space has sub-meshes only, and nodes have none.
     """
     costs, uniform = UniformCosts(task), narrow
     if narrow_space(task.space) != task.space and narrow.solution.status is not Status.TIME_LIMIT:
-        uniform = widened(narrow, _search_wider(narrow, layouts, costs, bounds, keep, budget), keep)
+        uniform = widened(narrow, _search_wider(narrow, layouts, costs, bounds, keep, budget, accepts), keep)
     staged = search_freed(uniform, layouts, costs, budget) if task.space.frees_stages else None
     # A space of sub-meshes only reports nodes that have none; a wider space is searched without sub-meshes.
     if run is not None and task.space.meshes and (not task.space.frees_stages or is_halved(run, task)):
@@ -121,6 +130,7 @@ def _search_wider(
     bounds: Bounding,
     keep: int,
     budget: SearchBudget,
+    accepts: Accepts,
 ) -> UniformSearch:
     """Step 1: the uniform plans of the wide space that are faster than the best of the narrow space."""
     # The price of states that move has an error above 1 % where model chunks interleave.
@@ -131,6 +141,7 @@ def _search_wider(
             share_of(without_chunks, share),
             costs,
             bounds,
+            accepts,
             keep=keep,
             deadline=budget.deadline,
             incumbent_seconds=narrow.solution.objective,

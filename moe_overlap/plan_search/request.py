@@ -17,6 +17,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.job import Job, named_by, read_job, without_graphs
+from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.flags import Target, as_priced, flags_of, with_precision, without_layout
 from moe_overlap.plan_search.free import narrow_space
@@ -98,9 +99,8 @@ class SearchRequest:
     replays: bool
 
     @property
-    def frees_states(self) -> bool:
-        """Whether plans are searched whose states move, or which nothing executes: no flag says them, so each is predicted as
-        it is."""
+    def predicts_plans(self) -> bool:
+        """Whether finalists are predicted as plans and not as flags: for `any`, and in this runtime's space of ZeRO levels."""
         is_wide = self.space != narrow_space(self.space)
         return self.settings.target == "any" or (self.settings.target == "moe-overlap" and is_wide)
 
@@ -147,6 +147,8 @@ def read_request(
     user_options = Options(**{**options, "graphs": graphs, "name": job.model.name})
     micro_batch = None if settings.changes_micro_batch else kept_micro_batch(arguments, job)
     space, run = _space(settings), run_of(job, cluster, micro_batch)
+    if settings.target == "moe-overlap" and len(space.zero_levels) > 1:
+        _require_levels(job, space)
     return SearchRequest(
         cluster=cluster,
         settings=settings,
@@ -209,6 +211,21 @@ def require_equal_groups(cluster: Cluster) -> None:
     if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
         rule = "its groups of nodes differ, and plans whose stages differ are not searched yet"
         raise ConfigError("--cluster", cluster.name, rule, "search for each group alone")
+
+
+def _require_levels(job: Job, space: SearchSpace) -> None:
+    """Refuse a space of ZeRO levels for a job with which only level 1 is executed.
+
+    Raises:
+        ConfigError: its precision, or its prediction layers.
+    """
+    stages = tuple(dataclasses.replace(stage, zero_level=0) for stage in job.plan.stages)
+    try:
+        refuse_unsupported(dataclasses.replace(job.plan, stages=stages))
+    except ConfigError as error:
+        field = error.subject.rpartition(" ")[2]
+        rule = f"{field} {error.value} is {error.rule}"
+        raise ConfigError("--search-space", space.name, rule, "use --search-space stages") from None
 
 
 def _space(settings: SearchSettings) -> SearchSpace:

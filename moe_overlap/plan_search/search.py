@@ -6,12 +6,13 @@
 2. `SearchRules.of` prepares the prices of layouts, captures what most of them share, and has the rules of the target: this
    runtime, or unmodified Megatron-LM.
 3. `_search_uniform` searches uniform plans under every dispatcher (tuner/search/uniform.py).
-4. `_search_wider` adds plans with unlike stages (free.py); for Megatron-LM states that it shards or offloads
-   (upstream_states.py); for `--target any` plans that nothing executes.
+4. `_search_wider` adds plans with unlike stages or other ZeRO levels (free.py); for Megatron-LM states that it shards or
+   offloads (upstream_states.py); for `--target any` plans that nothing executes.
 5. `_finalists` writes the fastest as flags and reads those like any command line, so that rules across flags refuse them here and
-   not at the start of the run. Each is predicted as tools/predict.py predicts it.
-6. `_simulated` simulates the finalists near the fastest. Simulated steps order them; of those within `TIE` of the fastest the one
-   that needs the least memory leads.
+   not at the start of the run. Each is predicted, by the closed form where states move; plans that no flags express are predicted
+   as they are.
+6. `_simulated` simulates the finalists near the fastest. Simulated steps order them (not with --no-imbalance); of those within
+   `TIE` of the fastest the one that needs the least memory leads.
 7. `_overlapped` decides the overlap of the first few for this runtime, and of layouts that are fast only with overlap
    (overlapped.py). The shortest step is the answer.
 8. `_answer` assembles the result; `_with_changes` lists what it changes in the user's own layout.
@@ -126,17 +127,17 @@ def search_plan(
     # 1. Read the flags without their layout.
     request = read_request(arguments, cluster, settings, begun + settings.seconds, libraries, **options)
     # 2 to 5. Search, and predict the best plans.
-    plans = _search_until_measured(request)
+    plans, finalists = _search_until_measured(request)
     # A search that ended early leaves no time for the later steps.
     ended = plans.uniform.solution.status is Status.TIME_LIMIT or plans.is_interrupted
     deadline = -math.inf if ended else request.deadline
     # 6. Order them by simulated steps.
-    finalists, is_interrupted = _simulated(plans.finalists, request, deadline)
+    finalists, is_interrupted = _simulated(finalists, request, deadline)
     # 7. Decide the overlap of the first few.
     if is_interrupted:
         overlapped = dataclasses.replace(undecided(finalists), is_interrupted=True)
     else:
-        overlapped = _overlapped(finalists, plans, request, deadline, options)
+        overlapped = _overlapped(finalists, plans, request, deadline)
     # 8. Assemble the answer, and list what it changes in the user's own layout.
     answer = _answer(plans, finalists, overlapped, request, deadline, begun)
     return _with_changes(answer, request)
@@ -199,7 +200,7 @@ class SearchedPlans:
         uniform, staged: the searches over uniform plans and over unlike stages; `staged` is None where the space has none.
         task: of the whole space, under the dispatcher of the narrow space's best plan.
         job, layouts: under that dispatcher too where the space is wider; else those of the request.
-        finalists: the best plans, predicted, in the order of the search.
+        dispatchers: the other dispatchers that were searched.
     """
 
     rules: SearchRules
@@ -208,13 +209,16 @@ class SearchedPlans:
     job: Job
     layouts: Sequence[UniformLayout]
     task: UniformTask
-    dispatchers: tuple[DispatcherOutcome, ...] = ()
-    finalists: tuple[Finalist, ...] = ()
+    dispatchers: tuple[DispatcherOutcome, ...]
 
     @property
     def is_interrupted(self) -> bool:
         """Whether Ctrl-C ended one of the searches."""
         return self.uniform.is_interrupted or (self.staged is not None and self.staged.is_interrupted)
+
+    def interrupted(self) -> SearchedPlans:
+        """The same plans, after a later search that Ctrl-C ended."""
+        return dataclasses.replace(self, uniform=dataclasses.replace(self.uniform, is_interrupted=True))
 
     @property
     def has_plan(self) -> bool:
@@ -224,20 +228,45 @@ class SearchedPlans:
         )
 
 
-def _search_until_measured(request: SearchRequest) -> SearchedPlans:
-    """The last of the searches that a measured machine needs; any other cluster needs one.
+def _search_until_measured(request: SearchRequest) -> tuple[SearchedPlans, list[Finalist]]:
+    """The last complete search of those that a measured machine needs, and its best plans; any other cluster needs one search.
 
     A search prices operators that the machine has not measured by its peak rates, and predictions of its best plans measure
     theirs. Rates may be several times too high for an operator, so that plans that run it lead the search; the next search knows
-    better. The searches end when the predictions had nothing to measure.
+    better. The searches end when predictions have nothing new to measure, at the deadline, and after `MOST_SEARCHES`.
+
+    Raises:
+        ConfigError: no plan fits.
+        KeyboardInterrupt: Ctrl-C came before any plan was known.
     """
     operators = _measured_operators(request.cluster)
+    complete: tuple[SearchedPlans, list[Finalist]] | None = None
     for _ in range(MOST_SEARCHES):
-        plans = _search_once(request)
+        try:
+            newest = _search_once(request)
+        except KeyboardInterrupt:
+            if complete is None:
+                raise
+            return complete[0].interrupted(), complete[1]
+        except ConfigError:
+            # Plans that no longer fit once their operators are measured are no reason to give up: the next search prices them.
+            before, operators = operators, _measured_operators(request.cluster)
+            is_late = time.monotonic() > request.deadline
+            if complete is not None and is_late:
+                return complete
+            if operators == before or is_late:
+                raise
+            continue
+        plans = newest[0]
+        if complete is not None and (plans.is_interrupted or plans.uniform.solution.status is Status.TIME_LIMIT):
+            return (complete[0].interrupted() if plans.is_interrupted else complete[0]), complete[1]
+        complete = newest
         before, operators = operators, _measured_operators(request.cluster)
         if operators == before or plans.is_interrupted or time.monotonic() > request.deadline:
-            break
-    return plans
+            return complete
+    if complete is None:
+        raise ConfigError("the search", "", "no plan fits as its operators are measured", "use more GPUs")
+    return complete
 
 
 def _measured_operators(cluster: Cluster) -> int:
@@ -245,8 +274,8 @@ def _measured_operators(cluster: Cluster) -> int:
     return 0 if cluster.measured is None else len(Database.load(Path(cluster.measured.database)).operators)
 
 
-def _search_once(request: SearchRequest) -> SearchedPlans:
-    """Steps 2 to 5: search the whole space and predict its best plans.
+def _search_once(request: SearchRequest) -> tuple[SearchedPlans, list[Finalist]]:
+    """Steps 2 to 5: search the whole space, and predict its best plans.
 
     Raises:
         ConfigError: no plan fits.
@@ -254,14 +283,14 @@ def _search_once(request: SearchRequest) -> SearchedPlans:
     """
     rules = SearchRules.of(request)
     uniform, dispatchers = _search_uniform(rules, request)
-    plans = dataclasses.replace(_search_wider(uniform, rules, request), dispatchers=dispatchers)
+    plans = _search_wider(uniform, dispatchers, rules, request)
     if not plans.has_plan:
         if plans.is_interrupted:
             raise KeyboardInterrupt
         commonest = commonest_refusal(rules.refusal, request.layouts[:REFUSALS])
         certainty = rules.task.machine.memory.certainty
         raise does_not_fit(plans.uniform, request.cluster, rules.reader.refused, certainty, commonest)
-    return dataclasses.replace(plans, finalists=tuple(_finalists(plans, request)))
+    return plans, _finalists(plans, request)
 
 
 def _search_uniform(rules: SearchRules, request: SearchRequest) -> tuple[UniformSearch, tuple[DispatcherOutcome, ...]]:
@@ -308,22 +337,23 @@ def _search_uniform(rules: SearchRules, request: SearchRequest) -> tuple[Uniform
     )
 
 
-def _search_wider(narrow: UniformSearch, rules: SearchRules, request: SearchRequest) -> SearchedPlans:
+def _search_wider(
+    narrow: UniformSearch, dispatchers: tuple[DispatcherOutcome, ...], rules: SearchRules, request: SearchRequest
+) -> SearchedPlans:
     """Step 4: the plans of the whole space. A wider space keeps the dispatcher of the narrow space's best plan."""
+    searched = partial(SearchedPlans, rules=rules, dispatchers=dispatchers)
     is_narrow = request.space == narrow_space(request.space)
     if is_narrow and request.settings.target != "any" and not request.space.frees_stages:
-        return SearchedPlans(
-            rules=rules, uniform=narrow, staged=None, job=request.job, layouts=request.layouts, task=rules.task
-        )
+        return searched(uniform=narrow, staged=None, job=request.job, layouts=request.layouts, task=rules.task)
     job, layouts, uniform = _of_one_dispatcher(request.job, request.layouts, narrow)
     task, bounds = request.task(job, request.space)
     # The first dispatcher's operator tables exist; another dispatcher has its own.
     operators = task.operators if layouts[0].dispatcher else rules.task.operators
     staged = None
-    if request.frees_states:
+    if request.predicts_plans:
         # Plans whose states move recompute whole layers only, no modules.
         task = dataclasses.replace(task, modules=(), operators=operators)
-        free = search_beyond(uniform, layouts, task, bounds, KEPT, request.budget, request.run)
+        free = search_beyond(uniform, layouts, task, bounds, KEPT, request.budget, request.run, rules.accepts)
         uniform, staged = free.uniform, free.staged
     elif is_narrow:
         task = dataclasses.replace(task, modules=rules.task.modules, operators=operators)
@@ -336,7 +366,7 @@ def _search_wider(narrow: UniformSearch, rules: SearchRules, request: SearchRequ
         uniform, job, layouts = narrow, request.job, request.layouts
     elif uniform.solution.status is not Status.TIME_LIMIT:
         uniform = search_states(uniform, layouts, task, bounds, (rules.accepts, rules.admits), KEPT, request.budget)
-    return SearchedPlans(rules=rules, uniform=uniform, staged=staged, job=job, layouts=layouts, task=task)
+    return searched(uniform=uniform, staged=staged, job=job, layouts=layouts, task=task)
 
 
 def _of_one_dispatcher(
@@ -359,7 +389,7 @@ def _finalists(plans: SearchedPlans, request: SearchRequest) -> list[Finalist]:
     """
     rules, cluster, options = plans.rules, request.cluster, request.options
     extrapolating = machine_for(plans.job, cluster, options)[1]
-    if request.frees_states:
+    if request.predicts_plans:
         dispatcher = plans.layouts[0].dispatcher
         name = dispatcher or plans.task.features.dispatcher
         extrapolating = (*extrapolating, *uncalibrated(name, cluster.group_of(0).gpu.name))
@@ -415,7 +445,7 @@ def _simulated(finalists: Sequence[Finalist], request: SearchRequest, deadline: 
     """Step 6: the finalists in the order of their simulated steps; and whether Ctrl-C ended that."""
     settings = request.settings
     try:
-        if request.frees_states:
+        if request.predicts_plans:
             simulated = simulated_until_ahead(finalists, deadline)
         else:
             simulated = simulated_finalists(finalists, deadline, settings.jobs)
@@ -426,7 +456,7 @@ def _simulated(finalists: Sequence[Finalist], request: SearchRequest, deadline: 
 
 
 def _overlapped(
-    finalists: Sequence[Finalist], plans: SearchedPlans, request: SearchRequest, deadline: float, options: Options
+    finalists: Sequence[Finalist], plans: SearchedPlans, request: SearchRequest, deadline: float
 ) -> Overlapped:
     """Step 7: the fastest plan with its overlap decided."""
     rules, settings = plans.rules, request.settings
@@ -453,7 +483,7 @@ def _overlapped(
         deadline=deadline,
         progress=settings.progress,
     )
-    return decide_overlaps(finalists, hidden, overlaps, **options)
+    return decide_overlaps(finalists, hidden, overlaps, **request.options)
 
 
 def _answer(

@@ -11,7 +11,7 @@ import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,6 +27,7 @@ from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.step import StepRunner
 from moe_overlap.runtime.context import BucketReduction, RunContext, WeightGathering, language_model
+from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.groups import StageGroups, build_groups
 from moe_overlap.runtime.layer_collectives import channels_inside
 from moe_overlap.runtime.megatron_core.moe_layer import AdaptLayer, MakeDispatcher, MakeGate, adapt_layer
@@ -34,7 +35,7 @@ from moe_overlap.runtime.megatron_core.runner import MegatronStepRunner
 from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
-from moe_overlap.runtime.state.stored_chunk import ReplicaWires, StoredChunk, Stores
+from moe_overlap.runtime.state.stored_chunk import StoredChunk, Stores
 from moe_overlap.runtime.state.tied_embedding import TiedEmbedding
 from moe_overlap.runtime.step import Batch
 from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
@@ -132,7 +133,8 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     wrapper: Callable[..., Any] = DistributedDataParallel
     if plan.has_stores:
         level = plan.stages[groups.stage].zero_level
-        wrapper = partial(StoredChunk, zero_level=level, sums_gradients=plan.sums_gradients, wires=ReplicaWires())
+        wire_of = cache(partial(AllToAll, on_current_stream=True))
+        wrapper = partial(StoredChunk, zero_level=level, sums_gradients=plan.sums_gradients, wire_of=wire_of)
     with _current(stream):
         chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred, wrapper=wrapper)
     stores: Stores | None = None

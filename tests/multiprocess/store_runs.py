@@ -83,6 +83,10 @@ def trained(words: str, steps: int, on_stores: bool = False, spoiled: int = 0) -
     results: list[Any] = []
     loop._report = lambda result, *_: results.append(result)
     now, follows = [0], True
+    # Only weights that are kept in shards may move: views, and streams of a device, read all others where they are.
+    stores = [store for chunk in job.machinery.chunks for store in getattr(chunk, "stores", ())]
+    keeps_weights = all(store.zero_level < 3 for store in stores)
+    addresses = [parameter.data_ptr() for chunk in job.machinery.chunks for parameter in chunk.module.parameters()]
     if dist.get_rank() == dist.get_world_size() - 1:
         parameter = next(job.machinery.chunks[-1].module.parameters())
         parameter.register_hook(lambda gradient: gradient * torch.inf if now[0] == spoiled else gradient)
@@ -96,6 +100,8 @@ def trained(words: str, steps: int, on_stores: bool = False, spoiled: int = 0) -
         listed = {(i.name, i.micro_batch or 0, i.partition) for i in instructions}
         # A step that moves nothing has no spans of an update at its end.
         follows &= done == listed or step == spoiled
+    if keeps_weights:
+        assert addresses == [p.data_ptr() for chunk in job.machinery.chunks for p in chunk.module.parameters()]
     losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
     loop._flush()
     result = job.machinery.runner.evaluate(job.schedule.instructions, feed, steps)

@@ -1,8 +1,6 @@
-"""Optional packages: those that flags ask for, and libraries that megatron-core uses wherever they are installed.
+"""Optional packages: those that flags name, and libraries that megatron-core imports if they are installed.
 
-No torch is imported by this module itself.
-
-A package that is missing, or installed and broken, is reported in one line before anything starts.
+A missing or broken one is one line before anything starts. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -55,9 +53,10 @@ def require_packages(config: Config) -> None:
 
 
 def require_importable_libraries() -> None:
-    """Refuse a library that is installed and cannot be imported, which would end megatron-core's import with a traceback.
+    """Refuse a library that is installed and cannot be imported.
 
-    Typical causes: a build for another torch, or a GPU image on a machine without a driver.
+    megatron-core ends with a traceback, or does without it where this project builds layers from it. Typical causes: a build for
+    another torch, or a GPU image on a machine without a driver.
 
     Raises:
         ConfigError: with the library's own reason.

@@ -69,10 +69,10 @@ def few_queues(plan: Plan, environment: Mapping[str, str]) -> str | None:
     Instruction lists order theirs by events.
     """
     queues = whole_number(environment.get(CONNECTIONS, ""))
-    if not plan.is_listed or queues is None or queues >= FEWEST_QUEUES:
+    if not plan.runs_lists or queues is None or queues >= FEWEST_QUEUES:
         return None
     rule = (
-        f"{CONNECTIONS}={queues} makes the streams of a GPU wait for each other, so that all-to-alls are hardly hidden"
+        f"{CONNECTIONS}={queues} makes the streams of a GPU wait for each other, so that communication is hardly hidden"
     )
     return f"{rule}; unset it, and 32 queues are used"
 

@@ -104,13 +104,16 @@ def multiplies_grouped(tc: TransformerConfig) -> bool:
     if not (torch.cuda.is_available() and tc.bf16 and torch.cuda.get_device_capability()[0] in GROUPED_KERNELS):
         return False
     width = (tc.moe_ffn_hidden_size or tc.ffn_hidden_size) // (tc.expert_tensor_parallel_size or 1)
-    hidden = tc.moe_latent_size or tc.hidden_size
-    for flag, size in (("--moe-ffn-hidden-size", width), ("--hidden-size", hidden)):
+    inner, hidden = (
+        ("--moe-latent-size", tc.moe_latent_size) if tc.moe_latent_size else ("--hidden-size", tc.hidden_size)
+    )
+    for flag, size, change in (
+        ("--moe-ffn-hidden-size", width, "another --expert-tensor-parallel-size"),
+        (inner, hidden, f"a multiple of {ALIGNED_ELEMENTS}"),
+    ):
         if size % ALIGNED_ELEMENTS:
             rule = f"torch's grouped products on GPUs need experts whose width on a rank is a multiple of {ALIGNED_ELEMENTS}"
-            raise ConfigError(
-                flag, size, rule, "use another --expert-tensor-parallel-size, or install Transformer Engine"
-            )
+            raise ConfigError(flag, size, rule, f"use {change}, or install Transformer Engine")
     return True
 
 

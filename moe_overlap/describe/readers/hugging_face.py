@@ -36,6 +36,9 @@ from moe_overlap.describe.readers.hugging_face_parts import (
     window_flags,
 )
 
+NOT_MODELLED = "not modelled: "
+"""Beginning of a note on a property that no figure of a prediction includes."""
+
 
 def flags_of_config(values: Mapping[str, Any], where: str, is_predicted: bool = False) -> tuple[Flags, tuple[str, ...]]:
     """The flags for the model of a config.json.
@@ -54,7 +57,7 @@ def flags_of_config(values: Mapping[str, Any], where: str, is_predicted: bool = 
     flags = _flags_of(fields, notes)
     if fields.unbuilt and not is_predicted:
         raise _first_of(fields.unbuilt)
-    notes += [f"not modelled: {f'{error.subject} {error.value}'.strip()}: {error.rule}" for error in fields.unbuilt]
+    notes += [f"{NOT_MODELLED}{f'{error.subject} {error.value}'.strip()}: {error.rule}" for error in fields.unbuilt]
     return flags, tuple(notes)
 
 

@@ -5,8 +5,8 @@ pass of one micro-batch through a part: from its first computation in the list t
 
 Every part is updated separately, before its first forward pass: such a list begins with the update by the previous step's
 gradients, and ends with the norm of its own. An update of all parts at the end would need all states on the device at once.
-The list of a step that leaves no gradients behind it, such as the first, has no updates; a list of updates alone ends a run, and
-comes before anything that reads the weights between steps.
+A list has no updates if the step before has left none: in the first step, and after a flush. `lower_updates` writes the flush:
+the updates alone, run at the end and before an evaluation, a save or a norm of the parameters.
 
 Added around the passes, whose order does not change:
 1. The update of each part, in order: prefetch of its states and gradients, optimizer step, offload of its states. At most two

@@ -241,7 +241,8 @@ class PlanExecutor:
                 # run one after another.
                 self._wait_for_channel(i.channel, started)
             if self._stores is not None and i.operator.is_bucket:
-                # A reduction in flight holds what it sends: one at a time leaves room for two groups' gradients at most.
+                # A reduction in flight holds what it sends: one at a time leaves room for two groups' gradients, on CPUs, where
+                # the host waits for it.
                 for number in [n for n, under_way in started.items() if under_way.instruction.operator.is_bucket]:
                     self._wait(number, started)
             with self._streams.running(i):
@@ -266,26 +267,21 @@ class PlanExecutor:
                 if self._recorder.clock.queues and i.kind not in COMMUNICATION:
                     # On its own stream: the next instruction may make another one current.
                     self._recorder.end()
+                for group in facts.closes[i.id]:
+                    # This stream used the group last before another gather.
+                    assert self._stores is not None
+                    self._stores.close_weights(group)
             if self._waits and i.kind == "collective":
                 self._wait(i.id, started)
             # A communication in flight holds the tensors that it reads.
             for buffer in facts.ends[i.id]:
                 state.buffers.drop(buffer)
-            if facts.closes[i.id]:
-                self._close_weights(i, facts.closes[i.id])
         # The forward part of a list, which an evaluation runs, ends with sends that nothing in it waits for.
         for number in list(started):
             self._wait(number, started)
         self._streams.finish()
         self._recorder.end()
         assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
-
-    def _close_weights(self, i: Instruction, groups: Sequence[str]) -> None:
-        """Free the weights of groups behind the instruction that uses them last before another gather."""
-        assert self._stores is not None
-        with self._streams.running(i):
-            for group in groups:
-                self._stores.close_weights(group)
 
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
         """Start a communication; returns a function that waits for it. Its span begins here and ends with the wait."""

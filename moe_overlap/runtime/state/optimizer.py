@@ -1,8 +1,8 @@
 """The optimizer of one rank, able to step one layer at a time.
 
-megatron-core's distributed optimizer holds the state (ZeRO-1); its inner torch optimizer steps parameter by parameter, so
-stepping the layers one after the other is bitwise the same as stepping them at once. The fused optimizers of Transformer Engine
-and apex count their steps by parameter group instead of by parameter: see `_StepCounts`.
+megatron-core's distributed optimizer (ZeRO 1) or parameter stores (ZeRO 0 to 3) hold the state. torch's optimizer steps parameter
+by parameter, so stepping the layers one after the other is bitwise the same as stepping them at once. The fused optimizers of
+Transformer Engine and apex count their steps by parameter group instead of by parameter: see `_StepCounts`.
 
 A *part* here is what one optimizer instruction of the list updates: `embedding`, `L3`, `mtp0` or `head`, all parameters of it
 that this rank holds. torch's own parameter groups (weight decay or not, dense or expert) cut across the parts.
@@ -226,7 +226,7 @@ class MegatronLayerwiseOptimizer:
             self._stores.close_all()
 
     def zero_grad(self) -> None:
-        """Clear the gradients for the next step; those of a decoupled stage end with their own update (`end`)."""
+        """Clear the gradients for the next step, but for those that the next list's updates still need (`Stores.clear`)."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         if self._stores is not None:

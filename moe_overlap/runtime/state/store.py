@@ -15,11 +15,14 @@ Contract.
 2. Storage that is not always there keeps its identity: its memory is freed and allocated again by `resize_`. So views, and
    tensors that autograd has saved, are valid again once it is refilled. Between `close_weights` and the end of the next gather
    nothing may read the weights; outside `open_sums` … `start_reduction` nothing may add to the sums (ZeRO 2, 3).
-3. Reductions sum in the order of rank, after scaling: all levels give the same bits where they sum the same micro-batches.
+3. Gradients are scaled, then summed: in the order of rank on CPUs, in NCCL's order on GPUs. All levels use the same reduction, so
+   they give the same bits where they sum the same micro-batches (not shown on GPUs).
 4. A kind without replicas (D = 1) has nothing to shard: it is kept as at level 1.
 
 - CPU (gloo): a reduction is an all-to-all of rows and a sum in order of rank; gloo's own sends twice the bytes.
-- CUDA (NCCL): a reduce-scatter; memory that another stream still uses is registered with the allocator. Not yet run on hardware.
+- CUDA (NCCL): a reduce-scatter; memory that another stream still uses is registered with the allocator. The host does not wait
+  for the device, so freed memory may come back late: how many groups are on a device at a time is bounded on CPUs only. Not yet
+  run on hardware.
 """
 
 from __future__ import annotations
@@ -238,9 +241,8 @@ class ParameterStore:
     @torch.no_grad()
     def clear(self) -> None:
         """Begin the sums of the next step."""
-        self.total.zero_()
-        if self.zero_level < 2:
-            self.sums.zero_()
+        # Below level 2 the total is a part of the sums.
+        (self.total if self.zero_level >= 2 else self.sums).zero_()
 
     def _shards(self) -> Iterator[Shard]:
         for parameter, (first, last) in self._ranges.items():
@@ -280,8 +282,11 @@ def _free(tensor: Tensor) -> None:
 
 
 def _refill(tensor: Tensor) -> None:
-    """Allocate a tensor's memory again; its content is undefined."""
-    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+    """Allocate the memory of a freed tensor again; its content is undefined. No effect where it has memory."""
+    storage = tensor.untyped_storage()
+    # A resize to the same size would move the memory, under views and under streams that still read it.
+    if not storage.nbytes():
+        storage.resize_(tensor.numel() * tensor.element_size())
 
 
 def _wait(work: dist.Work) -> None:

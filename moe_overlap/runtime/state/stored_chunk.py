@@ -6,7 +6,7 @@ DDP's hooks do for a parameter, adding its gradient to the sum, the chunk's hook
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +25,6 @@ from moe_overlap.runtime.state.optimizer import named_parts
 from moe_overlap.runtime.state.store import ParameterStore, Wait
 
 
-class ReplicaWires:
-    """One wire for each process group, so that the tags of its all-to-alls are unique."""
-
-    def __init__(self) -> None:
-        self._wires: list[AllToAll] = []
-
-    def of(self, group: dist.ProcessGroup) -> AllToAll:
-        """The wire of a group."""
-        wire = next((candidate for candidate in self._wires if candidate.group is group), None)
-        if wire is None:
-            wire = AllToAll(group, on_current_stream=True)
-            self._wires.append(wire)
-        return wire
-
-
 class StoredChunk(_BaseDataParallel):
     """A model chunk and its parameter stores.
 
@@ -47,7 +32,7 @@ class StoredChunk(_BaseDataParallel):
         config, ddp_config, module, disable_bucketing, pg_collection: as megatron-core's DDP takes them.
         zero_level: of the stage.
         sums_gradients: whether replicas sum gradients instead of averaging them.
-        wires: those of this rank.
+        wire_of: process group -> its wire; one for each group, so that the tags of its all-to-alls are unique.
     Attributes:
         stores: in the order of the model, dense parameters before experts.
     """
@@ -62,7 +47,7 @@ class StoredChunk(_BaseDataParallel):
         *,
         zero_level: int,
         sums_gradients: bool,
-        wires: ReplicaWires,
+        wire_of: Callable[[dist.ProcessGroup], AllToAll],
     ) -> None:
         super().__init__(config=config, module=module)
         assert pg_collection is not None
@@ -71,7 +56,7 @@ class StoredChunk(_BaseDataParallel):
         self.stores: list[ParameterStore] = []
         for (part, is_dense, *_), parameters in _kinds(module).items():
             group = pg_collection.dp_cp if is_dense else pg_collection.expt_dp
-            self.stores.append(ParameterStore(part, parameters, zero_level, wires.of(group), scale))
+            self.stores.append(ParameterStore(part, parameters, zero_level, wire_of(group), scale))
         self._parameters_with_gradients = [p for p in module.parameters() if p.requires_grad]
         for parameter in self._parameters_with_gradients:
             self._hook(parameter)

@@ -15,7 +15,8 @@ Decoupled stages (ZeRO 2 and 3) leave step 3 to the next list: it begins with it
 step before, or a list of updates alone has it. Their weights have no step 4: the list gathers them group by group.
 
 Steps 1, 2 and 4 are collective, in this order on every rank. `finalize_gradients` repeats megatron-core's `finalize_model_grads`
-with explicit groups: megatron-core's own reads `parallel_state` for the routers' expert bias.
+with explicit groups: megatron-core's own reads `parallel_state` for the routers' expert bias. Stores complete their sums by
+`Stores.complete`.
 """
 
 from __future__ import annotations

@@ -115,8 +115,9 @@ def test_a_layer_of_a_config_that_nothing_computes_is_said(tmp_path: Path, capsy
     (tmp_path / "job.args").write_text("--bf16 --global-batch-size 8 --micro-batch-size 1 --use-distributed-optimizer")
     assert main([*words, "--megatron-args", str(tmp_path / "job.args"), "--json"]) == 0
     assumed = json.loads(capsys.readouterr().out)["assumed"]
-    assert any("not modelled" in text and "q_norm and k_norm are over all heads" in text for text in assumed)
-    assert assumed[0].startswith("samples of 256 tokens, as a config.json says none")
+    # The only sentence that the short answer shows is on what no figure includes.
+    assert assumed[0].startswith("not modelled: ") and "q_norm and k_norm are over all heads" in assumed[0]
+    assert any(text.startswith("samples of 256 tokens, as a config.json says none") for text in assumed)
     # A plan is to be run: its search refuses the model.
     assert tune_main([*words, "--global-batch-size", "8", "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

@@ -21,9 +21,9 @@ STEP = {
 }
 
 
-def taken(variables: dict[str, str]) -> dict[str, str]:
+def taken(variables: dict[str, str], gpus: int = 0) -> dict[str, str]:
     environment = dict(variables)
-    take_slurm_ranks(environment)
+    take_slurm_ranks(environment, lambda _: gpus)
     return {name: value for name, value in environment.items() if variables.get(name) != value}
 
 
@@ -91,9 +91,18 @@ def test_what_slurm_does_not_say_is_one_line(
     assert capsys.readouterr().err == f"error: {caught.value}\n"
 
 
+def test_tasks_that_see_single_gpus_are_told_why() -> None:
+    """With --gpus-per-task=1 each task has a GPU of its own, and ranks choose theirs by LOCAL_RANK."""
+    assert taken(STEP, gpus=3)["LOCAL_WORLD_SIZE"] == "3"
+    with pytest.raises(
+        ConfigError, match="^srun: each of 3 tasks on this node sees 1 of its GPUs; drop --gpus-per-task"
+    ):
+        taken(STEP, gpus=1)
+
+
 def test_with_its_own_launcher_each_task_starts_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flag of the launcher is read before Slurm's variables, of which one would be an error here."""
-    monkeypatch.setattr("moe_overlap.commands.train.take_slurm_ranks", lambda _: pytest.fail("took Slurm's ranks"))
+    monkeypatch.setattr("moe_overlap.commands.train.take_slurm_ranks", lambda *_: pytest.fail("took Slurm's ranks"))
     assert main(["--nproc-per-node", "x"]) == 2
 
 

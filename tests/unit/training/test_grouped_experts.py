@@ -136,11 +136,9 @@ def test_gpus_without_the_kernel_multiply_expert_by_expert(monkeypatch, capabili
     assert build.multiplies_grouped(moe_config(96)) == is_grouped
     assert not build.multiplies_grouped(moe_config(96, bf16=False))
     if is_grouped:
-        with pytest.raises(
-            ConfigError, match="--moe-ffn-hidden-size 180: .* multiple of 8; use another --expert-tensor"
-        ):
+        with pytest.raises(ConfigError, match="--moe-ffn-hidden-size 180: .*; use another --expert-tensor"):
             build.multiplies_grouped(moe_config(180))
-        with pytest.raises(ConfigError, match="--hidden-size 36: "):
+        with pytest.raises(ConfigError, match="--hidden-size 36: .*; use a multiple of 8, or install"):
             build.multiplies_grouped(moe_config(96, hidden_size=36))
     else:
         assert not build.multiplies_grouped(moe_config(180))

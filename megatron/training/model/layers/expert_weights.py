@@ -67,14 +67,17 @@ def joined_with_gradients(weights: Sequence[Tensor], ends_E: Tensor) -> Tensor:
     """
     result: Tensor = _Joined.apply(*weights)
     if result.requires_grad and leaves_gradients_unwritten(result.device):
-        result.register_hook(lambda gradient_EOI: zero_without_rows(gradient_EOI, ends_E))
+        # A copy: autograd forbids a hook to change its argument.
+        result.register_hook(lambda gradient_EOI: gradient_EOI.masked_fill(_without_rows(ends_E), 0.0))
     return result
 
 
 def expert_gradients(gradient_TO: Tensor, rows_TI: Tensor, ends_E: Tensor) -> Tensor:
     """[E, O, I] the weight gradients of a grouped product; zero for an expert without rows."""
     gradient_EOI = F.grouped_mm(gradient_TO.t(), rows_TI, offs=ends_E)
-    return zero_without_rows(gradient_EOI, ends_E) if leaves_gradients_unwritten(gradient_EOI.device) else gradient_EOI
+    if leaves_gradients_unwritten(gradient_EOI.device):
+        gradient_EOI.masked_fill_(_without_rows(ends_E), 0.0)
+    return gradient_EOI
 
 
 def leaves_gradients_unwritten(device: torch.device) -> bool:
@@ -85,7 +88,6 @@ def leaves_gradients_unwritten(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
-def zero_without_rows(gradient_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """The gradients with zeros for the experts without rows, whatever memory held there; the host does not wait."""
-    is_empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-    return gradient_EOI.masked_fill(is_empty_E[:, None, None], 0.0)
+def _without_rows(ends_E: Tensor) -> Tensor:
+    """[E, 1, 1] whether an expert has no rows, on the device: the host does not wait."""
+    return (ends_E.diff(prepend=ends_E.new_zeros(1)) == 0)[:, None, None]

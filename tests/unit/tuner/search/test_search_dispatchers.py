@@ -356,7 +356,7 @@ def test_a_search_for_anyone_says_that_a_library_is_beyond_calibration(
     monkeypatch.setattr(plan_search, "FreeSearch", lambda **_: None)
     monkeypatch.setattr(plan_search, "free_finalists", lambda *given: handed.append(given[-1]) or [])
     nothing = SimpleNamespace(read=str, finalist=str)
-    request: Any = SimpleNamespace(settings=SearchSettings(target="any"), frees_states=True, cluster=H100, options={})
+    request: Any = SimpleNamespace(settings=SearchSettings(target="any"), predicts_plans=True, cluster=H100, options={})
     rules = SimpleNamespace(reader=nothing, upstream_reader=nothing)
     layout, features = SimpleNamespace(dispatcher=searched), SimpleNamespace(dispatcher=of_flags)
     plans: Any = SimpleNamespace(
