@@ -6,10 +6,10 @@
     hidden reductions                 gradients and parameters under computation
     overlapped all-to-alls            two partitions of every micro-batch, or two micro-batches at a time where one has one
                                       sample: the simplest of this fork's overlaps, of which --overlap-only compares all
-    CUDA graphs                       those that `launching.py` has predicted; their memory is not known
+    CUDA graphs                       those that `host_launches.py` has predicted; their memory is not known
 
-A change is read as flags, so that one which training refuses is left out, and predicted like the job itself. Only layouts whose
-captures exist are predicted, and no more than `BUDGET_SECONDS` are spent: an answer must not take minutes.
+A change is read as flags, so that one which training refuses is left out, and predicted like the job itself. An answer must not
+take minutes: only layouts whose captures exist are predicted, and no change is begun after `BUDGET_SECONDS`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import Alternative
 from moe_overlap.tuner.cost.host import Launching
+from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
 
 BUDGET_SECONDS = 3.0
-RECOMPUTE_FLAGS = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules")
+RECOMPUTE_FLAGS = (
+    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-modules"),
+    *("--recompute-activations", "--moe-layer-recompute"),
+)
 OVERLAPPED = ("--moe-gate", "topk", "--moe-token-dispatcher-type", "irregular")
 """Flags that every overlap of this fork needs."""
 INTERLEAVED = ("--num-virtual-stages-per-pipeline-rank", "2")
@@ -63,15 +68,16 @@ def alternatives_of(
         data_flags: flags that hide reductions and gathers and that the job does not set.
         may_interleave: whether its stages may have two model chunks.
     """
-    deadline, alternatives = time.monotonic() + BUDGET_SECONDS, []
+    deadline, alternatives, flags = time.monotonic() + BUDGET_SECONDS, [], grouped(tuple(arguments))
     for change in _changes(plan, data_flags, may_interleave):
         if time.monotonic() >= deadline:
             break
+        dropped = [name for name in change.dropped if name in flags]
+        remaining = [word for name, values in flags.items() if name not in dropped for word in (name, *values)]
         try:
-            prediction = predict((*_without(arguments, change.dropped), *change.added))
+            prediction = predict((*remaining, *change.added))
         except (ConfigError, NotCaptured):
             continue
-        dropped = [flag for flag in change.dropped if flag in arguments]
         alternatives.append(
             Alternative(
                 name=change.name,
@@ -83,8 +89,10 @@ def alternatives_of(
         )
     if launching is not None and launching.graphed_seconds is not None:
         where = "not yet run on a GPU" if launching.graph_flags == (GRAPHS_FLAG,) else "Megatron-LM's, not this fork's"
-        flags, name = " ".join(launching.graph_flags), f"CUDA graphs ({where})"
-        alternatives.append(Alternative(name=name, flags=flags, step_seconds=launching.graphed_seconds))
+        graphs = Alternative(
+            name=f"CUDA graphs ({where})", flags=" ".join(launching.graph_flags), step_seconds=launching.graphed_seconds
+        )
+        alternatives.append(graphs)
     return tuple(sorted(alternatives, key=lambda alternative: (not alternative.fits, alternative.step_seconds)))
 
 
@@ -105,15 +113,5 @@ def _changes(plan: Plan, data_flags: Sequence[str], may_interleave: bool) -> lis
         flag = "--moe-overlap-micro-batches" if pairs else "--moe-overlap-partitions"
         # Of a pipeline, micro-batches overlap between the model chunks of a stage.
         chunks = INTERLEAVED if pairs and len(plan.stages) > 1 and len(stage.chunks) == 1 else ()
-        changes.append(_Change("overlapped all-to-alls", (flag, "2", *OVERLAPPED, *chunks)))
+        changes.append(_Change("overlapped all-to-alls", (flag, "2", *OVERLAPPED, *chunks), tuple(LEFT_OUT)))
     return changes
-
-
-def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The arguments without some flags and their values."""
-    remaining, stays = [], True
-    for argument in arguments:
-        if argument.startswith("--"):
-            stays = argument.partition("=")[0] not in flags
-        remaining += [argument] if stays else []
-    return remaining

@@ -165,7 +165,9 @@ def _plan(arguments: argparse.Namespace, begun: float) -> int:
     from moe_overlap.plan_search.request import SearchSettings
 
     # From here on an error first ends the line of progress.
-    progress = SearchProgress(sys.stderr, begun, limit)
+    # The limit holds for each of several searches: time left is told of a single one.
+    is_single = arguments.target != "both" and "," not in str(arguments.num_gpus or "")
+    progress = SearchProgress(sys.stderr, begun, limit if is_single else None)
     remaining = float("inf") if limit is None else max(1e-3, limit - (time.monotonic() - begun))
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
@@ -288,7 +290,7 @@ class SearchProgress:
 
     Args:
         begun: when the command started.
-        limit: seconds of `--time-limit`; None: none.
+        limit: seconds of `--time-limit`, of which the rest is told; None: it is not.
     """
 
     def __init__(self, stream: TextIO, begun: float | None = None, limit: float | None = None) -> None:
@@ -296,24 +298,15 @@ class SearchProgress:
         self._begun = self._reported if begun is None else begun
         self._line = LiveLine(stream)
         self._line.show("reading the captured layers of the model")
-        self._has_told = self._has_plan = False
+        self._has_told = False
 
     def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | MeshPlan | None) -> None:
         """Report the progress if the last report is old enough."""
-        self._has_plan |= best is not None
         text = "nothing that fits yet" if best is None else f"best so far {best.seconds:.3f} s, {best.name}"
         self._show(f"{done:,} of at most {total:,} layouts evaluated; {text}")
 
     def tell(self, text: str) -> None:
-        """Report a long operation, such as a capture, before and while it runs.
-
-        Raises:
-            ConfigError: the time limit has passed, and no plan was found that could be the answer.
-        """
-        now = time.monotonic()
-        if self._limit is not None and now - self._begun > self._limit and not self._has_plan:
-            rule = "passed while layers of the model were captured for the first time"
-            raise ConfigError("--time-limit", f"{self._limit:g}", rule, "give more time; finished captures are kept")
+        """Report a long operation, such as a capture, before and while it runs."""
         if self._has_told or self._line.is_shown:
             self._show(text)
         else:

@@ -39,6 +39,10 @@ class ConfigError(Exception):
         return type(self), (self.subject, self.value, self.rule, self.fix)
 
 
+class OutOfTime(ConfigError):
+    """Work that did not end within the user's time limit; a search that has a plan answers with it."""
+
+
 def system_refusal(error: OSError) -> ConfigError:
     """The user's error for a path that the system refuses to look up, read or write.
 

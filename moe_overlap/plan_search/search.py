@@ -281,8 +281,9 @@ def _search_once(request: SearchRequest) -> tuple[SearchedPlans, list[Finalist]]
         ConfigError: no plan fits.
         KeyboardInterrupt: Ctrl-C came before any plan was known.
     """
-    rules = SearchRules.of(request)
-    uniform, dispatchers = _search_uniform(rules, request)
+    with request.libraries.until(request.deadline):
+        rules = SearchRules.of(request)
+        uniform, dispatchers = _search_uniform(rules, request)
     plans = _search_wider(uniform, dispatchers, rules, request)
     if not plans.has_plan:
         if plans.is_interrupted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from moe_overlap.alternatives import NotCaptured, alternatives_of
 from moe_overlap.api import PredictedJob, predict_job, read_job
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.plan.serialize import save_plan
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.host import Launching
@@ -71,19 +73,68 @@ def test_what_is_refused_or_not_captured_is_not_suggested(predict: alternatives.
     assert (only.flags, only.step_seconds, only.high_bytes) == ("--cuda-graph-impl local", 2.5, None)
 
 
-def test_an_answer_waits_for_few_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    plan = read_job([*EXAMPLE, *AGAIN], 64).plan
+@pytest.mark.parametrize(("seconds", "begun"), [(0.0, 4), (0.5, 2), (2.0, 1)])
+def test_no_change_is_begun_after_a_few_seconds(seconds: float, begun: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction that takes so many times the budget leaves time for so many."""
+    arguments, prediction = [*expand_files(EXAMPLE), *AGAIN], job_of().prediction
+    plan, changes, now = read_job(arguments, 64).plan, [], [0.0]
+    monkeypatch.setattr(alternatives.time, "monotonic", lambda: now[0])
 
     def predict(changed: Sequence[str]) -> Prediction:
-        asked.append(changed)
-        monkeypatch.setattr(alternatives, "BUDGET_SECONDS", 0.0)
-        return job_of().prediction
+        changes.append(changed)
+        now[0] += seconds * alternatives.BUDGET_SECONDS
+        return prediction
 
-    assert alternatives_of([], plan, None, (), True, predict) and len(asked) > 2
-    assert alternatives_of([], plan, None, (), True, predict) == ()
+    assert len(alternatives_of(arguments, plan, None, (), True, predict)) == len(changes) == begun
 
 
-def test_a_plan_of_a_file_and_one_that_does_not_fit_have_no_alternatives() -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        AGAIN,
+        ["--recompute-granularity=full", *AGAIN[2:]],
+        ["--recompute-activations"],
+        ["--moe-layer-recompute"],
+    ],
+)
+def test_recomputation_is_dropped_however_it_is_written(flags: list[str]) -> None:
+    arguments, prediction = list(expand_files(EXAMPLE)), job_of().prediction
+    changes: list[Sequence[str]] = []
+    plan = read_job([*arguments, *AGAIN], 64).plan
+    found = alternatives_of(
+        [*arguments, *flags], plan, None, (), True, lambda changed: changes.append(changed) or prediction
+    )
+    (again,) = (change for change in found if change.name == "no recomputation")
+    assert again.flags.split() == ["without", *(word.partition("=")[0] for word in flags if word.startswith("--"))]
+    assert grouped(tuple(changes[0])) == grouped(tuple(arguments))
+
+
+def test_an_overlap_is_suggested_beside_flags_that_it_replaces() -> None:
+    """With the library's dispatcher in the flags the change would be refused, and never be suggested."""
+    names = {
+        change.name
+        for change in job_of("--moe-enable-deepep", "--moe-token-dispatcher-type", "flex").prediction.alternatives
+    }
+    assert "overlapped all-to-alls" in names
+
+
+def test_layouts_that_are_not_captured_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever would have to wait for a capture is told of it by `tell`, which ends the prediction."""
+
+    def captured(*arguments: object, tell: Callable[[str], None] | None = None) -> object:
+        if tell is not None:
+            tell("capturing")
+        return by_hand(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("moe_overlap.api.cached_graphs", captured)
+    assert job_of().prediction.alternatives == ()
+
+
+def test_a_plan_of_a_file_and_one_that_does_not_fit_have_no_alternatives(tmp_path: Path) -> None:
     small = predict_job(EXAMPLE, shipped_cluster("L4", 64), {}).prediction
     assert not small.fits and not small.alternatives
+    file = tmp_path / "plan.json"
+    save_plan(read_job(EXAMPLE, 64).plan, file)
+    assert job_of().prediction.alternatives and not job_of("--plan", str(file)).prediction.alternatives
+    decided = predict_job(EXAMPLE, shipped_cluster("H100", 64), {"plan": str(file)}).prediction
+    assert not decided.alternatives

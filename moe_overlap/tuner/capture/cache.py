@@ -9,21 +9,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.training.cli.config import Config
 from megatron.training.cli.config_fields import DeviceConfig, PrecisionConfig
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, OutOfTime
 from moe_overlap.describe.files import Unreadable, bounded_text, printable
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
@@ -191,7 +193,7 @@ class CaptureFiles:
     ) -> None:
         self._folder, self._tell = folder, tell
         self._capture = capture or CaptureProcesses(report=self._report).capture
-        self._started = 0.0
+        self._started, self._deadline = 0.0, math.inf
         self._read: dict[Path, CapturedModel] = {}
 
     def captures(self, requests: Sequence[Request]) -> list[CapturedModel]:
@@ -222,8 +224,24 @@ class CaptureFiles:
             self._capture(missing)
         return [self._load(path) for path in paths]
 
+    @contextlib.contextmanager
+    def until(self, deadline: float) -> Iterator[None]:
+        """A context in which captures end with `OutOfTime` at a deadline of `time.monotonic`."""
+        self._deadline = deadline
+        try:
+            yield
+        finally:
+            self._deadline = math.inf
+
     def _report(self, done: int, total: int) -> None:
-        """Tell which capture is under way, and how long the others will take if they take as long as those before."""
+        """Tell which capture is under way, and how long the others will take if they take as long as those before.
+
+        Raises:
+            OutOfTime: the deadline has passed.
+        """
+        if time.monotonic() > self._deadline:
+            rule = "passed while layers of the model were captured for the first time"
+            raise OutOfTime("--time-limit", "", rule, "give more time; finished captures are kept")
         if self._tell is None or done == total:
             return
         seconds = (time.monotonic() - self._started) / done * (total - done) if done else 0.0

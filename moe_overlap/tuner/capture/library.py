@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from megatron.training.cli.config import Config
 from moe_overlap.describe.model import ModelDescription
@@ -372,6 +373,10 @@ class Libraries:
         self._files = files
         self._libraries: dict[str, BlockLibrary] = {}
         self._keys: dict[Request, str] = {}
+
+    def until(self, deadline: float) -> AbstractContextManager[None]:
+        """A context in which captures end with `OutOfTime` at a deadline of `time.monotonic`."""
+        return self._files.until(deadline)
 
     def of(self, request: Request) -> BlockLibrary:
         """The library that answers a request."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from moe_overlap.describe.errors import OutOfTime
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.shares import SharedBar
 from moe_overlap.tuner.search.solution import Solution, Status
@@ -157,6 +158,9 @@ def search_uniform(
             heapq.heappop(waiting)
             done += 1
             progress(done, small, incumbents.best)
+    except OutOfTime:
+        # The capture of a layout did not end in time.
+        status = Status.TIME_LIMIT
     except KeyboardInterrupt:
         status, is_interrupted = Status.TIME_LIMIT, True
     best = incumbents.best

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from megatron.training.cli.config import LoggingConfig
 from megatron.training.report.live_line import ERASE, LiveLine
 from megatron.training.report.metrics import MetricsLog
 from moe_overlap.commands import autotune
-from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.tuner.search.uniform import RankedLayout
 from tests.unit.training.test_metrics import metrics
@@ -94,8 +92,8 @@ def test_the_answer_of_a_search_follows_an_empty_line(
     assert screen(stream) == ["error: interrupted before the answer was complete", ""]
 
 
-def test_a_time_limit_ends_captures_where_nothing_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts from the start of the command; with a plan in hand the search ends by itself."""
+def test_time_that_is_left_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts from the start of the command."""
     now = [100.0]
     monkeypatch.setattr(autotune.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
@@ -104,11 +102,6 @@ def test_a_time_limit_ends_captures_where_nothing_was_found(monkeypatch: pytest.
     now[0] = 115.0
     progress.tell("capturing layout 2 of 8")
     assert stream.getvalue() == "capturing layout 2 of 8; 5 of 30 s left\n"
-    now[0] = 121.0
-    with pytest.raises(ConfigError, match="--time-limit 30: passed while layers .* give more time"):
-        progress.tell("capturing layout 3 of 8")
-    progress(1, 9, types.SimpleNamespace(seconds=1.0, name="TP 2"))  # type: ignore[arg-type]
-    progress.tell("capturing layout 3 of 8")
 
 
 def test_what_is_recorded_is_said_once_where_lines_stay(capsys: pytest.CaptureFixture[str]) -> None:
