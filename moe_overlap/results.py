@@ -13,7 +13,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -314,7 +314,7 @@ def _arguments(args: Arguments) -> list[str]:
     Raises:
         ConfigError: they are no list of texts.
     """
-    if isinstance(args, Mapping) or not isinstance(args, Iterable | Path):
+    if isinstance(args, Mapping) or not isinstance(args, Sequence | Path):
         rule = f"is of type {type(args).__name__}, and flags are a list of texts"
         raise ConfigError("args", printable(repr(args)), rule, 'give ["--num-layers", "4", ...], or the path of a file')
     if not isinstance(args, str | Path):

@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 
-from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.describe.cluster import GIB
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search.processes import in_processes
 from moe_overlap.plan_search.results import TIE, Finalist
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.cost.simulate.step import listed_seconds
 from moe_overlap.tuner.search.dispatchers import LIBRARIES
@@ -177,9 +178,8 @@ def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
 
 def does_not_fit(
     uniform: UniformSearch,
-    cluster: Cluster,
+    machine: Machine,
     refused: Sequence[tuple[str, str]],
-    certainty: str,
     commonest: ConfigError | None,
 ) -> ConfigError:
     """The error where no plan fits: the plan that needs the least, and what it lacks.
@@ -188,11 +188,13 @@ def does_not_fit(
         refused: plans that rules refuse, with the rule.
         commonest: the rule by which the target runs the fewest layouts.
     """
+    cluster = machine.cluster
     gpu = cluster.group_of(0).gpu
     if uniform.solution.status is Status.TIME_LIMIT:
         rule = f"ended before a plan that fits was found, after {uniform.counts.evaluated} layouts"
         return ConfigError("--time-limit", "", rule, "give more time")
-    subject, room = f"{cluster.gpus} × {gpu.name}", f"what CUDA and NCCL leave of {gpu.memory_gib:g} GiB"
+    subject, available = f"{cluster.gpus} × {gpu.name}", gpu.memory_gib - machine.reserved_bytes / GIB
+    room = f"the {available:.1f} GiB that a plan may have of {gpu.memory_gib:g}"
     if refused:
         return ConfigError(
             "the search", "", f"every plan that fits is refused, {refused[0][0]} for: {refused[0][1]}", "change it"
@@ -205,6 +207,6 @@ def does_not_fit(
         rule = f"none of {uniform.counts.layouts:,} layouts fits {room}, by a lower bound of their bytes"
         return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
     least = uniform.smallest.needed_bytes / GIB
-    rule = f"no plan fits {room} with {certainty} certainty; "
+    rule = f"no plan fits {room}, with {machine.memory.certainty} certainty; "
     rule += f"the smallest needs {least:.1f} ({uniform.smallest.name})"
     return ConfigError("--num-gpus", subject, rule, "use more GPUs, or a shorter sequence")

@@ -1,4 +1,6 @@
-"""A search in several processes of this host (`--jobs`): each is forked from this one and searches a share of the layouts.
+"""The limits of a search (`SearchBudget`), and a search in several processes of this host (`--jobs`).
+
+Each process is forked from this one and searches a share of the layouts.
 
 The pools of the standard library pickle a task, and a search is a closure over prices and captures. `ProcessPoolExecutor` also
 ends no task before it is done, and `multiprocessing.Pool` waits forever for a process that was killed.

@@ -289,8 +289,7 @@ def _search_once(request: SearchRequest) -> tuple[SearchedPlans, list[Finalist]]
         if plans.is_interrupted:
             raise KeyboardInterrupt
         commonest = commonest_refusal(rules.refusal, request.layouts[:REFUSALS])
-        certainty = rules.task.machine.memory.certainty
-        raise does_not_fit(plans.uniform, request.cluster, rules.reader.refused, certainty, commonest)
+        raise does_not_fit(plans.uniform, rules.task.machine, rules.reader.refused, commonest)
     return plans, _finalists(plans, request)
 
 

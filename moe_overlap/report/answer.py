@@ -523,7 +523,8 @@ def _best_alternative(prediction: Prediction) -> str:
     best = next((change for change in prediction.alternatives if change.fits), None)
     if best is None or best.step_seconds > (1.0 - TIE) * seconds:
         count = len(prediction.alternatives)
-        return f"tools/autotune.py, for other layouts: no single change gains 1 % ({count} predicted: --verbose)"
+        tried = f"no single change gains {100 * TIE:g} % ({count} tried: --verbose)"
+        return f"{tried}; let tools/autotune.py search other layouts"
     gain = f"{100 * (best.step_seconds / seconds - 1):+.1f} %"
     return f"{best.name}: {best.step_seconds:.3f} s ({gain}), {alternative_memory(best)}; {best.flags}"
 

@@ -7,14 +7,17 @@ answer is neither replaced nor renamed; the other files do not show where they c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import Unreadable, bounded_text
-from moe_overlap.plan.serialize import load_plan
-from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, WRITTEN_BY
+from moe_overlap.describe.files import Unreadable, bounded_text, write_whole
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import load_plan, save_plan
+from moe_overlap.tuner.write.argument_file import Target, WrittenFlags
+from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, WRITTEN_BY, job_on, run_environment, slurm_script
 
 PLAN = "plan.json"
 FILES = (ARGUMENTS, SCRIPT, PLAN, "report.html", "trace.json")
@@ -39,6 +42,36 @@ def require_no_other_files(folder: Path, has_script: bool = True) -> None:
             raise ConfigError("--output", str(folder), rule, "give another folder, or move the file")
 
 
+def run_texts(written: WrittenFlags, plan: Plan, cluster: Cluster, target: Target) -> dict[str, str]:
+    """File name -> text, for the flags and the script that starts them; no script for a measured machine, which may lack Slurm.
+
+    Raises:
+        ConfigError: nodes have different numbers of GPUs.
+    """
+    texts = {ARGUMENTS: written.text}
+    if cluster.measured is None:
+        environment = run_environment(plan, written.flags, cluster.group_of(0).gpu.architecture, target)
+        texts[SCRIPT] = slurm_script(job_on(cluster, plan.model.name), target, written, environment)
+    return texts
+
+
+def write_run_files(folder: Path, texts: Mapping[str, str], plan: Plan | None) -> None:
+    """Write the files that start a run.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The plan first: otherwise, after a failure, new flags would silently run an earlier plan.
+        if plan is not None:
+            save_plan(plan, folder / PLAN)
+        for name, text in texts.items():
+            write_whole(folder / name, text)
+    except OSError as error:
+        raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
+
+
 def put_away_others(folder: Path, written: Sequence[str], tell: Callable[[str], None]) -> None:
     """Rename the files of an earlier answer that the answer in a folder lacks.
 
@@ -52,7 +85,7 @@ def put_away_others(folder: Path, written: Sequence[str], tell: Callable[[str], 
     stale = [path.name for path in paths if path.is_file() and _is_of_an_answer(path)]
     try:
         for name in stale:
-            # Another shard of the search may have renamed it already.
+            # Another command may have renamed it already.
             with suppress(FileNotFoundError):
                 (folder / name).replace(folder / f"{name}{OLD}")
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB, Cluster
@@ -85,8 +86,12 @@ def interval_text(prediction: Prediction) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with three significant digits: `0.0345`, `3.74`, `37.4`, `3,741`."""
-    return f"{seconds:#.3g}".rstrip(".") if seconds < 1e3 else f"{seconds:,.0f}"
+    """Seconds with three significant digits, from 1,000 on as a whole number: `0.0345`, `3.74`, `37.4`, `3,741`."""
+    if seconds >= 999.5:
+        return f"{seconds:,.0f}"
+    # Not by `g` below a tenth of a millisecond, which it writes with an exponent.
+    digits = 2 - math.floor(math.log10(seconds)) if seconds > 0 else 0
+    return f"{seconds:.{max(0, digits)}f}"
 
 
 def missed_texts(missed: Neighbours | None) -> list[str]:

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.cluster import start_flags
-from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import write_whole
-from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.serialize import as_values, save_plan
+from moe_overlap.plan.serialize import as_values
 from moe_overlap.plan_search.results import (
     APART,
     Finalist,
@@ -33,6 +30,7 @@ from moe_overlap.report.answer import (
     untried_lines,
     unwritten_lines,
 )
+from moe_overlap.report.answer_files import run_texts, write_run_files
 from moe_overlap.report.changes import change_lines, changes_json, helpful
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import sharding_details, sharding_json, sharding_lines
@@ -41,7 +39,7 @@ from moe_overlap.tuner.cost.host import WORTH_A_LOOK
 from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES
 from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
-from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, arguments_to_add, job_on, run_environment, slurm_script
+from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, arguments_to_add
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
 EXECUTED = "--target moe-overlap: the best plan that runs today"
@@ -288,8 +286,8 @@ def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str])
         lines.append(
             line(
                 "simulated",
-                f"in detail, {len(differing)} of the {1 + len(search.others)} best plans changed by more than 1 %: "
-                f"{widest.name} most, which takes {widest.simulated_seconds:.3f} s, not {widest.seconds:.3f}",
+                f"in detail, {len(differing)} of the {1 + len(search.others)} best plans differ by over {100 * APART:g} %; "
+                f"most: {widest.name} takes {widest.simulated_seconds:.3f} s, not {widest.seconds:.3f}",
             )
         )
     lines += _dispatcher_lines(search)
@@ -385,24 +383,6 @@ def write_search(folder: Path, search: PlanSearch) -> list[str]:
         ConfigError: the files cannot be written, or nodes have different numbers of GPUs.
     """
     plan = dataclasses.replace(search.plan, predicted=search.prediction.predicted)
-    texts = _run_texts(search, plan) if search.refusal is None else {}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # The plan first: otherwise, after a failure, new flags would silently run an earlier plan.
-        save_plan(plan, folder / "plan.json")
-        for name, text in texts.items():
-            write_whole(folder / name, text)
-    except OSError as error:
-        raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
+    texts = {} if search.refusal is not None else run_texts(search.written, plan, search.cluster, search.written_for)
+    write_run_files(folder, texts, plan)
     return [*texts, "plan.json"]
-
-
-def _run_texts(search: PlanSearch, plan: Plan) -> dict[str, str]:
-    """File name -> text, for the flags and the script."""
-    written = search.written
-    target = search.written_for
-    environment = run_environment(plan, written.flags, search.cluster.group_of(0).gpu.architecture, target)
-    texts = {ARGUMENTS: written.text}
-    if search.cluster.measured is None:
-        texts[SCRIPT] = slurm_script(job_on(search.cluster, plan.model.name), target, written, environment)
-    return texts

@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB, Cluster, start_flags
-from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import write_whole
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.capabilities import GRAPHS_FLAG as GRAPHS
-from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan_search.results import Leeway, Tuned
 from moe_overlap.report.answer import Answer, answer_lines, devices, line, runner_up, untried_lines, unwritten_lines
-from moe_overlap.report.answer_files import PLAN, put_away_others
+from moe_overlap.report.answer_files import PLAN, put_away_others, run_texts, write_run_files
 from moe_overlap.report.html import CandidateRow, Report, write_report
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.trace import write_trace
@@ -31,7 +28,7 @@ from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
 from moe_overlap.tuner.search.layer.overlap import WORTH, GraphsChoice
 from moe_overlap.tuner.write.argument_file import WrittenFlags
 from moe_overlap.tuner.write.flags_left_out import LEFT_OUT
-from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, arguments_to_add, job_on, run_environment, slurm_script
+from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, arguments_to_add
 
 # JSON
 
@@ -371,16 +368,8 @@ def write_tuned(folder: Path, tuned: Tuned, cluster: Cluster, tell: Callable[[st
     Raises:
         ConfigError: the files cannot be written, or nodes have different numbers of GPUs.
     """
-    write_run(folder, tuned)
-    files = [*([] if tuned.chosen.name == PLAIN else [PLAN]), ARGUMENTS, "report.html", "trace.json"]
+    files = [*write_run(folder, tuned, cluster), "report.html", "trace.json"]
     answer = answer_of(tuned, cluster)
-    if cluster.measured is None:
-        flags = grouped(tuned.arguments)
-        written = WrittenFlags(flags=flags, text=_lines(tuned.arguments), left_out=())
-        environment = run_environment(answer.plan, flags, cluster.group_of(0).gpu.architecture, "moe-overlap")
-        script = slurm_script(job_on(cluster, answer.plan.model.name), "moe-overlap", written, environment)
-        write_whole(folder / SCRIPT, script)
-        files.insert(-2, SCRIPT)
     # Before page and trace, which are large: even if the disk is full, no earlier plan remains with the new flags.
     put_away_others(folder, files, tell)
     title = f"The overlap of {answer.plan.model.name} on {devices(cluster)}"
@@ -403,24 +392,26 @@ def _rows(tuned: Tuned) -> list[CandidateRow]:
     return rows
 
 
-def write_run(folder: Path, tuned: Tuned) -> None:
-    """Write the flags of the chosen plan, and the plan if it overlaps anything.
+def write_run(folder: Path, tuned: Tuned, cluster: Cluster | None = None) -> list[str]:
+    """Write the flags of the chosen plan, the plan if it overlaps anything, and the script that starts them on a cluster.
 
+    Args:
+        cluster: None: no script is written.
+    Returns:
+        The names of the files.
     Raises:
-        ConfigError: the files cannot be written.
+        ConfigError: the files cannot be written, or nodes have different numbers of GPUs.
     """
-    chosen, arguments = tuned.chosen, list(tuned.arguments)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if chosen.name != PLAIN:
-            assert chosen.prediction is not None
-            plan = replace(chosen.decided, predicted=chosen.prediction.predicted)
-            save_plan(plan, folder / PLAN)
-            # A relative path: --plan is resolved from the folder of the argument file, so the folder can be moved.
-            arguments += ["--plan", PLAN]
-        write_whole(folder / ARGUMENTS, _lines(arguments))
-    except OSError as error:
-        raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
+    chosen, arguments, plan = tuned.chosen, list(tuned.arguments), None
+    if chosen.name != PLAIN:
+        assert chosen.prediction is not None
+        plan = replace(chosen.decided, predicted=chosen.prediction.predicted)
+        # A relative path: --plan is resolved from the folder of the argument file, so the folder can be moved.
+        arguments += ["--plan", PLAN]
+    written = WrittenFlags(flags=grouped(tuple(arguments)), text=_lines(arguments), left_out=())
+    texts = {ARGUMENTS: written.text} if cluster is None else run_texts(written, chosen.decided, cluster, "moe-overlap")
+    write_run_files(folder, texts, plan)
+    return [*([] if plan is None else [PLAN]), *texts]
 
 
 def _lines(arguments: Sequence[str]) -> str:

@@ -271,7 +271,9 @@ def price(
     if expected is not None and reasons:
         expected = expected.widened(machine.beyond)
     prediction = _predict_step(plan, model, machine, priced, features, reasons)
-    return replace(prediction, software=machine.software, expected_error=expected, missed=machine.missed)
+    nearest = machine.neighbours
+    missed = nearest if nearest is not None and expected is not None and nearest.are_missed(expected) else None
+    return replace(prediction, software=machine.software, expected_error=expected, missed=missed)
 
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:

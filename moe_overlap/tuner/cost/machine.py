@@ -47,7 +47,7 @@ class Machine:
         common: constants of all GPUs.
         software: the release of `constants`.
         expected_error: error of predictions for this machine, kind of model and routing.
-        missed: the compared runs that are most like the model on this machine in this precision, if predictions miss them.
+        neighbours: the compared runs that are most like the model on this machine in this precision; None if there are none.
         beyond: factor on its interval if a prediction extrapolates beyond the calibration.
         traits: traits of the calibration runs.
         load: rows of the busiest rank of an expert group over the mean.
@@ -62,7 +62,7 @@ class Machine:
     common: CommonConstants = CommonConstants()
     software: Software = REFERENCE
     expected_error: ExpectedError | None = None
-    missed: Neighbours | None = None
+    neighbours: Neighbours | None = None
     beyond: float = 1.0
     traits: Traits = field(default_factory=dict)
     fragmentation: float = 0.0
@@ -122,14 +122,13 @@ def machine_of(
     errors, is_described = shipped_errors(), cluster.measured is None
     expected = errors.expected(gpu, is_moe, load > 1.0) if is_described else None
     nearest = errors.neighbours(gpu, precision, model) if is_described and model is not None else None
-    is_missed = nearest is not None and expected is not None and nearest.are_missed(expected)
     machine = Machine(
         cluster=cluster,
         constants=software.constants.apply(of_gpu),
         common=constants.common,
         software=software,
         expected_error=expected,
-        missed=nearest if is_missed else None,
+        neighbours=nearest,
         beyond=errors.beyond,
         traits=constants.traits,
         fragmentation=constants.fragmentation,

@@ -3,9 +3,10 @@
 1. One search runs to its end with the first dispatcher, all-to-alls. `search_dispatchers` then searches each other dispatcher
    only for plans that are faster than the incumbent. A dispatcher changes nothing but the routed experts' block, so the graphs of
    the first dispatcher bound its layouts (`FlooredCosts`), and graphs of another dispatcher are rarely captured.
-2. The bound is the sum of two terms: everything but dispatch, combine and permutation, priced under the first dispatcher with its
-   bytes and recomputation (`Floors`); and the bytes that the other dispatcher must send (`Bounds.exchange_seconds`).
-3. With Megatron-LM's overlap of all-to-alls (paired.py) other work hides the sends, so the bound omits the second term.
+2. `Floors` prices everything but dispatch, combine and permutation under the first dispatcher, with its bytes and recomputation.
+   The bound is the larger of two floors: one with the host's launches; one without them, plus the seconds of what the other
+   dispatcher must send (`Bounds.exchange_seconds`), since tokens travel while the host launches.
+3. With Megatron-LM's overlap of all-to-alls (paired.py) other work hides the sends: one floor, without them.
 4. The result is exact: the best plans equal those of an enumeration of all layouts under all dispatchers.
 """
 
@@ -29,6 +30,7 @@ from moe_overlap.tuner.capture.graph import CapturedModel, CapturedPart, Op
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.layer import PartCost, Setting
 from moe_overlap.tuner.cost.operators import CostClassCode, OpTable
+from moe_overlap.tuner.cost.router import DISPATCH_LIBRARIES
 from moe_overlap.tuner.search.bounds import Bounds, pipelined
 from moe_overlap.tuner.search.paired import CostsOfBoth, with_paired
 from moe_overlap.tuner.search.solution import Status
@@ -43,6 +45,7 @@ LIBRARIES: Mapping[Dispatcher, tuple[str, ...]] = MappingProxyType(
     {"deepep": ("Ampere", "Hopper", "Blackwell"), "hybridep": ("Hopper", "Blackwell")}
 )
 """Dispatchers from separate libraries -> the GPU architectures they support; both need NVLink between GPUs."""
+assert tuple(LIBRARIES) == DISPATCH_LIBRARIES
 CALIBRATED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"allgather": (), "deepep": ("H100",), "hybridep": ("B200", "GB200", "GB300")}
 )

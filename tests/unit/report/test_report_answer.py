@@ -373,7 +373,7 @@ def test_the_change_that_gains_most_and_fits_is_suggested_with_its_step() -> Non
     # Those that do not fit come last, and a gain that predictions do not tell from none is none.
     for few in (alternative("small", 0.995), alternative("full", 0.5, fits=False)):
         assert advice(few) == [
-            "tools/autotune.py, for other layouts: no single change gains 1 % (1 predicted: --verbose)"
+            "no single change gains 1 % (1 tried: --verbose); let tools/autotune.py search other layouts"
         ]
     assert "half" not in "".join(advice(alternative("half", 0.5), is_searched=True))
     text = prediction_text(dataclasses.replace(predicted(), alternatives=(alternative("half", 0.5),)), CLUSTER)

@@ -310,6 +310,20 @@ def test_a_run_whose_published_neighbours_are_missed_says_so(monkeypatch: pytest
     near = [dataclasses.replace(run, relative=0.01) for run in twins]
     monkeypatch.setattr("moe_overlap.tuner.cost.machine.shipped_errors", lambda: errors_of([*compared_runs * 3, *near]))
     assert prediction_json(predicted())["missed"] == []
+    # What counts is the interval of the answer, which is wider beyond the calibration.
+    far = dataclasses.replace(errors_of([*compared_runs * 3, *twins]), beyond=100.0)
+    monkeypatch.setattr("moe_overlap.tuner.cost.machine.shipped_errors", lambda: far)
+    known = dataclasses.replace(CONSTANTS, traits={"Hopper": ("MoE models without CUDA graphs",)})
+    assert predicted(constants=known).missed is not None
+    assert predicted("--overlap-moe-expert-parallel-comm", constants=known).missed is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00001, "0.0000100"), (0.0345, "0.0345"), (3.741, "3.74"), (37.44, "37.4"), (999.6, "1,000"), (3741.2, "3,741")],
+)
+def test_seconds_have_three_digits(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
 
 
 def test_the_host_is_hidden_while_the_device_has_work_and_graphs_remove_it() -> None:

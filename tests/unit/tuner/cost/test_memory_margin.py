@@ -114,5 +114,5 @@ def test_a_search_keeps_what_fits_with_its_margin() -> None:
     )
     chosen = search_plan(words, tight, settings, memory_margin=0.6, **options).prediction
     assert chosen.fits and chosen.memory.margin == 0.6
-    with pytest.raises(ConfigError, match=r"no plan fits .* GiB with 95 % certainty|by a lower bound"):
+    with pytest.raises(ConfigError, match=r"no plan fits .* with 95 % certainty|by a lower bound"):
         search_plan(words, tight, settings, **options)
