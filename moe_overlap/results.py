@@ -238,7 +238,7 @@ def tune(
     gpu: str | None = None,
     num_gpus: int | None = None,
     target: Target = ...,
-    search_space: str = ...,
+    search_space: str | None = ...,
     time_limit: float | None = None,
     **options: Unpack[Options],
 ) -> TunedPlan: ...
@@ -254,7 +254,7 @@ def tune(
     gpu: str | None = None,
     num_gpus: int | None = None,
     target: Target = "moe-overlap",
-    search_space: str = "stages",
+    search_space: str | None = None,
     time_limit: float | None = None,
     **options: Unpack[Options],
 ) -> TunedPlan | Tuned:

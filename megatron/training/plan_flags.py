@@ -199,8 +199,10 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     if plan.transfers:
         hold_unlike_stages(plan, source, config, model)
         return plan
-    # No flag says another ZeRO level than 1.
-    from_flags = _with_fields_of(plan, plan_from_flags(config, model, world_size), "zero_level")
+    # No flag says another ZeRO level than 1, or what a stage offloads.
+    from_flags = plan_from_flags(config, model, world_size)
+    for field in ("zero_level", "offload"):
+        from_flags = _with_fields_of(plan, from_flags, field)
     if not says_recomputation(plan):
         require_each_recomputation(plan, config, world_size)
         from_flags = _with_fields_of(plan, from_flags, "recompute")
@@ -321,14 +323,14 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
         )
         _require_bytes(source, plan, config)
     if plan.has_stores:
-        _require_flags_of_stores(source, config)
+        require_flags_of_stores(source, config)
     if any(layer.mechanism == "partitioned" for layer in layers):
         require_cuttable(listed_run(config))
 
 
-def _require_flags_of_stores(source: str, config: Config) -> None:
+def require_flags_of_stores(source: str, config: Config) -> None:
     """Refuse flags of megatron-core's DDP and distributed optimizer, whose place parameter stores take."""
-    rule = f"{source} has another ZeRO level than 1, whose states megatron-core's optimizer does not hold"
+    rule = f"{source} has another ZeRO level than 1 or offloads, and megatron-core's optimizer does not hold its states"
     for path in (
         "optimizer.grad_reduce_in_bf16",
         "precision.use_precision_aware_optimizer",

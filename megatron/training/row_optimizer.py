@@ -48,8 +48,8 @@ class RowOptimizer(FP32Optimizer):
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Take the master weights from the model's, while this rank has all rows of them."""
-        for _, shard in self.stores:
-            shard.main.copy_(shard.parameter.detach().view(-1)[shard.first : shard.last])
+        for store, shard in self.stores:
+            store.write_state(shard.main, shard.parameter.detach().view(-1)[shard.first : shard.last])
 
 
 def row_optimizer(config: OptimizerConfig, chunks: Sequence[Any], groups: ProcessGroupCollection) -> ChainedOptimizer:
@@ -99,20 +99,20 @@ def _stepped(store: Any, shard: Any) -> torch.Tensor:
 
 
 def allocate_moments(chunks: Sequence[Any], optimizers: Sequence[RowOptimizer]) -> None:
-    """Give torch's Adam moments in flat storages, instead of two tensors for every parameter at its first step.
+    """Give Adam its moments in the flat storages of the stores, instead of two tensors for every parameter at its first step.
 
-    Other optimizers keep their own.
+    The fused Adams of Transformer Engine and apex also take states that are there; they count steps by parameter group.
     """
-    if not isinstance(optimizers[0].optimizer, torch.optim.Adam):
-        return
     moments: dict[int, Any] = {}
     for store in (store for chunk in chunks for store in chunk.stores):
         moments |= {id(shard): of_shard for shard, of_shard in zip(store.shards, store.make_moments(2), strict=True)}
     for optimizer in optimizers:
         for _, shard in optimizer.stores:
-            group = optimizer.optimizer.param_groups[optimizer.model_param_group_index_map[shard.parameter][0]]
-            # torch counts steps on the device where its kernel reads the count.
-            device = shard.main.device if group.get("fused") or group.get("capturable") else "cpu"
             first, second = moments[id(shard)]
-            state = {"step": torch.tensor(0.0, device=device), "exp_avg": first, "exp_avg_sq": second}
+            state = {"exp_avg": first, "exp_avg_sq": second}
+            if isinstance(optimizer.optimizer, torch.optim.Adam):
+                group = optimizer.optimizer.param_groups[optimizer.model_param_group_index_map[shard.parameter][0]]
+                # torch counts steps on the device where its kernel reads the count.
+                device = shard.main.device if group.get("fused") or group.get("capturable") else "cpu"
+                state["step"] = torch.tensor(0.0, device=device)
             optimizer.optimizer.state[shard.main] = state

@@ -28,7 +28,13 @@ from megatron.training.job import TrainingJob
 from megatron.training.messages import of_all_on_first
 from megatron.training.report.metrics import StepMetrics
 from megatron.training.report.outputs import Sink
-from megatron.training.report.reports import StorageTracker, elastic_tensors, held_tensors, resident_bytes
+from megatron.training.report.reports import (
+    StorageTracker,
+    elastic_tensors,
+    held_tensors,
+    resident_bytes,
+    storages_on_host,
+)
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Span, communication_seconds
 from moe_overlap.plan.step import StepResult
@@ -232,7 +238,8 @@ class TrainingLoop:
         if torch.cuda.is_available():
             return None
         chunks = self.job.machinery.chunks
-        return StorageTracker(held_tensors(chunks, self.job.machinery.optimizer), elastic_tensors(chunks))
+        held = held_tensors(chunks, self.job.machinery.optimizer)
+        return StorageTracker(held, elastic_tensors(chunks), storages_on_host(chunks))
 
     def _optional(self, result: StepResult, tokens_per_second: float) -> dict[str, float]:
         logging = self._config.logging

@@ -61,7 +61,7 @@ from moe_overlap.describe.version import VERSION_LINE
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.report.answer_files import require_no_other_files
 from moe_overlap.tuner.limits import PLAN_SEARCH_LIMITS, check_limits
-from moe_overlap.tuner.search.space import DEFAULT_SPACE, SEARCH_SPACES
+from moe_overlap.tuner.search.space import NARROW_DEFAULT, SEARCH_SPACES
 
 # What searches, and the solvers behind it, take a second to load. Functions below load them behind the checks of their flags,
 # so that `--help` and a mistake are answered at once.
@@ -104,7 +104,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
     """Decide the overlap of the flags' own layout."""
     for option, default in (
         ("target", "moe-overlap"),
-        ("search_space", DEFAULT_SPACE),
+        ("search_space", None),
         ("train_tokens", None),
         ("no_imbalance", False),
         ("allow_micro_batch_change", False),
@@ -352,7 +352,6 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "--search-space",
         metavar="NAME",
-        default=DEFAULT_SPACE,
         help=_spaces_help(),
     )
     search.add_argument(
@@ -406,7 +405,7 @@ def _spaces_help() -> str:
         upstream = "megatron-lm or any" if row.megatron_lm is not None else "any"
         needs = "" if row.moe_overlap is not None else f"; of the target {upstream}"
         texts.append(f"{name} ({row.about}{needs})")
-    return f"beside the layout: {', '.join(texts)}; default {DEFAULT_SPACE}"
+    return f"beside the layout: {', '.join(texts)}; default full for moe-overlap, {NARROW_DEFAULT} for others"
 
 
 def _add_overlap_arguments(overlap: argparse._ArgumentGroup) -> None:

@@ -63,12 +63,7 @@ LOWERED = Limits(
 """Limits of `lower`."""
 EXECUTED = Limits(
     plan=(Limit("precision", lambda value: value != "nvfp4", "not executed", "use bf16, fp8 or mxfp8"),),
-    stage=(
-        Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
-    ),
+    stage=(Limit("offload.gradients", _only(0), "the norm reads all gradients on the device", "write 0.0"),),
     layer=(
         Limit(
             "mechanism",
@@ -100,17 +95,21 @@ UNLIKE_FIELDS = (*SHAPE_FIELDS, "expert", "expert_tensor")
 """Fields in which stages may differ if transfers join them."""
 UNIFORM_FIELDS = (
     *UNLIKE_FIELDS,
-    "offload",
     "overlap.gradient_chunk_bytes",
     "overlap.reduce_at_once",
     "overlap.overlap_param_gather",
     "overlap.micro_batches_in_flight",
     "overlap.sends_late",
 )
-"""Fields with one value for all stages; the layers of a stage, its recomputation and its ZeRO level may differ."""
+"""Fields with one value for all stages; the layers of a stage, its recomputation, ZeRO level and offloading may differ."""
 STORED = Limits(
     plan=(
-        Limit("precision", _only("fp32", "bf16"), "executed with ZeRO 1 alone", "use bf16, or write zero_level 1"),
+        Limit(
+            "precision",
+            _only("fp32", "bf16"),
+            "executed with ZeRO 1 on the device alone",
+            "use bf16, or write zero_level 1 and no offload",
+        ),
         Limit(
             "mtp_stage", _only(None), "executed with ZeRO 1 alone", "write zero_level 1, or drop the prediction layers"
         ),
@@ -121,7 +120,7 @@ STORED = Limits(
     ),
     layer=(),
 )
-"""Limits of plans in which a stage has another ZeRO level than 1, in addition to those of the runtime."""
+"""Limits of plans in which a stage has another ZeRO level than 1 or offloads, in addition to those of the runtime."""
 
 
 def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None:
@@ -195,6 +194,10 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     for path, stage in _stages(plan):
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
         refuse_cuts_of(stage, f"{source} {path}")
+        rule = "the stage recomputes every layer and saves nothing"
+        saves = stage.recompute.granularity != "full" or stage.recompute.layers < _longest(stage)
+        share = stage.offload.activations
+        require(not share or saves, f"{source} {path}.offload.activations", share, rule, "write 0.0")
     _refuse_differences(
         plan, [field for field in UNIFORM_FIELDS if not (plan.transfers and field in UNLIKE_FIELDS)], source
     )
@@ -236,9 +239,14 @@ def _refuse_values(owner: object, limits: tuple[Limit, ...], prefix: str) -> Non
             raise ConfigError(head + limit.field, _shown(value), limit.rule, limit.fix)
 
 
+def _longest(stage: StagePlan) -> int:
+    """Layers of the stage's largest chunk."""
+    return max(last - first for first, last in stage.chunks)
+
+
 def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
     """Megatron recomputes the selected modules of every layer."""
-    longest = max(last - first for first, last in stage.chunks)
+    longest = _longest(stage)
     if stage.recompute.granularity == "selective" and stage.recompute.layers < longest:
         rule = f"selective recomputation covers every layer of a chunk ({longest})"
         raise ConfigError(subject, stage.recompute.layers, rule, f"write {longest}")

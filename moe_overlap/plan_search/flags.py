@@ -163,8 +163,8 @@ class PlansAsFlags:
         if self._target == "megatron-lm":
             for error in unsayable(plan):
                 raise error
-        elif on_lists and model.num_experts:
-            bare, _ = arguments_to_run(bare, plan, parse(list(bare)).config)
+        elif on_lists:
+            bare = self._on_lists(plan, model)
         arguments = argument_file(bare, plan, [*layout, *others], self._target).arguments
         if says_recomputation(plan) and not on_lists:
             return PlanFlags(arguments, (*layout, *others))
@@ -179,13 +179,17 @@ class PlansAsFlags:
         if self._target == "megatron-lm":
             for error in unsayable(plan):
                 raise error
-        arguments = tuple(self._bare)
-        if model.num_experts:
-            arguments, _ = arguments_to_run(arguments, plan, parse(list(arguments)).config)
-        arguments = tuple(word for word in arguments if word not in AT_THE_END)
+        arguments = self._on_lists(plan, model)
         size = (*arguments, "--micro-batch-size", str(plan.stages[0].micro_batch_size))
         hold_unlike_stages(plan, "plan.json", parse(list(size)).config, model)
         return PlanFlags(list(arguments), (), ("--pipeline-model-parallel-size", str(len(plan.stages))))
+
+    def _on_lists(self, plan: Plan, model: ModelDescription) -> tuple[str, ...]:
+        """The user's flags for a run that follows lists, which reduce and gather where the plan says."""
+        arguments = tuple(self._bare)
+        if model.num_experts:
+            arguments, _ = arguments_to_run(arguments, plan, parse(list(arguments)).config)
+        return tuple(word for word in arguments if word not in AT_THE_END)
 
     def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> PlanFlags:
         """The same, read as any command line is.

@@ -17,19 +17,25 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.job import Job, named_by, read_job, without_graphs
-from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search.flags import Target, as_priced, flags_of, with_precision, without_layout
 from moe_overlap.plan_search.free import narrow_space
 from moe_overlap.plan_search.processes import Progress, SearchBudget, silent
-from moe_overlap.plan_search.task import layouts_of, run_of, task_of, with_dispatcher_of
+from moe_overlap.plan_search.task import layouts_of, run_of, stores_refusal, task_of, with_dispatcher_of
 from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.limits import PLAN_SEARCH_LIMITS
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import FIRST
-from moe_overlap.tuner.search.space import DEFAULT_SPACE, REMOVED_SPACES, SEARCH_SPACES, Run, SearchSpace, UniformLayout
+from moe_overlap.tuner.search.space import (
+    NARROW_DEFAULT,
+    REMOVED_SPACES,
+    SEARCH_SPACES,
+    Run,
+    SearchSpace,
+    UniformLayout,
+)
 from moe_overlap.tuner.search.uniform_cost import UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import with_dispatcher
@@ -40,7 +46,8 @@ class SearchSettings:
     """Settings of a plan search.
 
     Attributes:
-        space: a name of `SEARCH_SPACES`, or a space of its own.
+        space: a name of `SEARCH_SPACES`, or a space of its own; None: `full` for this runtime, as far as it executes it for the
+            job, `stages` for others.
         seconds: after which the best so far is the answer.
         overlap_limits, solver_seconds: of the overlap search for the first few.
         has_baseline: whether the user's own layout is predicted as well.
@@ -53,7 +60,7 @@ class SearchSettings:
     """
 
     target: Target = "moe-overlap"
-    space: str | SearchSpace = DEFAULT_SPACE
+    space: str | SearchSpace | None = None
     seconds: float = math.inf
     overlap_limits: SearchLimits = PLAN_SEARCH_LIMITS
     solver_seconds: float = 2.0
@@ -146,9 +153,7 @@ def read_request(
     # Plans are read from flags of their own, which stand in no file that names the model.
     user_options = Options(**{**options, "graphs": graphs, "name": job.model.name})
     micro_batch = None if settings.changes_micro_batch else kept_micro_batch(arguments, job)
-    space, run = _space(settings), run_of(job, cluster, micro_batch)
-    if settings.target == "moe-overlap" and len(space.zero_levels) > 1:
-        _require_levels(job, space)
+    space, run = _space(settings, job), run_of(job, cluster, micro_batch)
     return SearchRequest(
         cluster=cluster,
         settings=settings,
@@ -213,28 +218,27 @@ def require_equal_groups(cluster: Cluster) -> None:
         raise ConfigError("--cluster", cluster.name, rule, "search for each group alone")
 
 
-def _require_levels(job: Job, space: SearchSpace) -> None:
-    """Refuse a space of ZeRO levels for a job with which only level 1 is executed.
+def _space(settings: SearchSettings, job: Job) -> SearchSpace:
+    """The search space, as far as the target executes it.
 
     Raises:
-        ConfigError: its precision, or its prediction layers.
+        ConfigError: the space is not searched, or not for this job.
     """
-    stages = tuple(dataclasses.replace(stage, zero_level=0) for stage in job.plan.stages)
-    try:
-        refuse_unsupported(dataclasses.replace(job.plan, stages=stages))
-    except ConfigError as error:
-        field = error.subject.rpartition(" ")[2]
-        rule = f"{field} {error.value} is {error.rule}"
-        raise ConfigError("--search-space", space.name, rule, "use --search-space stages") from None
+    target, is_ours = settings.target, settings.target == "moe-overlap"
+    refusal = stores_refusal(job) if is_ours else None
+    default = "full" if is_ours and refusal is None else NARROW_DEFAULT
+    space = _named_space(default if settings.space is None else settings.space, target)
+    if refusal is not None and len(space.zero_levels) > 1:
+        raise ConfigError("--search-space", space.name, refusal.rule, f"use --search-space {NARROW_DEFAULT}")
+    return space
 
 
-def _space(settings: SearchSettings) -> SearchSpace:
-    """The search space, as far as the target executes it.
+def _named_space(name: str | SearchSpace, target: Target) -> SearchSpace:
+    """The space of a name, for a target.
 
     Raises:
         ConfigError: the space is not searched.
     """
-    name, target = settings.space, settings.target
     if isinstance(name, SearchSpace):
         return name
     if name in REMOVED_SPACES:
@@ -244,8 +248,5 @@ def _space(settings: SearchSettings) -> SearchSpace:
     row = SEARCH_SPACES[name]
     if (space := row.of(target)) is not None:
         return space
-    if target == "moe-overlap" and row.megatron_lm is not None:
-        rule = "has plans that this fork does not execute (states in host memory)"
-        raise ConfigError("--search-space", name, rule, "add --target megatron-lm or --target any")
-    rule = "has plans that nothing executes today (states in host memory)"
-    raise ConfigError("--search-space", name, rule, "add --target any")
+    rule = "has plans that Megatron-LM does not execute (stages with states of their own in host memory)"
+    raise ConfigError("--search-space", name, rule, "use --target moe-overlap")

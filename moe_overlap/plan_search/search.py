@@ -90,7 +90,7 @@ from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.shares import LayoutShare, SharedBar, share_of
 from moe_overlap.tuner.search.solution import Status
-from moe_overlap.tuner.search.space import SEARCH_SPACES, SearchSpace, UniformLayout
+from moe_overlap.tuner.search.space import NARROW_DEFAULT, SEARCH_SPACES, SearchSpace, UniformLayout
 from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from moe_overlap.tuner.write.argument_file import layout_flags
@@ -557,7 +557,7 @@ def _wider_space(plan: Plan, settings: SearchSettings) -> str:
     shards = any(stage.zero_level > 1 for stage in plan.stages)
     offloads = any(stage.offload.activations for stage in plan.stages)
     name = "offload" if offloads else "zero" if shards else ""
-    row = None if isinstance(settings.space, SearchSpace) else SEARCH_SPACES[settings.space]
+    row = None if isinstance(settings.space, SearchSpace) else SEARCH_SPACES[settings.space or NARROW_DEFAULT]
     is_narrow = row is not None and row.megatron_lm is not None and row.megatron_lm.zero_levels == (1,)
     return name if settings.target == "megatron-lm" and is_narrow else ""
 

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from megatron.training.cli.sizes import describe_model
+from megatron.training.plan_flags import require_flags_of_stores
 from megatron.training.plan_values import with_values
 from moe_overlap.api import Options, busiest_load, machine_for
 from moe_overlap.describe.cluster import Cluster
@@ -196,6 +197,21 @@ def paired_task(task: UniformTask, bare: Sequence[str]) -> UniformTask | None:
         return None
     features = dataclasses.replace(task.features, overlap_experts=True, delay_weight_gradients=True)
     return dataclasses.replace(task, features=features)
+
+
+def stores_refusal(job: Job) -> ConfigError | None:
+    """The reason why parameter stores, which all ZeRO levels but 1 and offloading need, do not run the job."""
+    stages = tuple(dataclasses.replace(stage, zero_level=0) for stage in job.plan.stages)
+    try:
+        refuse_unsupported(dataclasses.replace(job.plan, stages=stages))
+    except ConfigError as error:
+        field = error.subject.rpartition(" ")[2]
+        return ConfigError(field, error.value, f"{field} {error.value} is {error.rule}", error.fix)
+    try:
+        require_flags_of_stores("it", job.config)
+    except ConfigError as error:
+        return ConfigError(error.subject, "", f"{error.subject}: {error.rule}", error.fix)
+    return None
 
 
 Refusals = Callable[[UniformLayout, MemoryChoice], ConfigError | None]

@@ -34,6 +34,7 @@ from moe_overlap.runtime.megatron_core.moe_layer import AdaptLayer, MakeDispatch
 from moe_overlap.runtime.megatron_core.runner import MegatronStepRunner
 from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.state.host_memory import HostMemory
 from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
 from moe_overlap.runtime.state.stored_chunk import StoredChunk, Stores
 from moe_overlap.runtime.state.tied_embedding import TiedEmbedding
@@ -132,9 +133,15 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     stream = torch.cuda.Stream() if settings.captures_graphs else None
     wrapper: Callable[..., Any] = DistributedDataParallel
     if plan.has_stores:
-        level = plan.stages[groups.stage].zero_level
-        wire_of = cache(partial(AllToAll, on_current_stream=True))
-        wrapper = partial(StoredChunk, zero_level=level, sums_gradients=plan.sums_gradients, wire_of=wire_of)
+        stage = plan.stages[groups.stage]
+        wrapper = partial(
+            StoredChunk,
+            zero_level=stage.zero_level,
+            offload=stage.offload,
+            host=HostMemory(),
+            sums_gradients=plan.sums_gradients,
+            wire_of=cache(partial(AllToAll, on_current_stream=True)),
+        )
     with _current(stream):
         chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred, wrapper=wrapper)
     stores: Stores | None = None

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from moe_overlap.plan.instructions import BufferRole, Instruction, parse_buffer
+from moe_overlap.plan.instructions import BufferRole as R
+from moe_overlap.plan.instructions import Home, Instruction, parse_buffer
 from moe_overlap.plan.lowering.dependencies import last_uses
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Offload, Plan
 
 SIZES = """
     --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
@@ -44,24 +45,25 @@ class Trained:
     follows: bool
 
 
-def with_levels(flags: str, world: int, levels: Sequence[int]) -> Plan:
-    """The plan of flags whose stages have these ZeRO levels."""
+def with_levels(flags: str, world: int, levels: Sequence[int], offload: Sequence[Offload] = ()) -> Plan:
+    """The plan of flags whose stages have these ZeRO levels and offloaded shares."""
     from megatron.training.cli.arguments import parse
     from megatron.training.cli.sizes import describe_model
     from megatron.training.plan_flags import plan_from_flags
 
     config = parse(flags.split()).config
     plan = plan_from_flags(config, describe_model(config, 256), world)
-    stages = zip(plan.stages, levels, strict=True)
-    return replace(plan, stages=tuple(replace(stage, zero_level=level) for stage, level in stages))
+    stages = zip(plan.stages, levels, offload or [Offload()] * len(levels), strict=True)
+    return replace(plan, stages=tuple(replace(stage, zero_level=level, offload=of) for stage, level, of in stages))
 
 
-def planned(folder: Path, flags: str, world: int, levels: Sequence[int]) -> str:
+def planned(folder: Path, flags: str, world: int, levels: Sequence[int], offload: Sequence[Offload] = ()) -> str:
     """The flags of a run by such a plan, whose file is written."""
     from moe_overlap.plan.serialize import save_plan
 
-    path = folder / f"{hashlib.sha256(flags.encode()).hexdigest()[:8]}-{'-'.join(map(str, levels))}.json"
-    save_plan(with_levels(flags, world, levels), path)
+    name = hashlib.sha256(f"{flags}{offload}".encode()).hexdigest()[:8]
+    path = folder / f"{name}-{'-'.join(map(str, levels))}.json"
+    save_plan(with_levels(flags, world, levels, offload), path)
     return f"{flags} --plan {path}"
 
 
@@ -83,9 +85,9 @@ def trained(words: str, steps: int, on_stores: bool = False, spoiled: int = 0) -
     results: list[Any] = []
     loop._report = lambda result, *_: results.append(result)
     now, follows = [0], True
-    # Only weights that are kept in shards may move: views, and streams of a device, read all others where they are.
+    # Only weights that are kept in shards or offloaded may move: views, and streams of a device, read all others where they are.
     stores = [store for chunk in job.machinery.chunks for store in getattr(chunk, "stores", ())]
-    keeps_weights = all(store.zero_level < 3 for store in stores)
+    keeps_weights = all(store.zero_level < 3 and not store._offload.weights for store in stores)
     addresses = [parameter.data_ptr() for chunk in job.machinery.chunks for parameter in chunk.module.parameters()]
     if dist.get_rank() == dist.get_world_size() - 1:
         parameter = next(job.machinery.chunks[-1].module.parameters())
@@ -153,7 +155,7 @@ def memory(words: str) -> Memory:
     from megatron.training.report.reports import StorageTracker, elastic_tensors
     from moe_overlap.plan.lowering.gradient_buckets import optimizer_parts
     from moe_overlap.plan.serialize import load_plan
-    from moe_overlap.plan.sizes import part_size
+    from moe_overlap.plan.sizes import ACTIVATION_BYTES, part_size
 
     loop = assembled(words)
     job = loop.job
@@ -171,31 +173,49 @@ def memory(words: str) -> Memory:
     index = plan.stage_of(dist.get_rank())
     stage = plan.stages[index]
     sizes = {part: part_size(part, plan, stage, model) for part in optimizer_parts(plan, index, model)}
-    kinds = ("weights", "gradients", "optimizer")
-    stored = sum(size.stored_bytes(stage, kind, "fp32") for size in sizes.values() for kind in kinds)
+    held, moved = 0.0, dict[tuple[str, str], float]()
+    for part, size in sizes.items():
+        for kind, role in (("weights", R.WEIGHTS), ("gradients", ""), ("optimizer", R.STATE)):
+            stored, share = size.stored_bytes(stage, kind, plan.precision), getattr(stage.offload, kind)
+            held, moved[role, part] = held + (1.0 - share) * stored, share * stored
     group_bytes = {part: 4 * size.dense for part, size in sizes.items()}
+    gathered_bytes = {part: ACTIVATION_BYTES[plan.precision] * size.dense for part, size in sizes.items()}
     listed = job.schedule.lowered(job.schedule.global_batch_size, True)
-    used, held = most_at_a_time(listed, group_bytes), loop._memory_tracker().bytes
-    return Memory(held, tracker.peak_bytes, stored, used, peak, max(group_bytes.values()))
+    used = most_at_a_time(listed, {R.WEIGHTS: gathered_bytes, R.D_WEIGHTS: group_bytes}, moved)
+    at_rest, moving = loop._memory_tracker().bytes, tracker.peak_bytes - tracker.bytes
+    return Memory(at_rest, moving, round(held), round(used), peak, max(group_bytes.values()))
 
 
-def most_at_a_time(instructions: Sequence[Instruction], group_bytes: dict[str, int]) -> int:
-    """The most bytes of gathered weights, and of gradients that are not scattered yet, in the order of a list."""
+def most_at_a_time(
+    instructions: Sequence[Instruction], group_bytes: dict[str, dict[str, int]], moved: dict[tuple[str, str], float]
+) -> float:
+    """The most bytes that a list has of gathered weights, of gradients that are not scattered yet, and of offloaded shares.
+
+    Args:
+        group_bytes: of all weights and of all gradients, by role and parameter group.
+        moved: of the offloaded share, by role and parameter group.
+    """
     ends = last_uses(instructions)
-    present: dict[tuple[str, str], int] = {}
-    most = 0
+    present: dict[str, float] = {}
+    sent: dict[int, tuple[str, ...]] = {}
+    most = 0.0
     for i in instructions:
+        # What a gather sends is there until the gather has been waited for.
+        for name in [name for number in list(sent) if number <= max(i.after, default=-1) for name in sent.pop(number)]:
+            present.pop(name, None)
         for name in i.writes:
             buffer = parse_buffer(name)
-            if buffer.role in (BufferRole.WEIGHTS, BufferRole.D_WEIGHTS):
-                present[buffer.role, buffer.subject] = group_bytes[buffer.subject]
+            if buffer.home is Home.MOVED and (buffer.role, buffer.subject) in moved:
+                present[name] = moved[buffer.role, buffer.subject]
+            elif buffer.home is Home.DEVICE and buffer.role in group_bytes:
+                present[name] = group_bytes[buffer.role][buffer.subject]
         if i.operator.is_bucket:
-            del present[BufferRole.D_WEIGHTS, i.operator.group]
+            present.pop(next((name for name in i.reads if parse_buffer(name).role is R.D_WEIGHTS), ""), None)
         most = max(most, sum(present.values()))
-        for name in ends[i.id]:
-            buffer = parse_buffer(name)
-            if buffer.role is BufferRole.WEIGHTS:
-                del present[buffer.role, buffer.subject]
+        sent |= {i.id: ends[i.id]} if i.operator.is_part_gather else {}
+        for name in ends[i.id] if i.id not in sent else ():
+            if parse_buffer(name).role is not R.D_WEIGHTS:
+                present.pop(name, None)
     return most
 
 

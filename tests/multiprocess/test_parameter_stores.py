@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moe_overlap.plan.plan import Offload
 from tests.multiprocess.store_runs import (
     BIASED,
     DENSE,
@@ -228,6 +229,21 @@ def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
             # Two groups' weights and gradients, what a reduction sends and receives, and small activations.
             assert measured.peak - measured.held < 9 * measured.largest, name
         assert answer["0"].moving == 0 < answer["2"].moving < answer["3"].moving
+
+
+def test_offloaded_shares_leave_the_device(tmp_path: Path) -> None:
+    """Between steps the shares that stay are there; in a step also what the list has at a time."""
+    flags = f"{SIZES} --bf16 --num-layers 6 --hidden-size 128 --micro-batch-size 1 --global-batch-size 4"
+    words = {
+        f"{level} {share}": planned(tmp_path, flags, 2, (level,), [Offload(weights=share, optimizer=share)])
+        for level in (1, 3)
+        for share in (0.25, 1.0)
+    }
+    for answer in run(2, memory_each, words):
+        for name, measured in answer.items():
+            print(name, measured)
+            assert measured.held == pytest.approx(measured.stored, rel=0.04), name
+            assert measured.moving == pytest.approx(measured.used, rel=0.04), name
 
 
 def test_a_step_that_is_not_finite_moves_nothing(tmp_path: Path) -> None:

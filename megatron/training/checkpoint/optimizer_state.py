@@ -36,6 +36,7 @@ class _Shard:
         place: index of this rank in `holders`.
         holders: (rank in the data-parallel group, first, last element) of every rank with a shard.
         replica: number of this copy, where every rank holds all of the state.
+        store: the parameter store that keeps the shard, maybe on the host; None: an optimizer keeps it.
     """
 
     inner: Any
@@ -46,6 +47,7 @@ class _Shard:
     place: int
     holders: tuple[tuple[int, int, int], ...]
     replica: int = 0
+    store: Any = None
 
     def kinds(self, optimizer: str) -> tuple[str, ...]:
         """Kinds of state that are stored for the parameter. An fp32 parameter is its own master weight."""
@@ -53,11 +55,18 @@ class _Shard:
         return MOMENTS[optimizer] + master
 
     def tensor(self, kind: str) -> torch.Tensor:
-        """The flat shard of a kind; moments are zero before the first step."""
-        if kind == MASTER_WEIGHT:
-            return self.main.detach()
-        moment = self.inner.state.get(self.main, {}).get(kind)
-        return torch.zeros_like(self.main).detach() if moment is None else moment.detach()
+        """The flat shard of a kind; moments are zero before the first step. On the host where its storage is offloaded."""
+        held = self.main if kind == MASTER_WEIGHT else self.inner.state.get(self.main, {}).get(kind)
+        if held is None:
+            return torch.zeros_like(self.main).detach()
+        return held.detach() if self.store is None else self.store.read_state(held.detach())
+
+    def store_tensor(self, held: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the values of `main` or of a moment."""
+        if self.store is None:
+            held.copy_(values)
+        else:
+            self.store.write_state(held, values)
 
 
 def _shards(optimizer: Any) -> Iterator[_Shard]:
@@ -97,7 +106,7 @@ def _stored_shards(part: Any) -> Iterator[_Shard]:
         holder = [holding for holding, _, _ in shard.holders].index(rank)
         replica = rank if store.zero_level == 0 else 0
         main, ranks = group["params"][place], store.replicas.group
-        yield _Shard(part.optimizer, group, ranks, shard.parameter, main, holder, shard.holders, replica)
+        yield _Shard(part.optimizer, group, ranks, shard.parameter, main, holder, shard.holders, replica, store)
 
 
 @torch.no_grad()
@@ -156,13 +165,14 @@ def _joined(shard: _Shard, own_shard: torch.Tensor) -> torch.Tensor | None:
     """The complete parameter's flat state on its first holder; None on the others."""
     group = shard.data_parallel_group
     if shard.place > 0:
-        dist.send(own_shard.contiguous(), group=group, group_dst=shard.holders[0][0])
+        dist.send(own_shard.to(shard.main.device).contiguous(), group=group, group_dst=shard.holders[0][0])
         return None
     parts = [own_shard]
     for rank, first, last in shard.holders[1:]:
-        part = own_shard.new_empty(last - first)
+        part = torch.empty(last - first, dtype=own_shard.dtype, device=shard.main.device)
         dist.recv(part, group=group, group_src=rank)
-        parts.append(part)
+        # Offloaded states are joined on the host: all of them have no room on the device.
+        parts.append(part.to(own_shard.device))
     return torch.cat(parts) if len(parts) > 1 else own_shard
 
 
@@ -186,7 +196,7 @@ def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: i
         del stored
         loaded |= {kind: torch.zeros_like(shard.main) for kind in MOMENTS[name] if kind not in loaded}
         if MASTER_WEIGHT in loaded:
-            shard.main.copy_(loaded.pop(MASTER_WEIGHT))
+            shard.store_tensor(shard.main, loaded.pop(MASTER_WEIGHT))
         if name == "adam" and isinstance(shard.inner, (torch.optim.Adam, torch.optim.AdamW)):
             # Every parameter gets a tensor of its own: the update adds to it in place.
             on_device = shard.group.get("fused") or shard.group.get("capturable")
@@ -197,5 +207,6 @@ def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: i
         for kind in present.keys() & loaded.keys():
             # Moments of parameter stores are parts of one storage.
             if kind in MOMENTS[name]:
-                loaded[kind] = present[kind].copy_(loaded[kind])
+                shard.store_tensor(present[kind], loaded[kind])
+                loaded[kind] = present[kind]
         shard.inner.state[shard.main] = loaded

@@ -13,7 +13,7 @@ import resource
 import shlex
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,17 @@ class StorageTracker(TorchDispatchMode):
     Args:
         held: tensors that are alive from the start: parameters, gradients, optimizer state.
         elastic: tensors whose storages stay and whose memory is given back and taken again meanwhile.
+        on_host: storages that would be host memory on a device, too; may grow.
     """
 
-    def __init__(self, held: list[torch.Tensor], elastic: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        held: list[torch.Tensor],
+        elastic: Sequence[torch.Tensor] = (),
+        on_host: Collection[int] = (),
+    ) -> None:
         super().__init__()
+        self._on_host = on_host
         self._alive: dict[int, int] = {}
         self._elastic = {(storage := tensor.untyped_storage())._cdata: storage for tensor in elastic}
         self._elastic_bytes = self.bytes = self.peak_bytes = 0
@@ -74,7 +81,7 @@ class StorageTracker(TorchDispatchMode):
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive or key in self._elastic or storage.nbytes() == 0:
+        if key in self._alive or key in self._elastic or key in self._on_host or storage.nbytes() == 0:
             return
         self._alive[key] = storage.nbytes()
         self.bytes += storage.nbytes()
@@ -118,8 +125,13 @@ def held_tensors(chunks: Any, optimizer: Any) -> list[torch.Tensor]:
 
 
 def elastic_tensors(chunks: Any) -> list[torch.Tensor]:
-    """Weights and gradient sums whose memory parameter stores give back and take again during a step."""
+    """Weights, sums and states whose memory parameter stores give back and take again during a step."""
     return [tensor for chunk in chunks for store in getattr(chunk, "stores", ()) for tensor in store.elastic]
+
+
+def storages_on_host(chunks: Any) -> Collection[int]:
+    """The host memory of offloaded shares."""
+    return chunks[0].host.storages if hasattr(chunks[0], "host") else ()
 
 
 # Timers

@@ -1,8 +1,8 @@
 """CUDA streams of a list: the stream of each instruction, their order, and the buffers whose memory must not be reused too early.
 
-Terms. Every channel of communication has its own *stream*; all computation, the update included, shares one. A stream runs in
-list order, and an instruction also waits for the events of its `after`. The host runs ahead of all streams: it drops a buffer
-after issuing its last use, long before that use has executed.
+Terms. Every channel of communication and copies has its own *stream*; all computation, the update included, shares one. A stream
+runs in list order, and an instruction also waits for the events of its `after`. The host runs ahead of all streams: it drops
+a buffer after issuing its last use, long before that use has executed.
 
 The hazard. An allocator with a pool per stream gives the memory of a dropped buffer to the next instruction on the stream that
 allocated it, while another stream may still read it. Such a *foreign use* is safe only if
@@ -30,8 +30,8 @@ Uses = Mapping[int, frozenset[str]]
 
 def stream_of(instruction: Instruction) -> str:
     """The stream of an instruction, named by its channel; the update runs on the compute stream."""
-    communicates = instruction.kind in COMMUNICATION and not instruction.operator.is_update
-    return instruction.channel if communicates else COMPUTE
+    has_own = instruction.kind in (*COMMUNICATION, "copy") and not instruction.operator.is_update
+    return instruction.channel if has_own else COMPUTE
 
 
 def awaited_elsewhere(instructions: Sequence[Instruction]) -> frozenset[int]:

@@ -14,7 +14,7 @@ Legend: S sequence, B batch (of the partition), H hidden, T = S · B tokens, E e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,8 @@ ROUTING = "routing"
 """Key under which a gate leaves its routing state, which a captured graph writes, beside the handles of its partitions."""
 Binding = Callable[[Instruction, OperatorId, StepState], None]
 """Runs one operator of a model chunk, forward or backward."""
+Saving = Callable[[str, int], AbstractContextManager[None]]
+"""(parameter group, micro-batch) -> the context of a forward operator whose activations wait on the host."""
 
 
 class ChunkOperators:
@@ -83,6 +85,7 @@ class ChunkOperators:
         model: the GPTModel of the chunk, without wrappers around its modules.
         loss: from per-token losses [B, S] and their micro-batch to (loss, [sum, tokens]).
         graphs: captures the segments that the list says; None: none is captured.
+        saving: None if no activations wait on the host.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class ChunkOperators:
         dispatcher: IrregularDispatcher,
         recorder: SpanRecorder,
         graphs: SegmentGraphs | None = None,
+        saving: Saving | None = None,
     ) -> None:
-        self._recorder, self._graphs = recorder, graphs
+        self._recorder, self._graphs, self._saving = recorder, graphs, saving
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         self._rotary = rotary_angles(model, sequence_length)
@@ -145,7 +149,10 @@ class ChunkOperators:
         with_graph = has_backward and not repeated
         drawing = self._draws.first(place, repeated) if operator.layer is not None else nullcontext()
         precision = self._precision.first(operator.layer, repeated)
-        with drawing, precision, torch.set_grad_enabled(with_graph):
+        saving: AbstractContextManager[None] = nullcontext()
+        if self._saving is not None and with_graph and operator.layer is not None:
+            saving = self._saving(operator.group, micro_batch_of(instruction))
+        with drawing, precision, saving, torch.set_grad_enabled(with_graph):
             run()
         self._copy_out(instruction, state)
         if not with_graph:

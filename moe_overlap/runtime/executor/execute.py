@@ -22,11 +22,11 @@ from torch import Tensor
 from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer, stem_of
 from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION, last_uses
-from moe_overlap.plan.operators import FORWARD, RECOMPUTE
+from moe_overlap.plan.operators import FORWARD, RECOMPUTE, Copied
 from moe_overlap.plan.step import StepResult
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
-from moe_overlap.runtime.executor.bindings import ChunkOperators
+from moe_overlap.runtime.executor.bindings import ChunkOperators, Saving
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.graphs import CudaGraphs, SegmentGraphs, leave_generators_alone, refuse_uncapturable
 from moe_overlap.runtime.executor.state import StepState
@@ -154,13 +154,18 @@ class PlanExecutor:
             leave_generators_alone(module for chunk in context.chunks for module in chunk.modules())
             self._graphs = SegmentGraphs(CudaGraphs(context.graph_stream), self._queue, self.dispatcher.static_capacity)
         self._operators = [
-            ChunkOperators(model, sequence_length, loss, self.dispatcher, self._recorder, self._graphs)
+            ChunkOperators(model, sequence_length, loss, self.dispatcher, self._recorder, self._graphs, self._saving())
             for model in context.models
         ]
         self._collectives = LayerCollectives(self._recorder, channels_inside(context.groups.collection))
         self._transfers = StageTransfers(
             context.groups, context.recorder, config, sequence_length, context.stage.micro_batch_size
         )
+
+    def _saving(self) -> Saving | None:
+        """The contexts of forward operators whose activations wait on the host; None if none do."""
+        activations = self._stores.activations if self._stores and self.context.stage.offload.activations else None
+        return None if activations is None else activations.saving
 
     @property
     def recorder(self) -> SpanRecorder:
@@ -257,7 +262,11 @@ class PlanExecutor:
                 elif i.kind == "compute":
                     self._operators[i.chunk or 0].compute(i, state)
                 elif i.kind in COMMUNICATION:
-                    started[i.id] = _Started(i, self._start(i, state))
+                    started[i.id] = _Started(i, self._start(i, state, facts))
+                elif i.kind == "copy" and self._stores is not None:
+                    self._recorder.place_at(i)
+                    with self._recorder.span(i.name, i.channel_group):
+                        self._stores.copy(i)
                 elif i.kind == "weight-gradient":
                     self._recorder.place_at(i)
                     is_last = facts.announcing[i.name, i.micro_batch] == i.id
@@ -271,6 +280,8 @@ class PlanExecutor:
                     # This stream used the group last before another gather.
                     assert self._stores is not None
                     self._stores.close_weights(group)
+                if self._streams.queues or i.kind not in COMMUNICATION:
+                    self._release(i, facts)
             if self._waits and i.kind == "collective":
                 self._wait(i.id, started)
             # A communication in flight holds the tensors that it reads.
@@ -283,7 +294,7 @@ class PlanExecutor:
         self._recorder.end()
         assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
 
-    def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
+    def _start(self, i: Instruction, state: StepState, facts: _ListFacts) -> Callable[[], None]:
         """Start a communication; returns a function that waits for it. Its span begins here and ends with the wait."""
         with naming(_error_name(i)):
             if self._stores is not None and (i.operator.is_bucket or i.operator.is_part_gather):
@@ -309,8 +320,17 @@ class PlanExecutor:
         def finish() -> None:
             with naming(_error_name(i)):
                 wait()
+            if not self._streams.queues:
+                # gloo reads what it sends until now.
+                self._release(i, facts)
 
         return finish
+
+    def _release(self, i: Instruction, facts: _ListFacts) -> None:
+        """Free the offloaded shares that an instruction uses last."""
+        for group, what in facts.leaves[i.id]:
+            assert self._stores is not None
+            self._stores.release(group, what)
 
     def _wait(self, number: int, started: dict[int, _Started]) -> None:
         """Wait for a communication, and for all that started before it on its channel, which runs in order."""
@@ -352,6 +372,7 @@ class _ListFacts:
             list's order.
         opens: parameter groups to whose gradient of a micro-batch an instruction adds, by its id.
         closes: parameter groups whose gathered weights an instruction uses last, by its id.
+        leaves: (parameter group, state) whose offloaded share an instruction uses last on the device, by its id.
         announcing: the last weight gradient of each name and micro-batch, which tells DDP that the gradient is complete.
         early: weight gradients whose operands exceed the plan's bound.
         partitions: number of partitions of each operator.
@@ -363,6 +384,7 @@ class _ListFacts:
     ends: Mapping[int, Sequence[str]]
     opens: Mapping[int, Sequence[str]]
     closes: Mapping[int, Sequence[str]]
+    leaves: Mapping[int, Sequence[tuple[str, Copied]]]
     announcing: Mapping[tuple[str, int | None], int]
     early: frozenset[int]
     partitions: Mapping[str, int]
@@ -386,6 +408,7 @@ class _ListFacts:
                 i.id: _groups(i.writes, BufferRole.D_WEIGHTS) if i.kind in COMPUTATION else () for i in instructions
             },
             closes={i.id: _groups(ends[i.id], BufferRole.WEIGHTS) for i in instructions},
+            leaves={i.id: _leaving(ends[i.id]) for i in instructions},
             announcing={(i.name, i.micro_batch): i.id for i in instructions if i.kind == "weight-gradient"},
             early=frozenset(i.id for i in early_gradients(instructions)),
             partitions=partitions,
@@ -409,14 +432,24 @@ def _groups(buffers: Sequence[str], role: BufferRole) -> tuple[str, ...]:
     return tuple(buffer.subject for buffer in named if buffer.role is role and buffer.home is Home.DEVICE)
 
 
+MOVING = {BufferRole.WEIGHTS: Copied.WEIGHTS, BufferRole.STATE: Copied.OPTIMIZER}
+
+
+def _leaving(buffers: Sequence[str]) -> tuple[tuple[str, Copied], ...]:
+    """The parameter groups and states of those buffers that hold an offloaded share on the device."""
+    moved = (buffer for buffer in map(parse_buffer, buffers) if buffer.home is Home.MOVED)
+    return tuple((buffer.subject, MOVING[buffer.role]) for buffer in moved if buffer.role in MOVING)
+
+
 def _forward(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The instructions of an evaluation: without gathers for passes that it leaves out."""
+    """The instructions of an evaluation: without gathers and copies for passes that it leaves out."""
     forward: list[Instruction] = []
     read: set[str] = set()
     for i in reversed(instructions):
-        if is_update(i) or _is_backward(i) or (i.operator.is_part_gather and read.isdisjoint(i.writes)):
+        loads = i.operator.is_part_gather or i.kind == "copy"
+        if is_update(i) or _is_backward(i) or (loads and read.isdisjoint(i.writes)):
             continue
-        read -= set(i.writes) if i.operator.is_part_gather else set()
+        read -= set(i.writes) if loads else set()
         read.update(i.reads)
         forward.append(i)
     return tuple(reversed(forward))

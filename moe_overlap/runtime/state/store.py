@@ -18,6 +18,9 @@ Contract.
 3. Gradients are scaled, then summed: in the order of rank on CPUs, in NCCL's order on GPUs. All levels use the same reduction, so
    they give the same bits where they sum the same micro-batches (not shown on GPUs).
 4. A kind without replicas (D = 1) has nothing to shard: it is kept as at level 1.
+5. Of offloaded weights and states the last elements of every storage wait on the host (host_memory.py): those of the weights as
+   the level stores them, of the master weights, and of each moment. `fetch` precedes a use, `store` follows a change, and
+   `release` the last use.
 
 - CPU (gloo): a reduction is an all-to-all of rows and a sum in order of rank; gloo's own sends twice the bytes.
 - CUDA (NCCL): a reduce-scatter; memory that another stream still uses is registered with the allocator. The host does not wait
@@ -35,7 +38,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_overlap.plan.operators import Copied
+from moe_overlap.plan.plan import Offload
 from moe_overlap.runtime.dispatch.wire import AllToAll
+from moe_overlap.runtime.state.host_memory import HostMemory, OffloadedTail
 
 PARAMETER_ELEMENTS, BUCKET_ELEMENTS = 64, 128
 """Elements at whose multiples DDP lets a parameter begin, and a bucket end."""
@@ -49,7 +55,6 @@ class Shard:
 
     Attributes:
         first, last: elements of the parameter, half open.
-        weight: the stored weights, in the training type.
         main: the fp32 weights that the optimizer steps; fp32 weights are their own.
         gradient: the reduced gradients.
         holders: (rank among the replicas, first, last element) of every rank with a part of this parameter; with ZeRO 0 of this
@@ -59,7 +64,6 @@ class Shard:
     parameter: torch.nn.Parameter
     first: int
     last: int
-    weight: Tensor
     main: Tensor
     gradient: Tensor
     holders: tuple[tuple[int, int, int], ...]
@@ -74,10 +78,13 @@ class ParameterStore:
         zero_level: of the stage.
         replicas: the wire among the D ranks with these parameters.
         scale: factor of a gradient before it is summed over the replicas.
+        offload: shares in host memory, of the stage.
+        host: takes them.
     Attributes:
         zero_level: of this kind: at most 1 without replicas.
         weights, sums: [D·w] all rows.
         stored, total: this rank's share of the weights and of the reduced gradients.
+        is_reduced: whether a gradient of this step has been reduced.
     """
 
     def __init__(
@@ -87,10 +94,15 @@ class ParameterStore:
         zero_level: int,
         replicas: AllToAll,
         scale: float,
+        offload: Offload,
+        host: HostMemory,
     ) -> None:
         self.group, self.replicas, self._scale = group, replicas, scale
+        self._offload, self._host = offload, host
         self.weights = torch.empty(0)
         self.zero_level = zero_level if replicas.size > 1 else min(zero_level, 1)
+        # The other kind of the group is gathered behind the fetch of both, and this one is read where it is stored.
+        self.is_read_while_gathered = zero_level == 3 and self.zero_level < 3
         self._ranges: dict[torch.nn.Parameter, tuple[int, int]] = {}
         end = 0
         # The order in which DDP fills its buckets.
@@ -115,10 +127,19 @@ class ParameterStore:
             self.stored = self.stored.clone()
         if self.zero_level >= 2:
             self.total = torch.zeros_like(self.total)
-        # fp32 weights are their own master weights.
-        self.main = self.stored if self.stored.dtype == torch.float32 else self.stored.float()
+        # fp32 weights are their own master weights, unless they move without them.
+        is_main = self.stored.dtype == torch.float32 and not offload.weights
+        self.main = self.stored if is_main else self.stored.to(torch.float32, copy=True)
         self._moments: tuple[Tensor, ...] = ()
+        self.is_reduced = False
+        self._tails: dict[Copied, tuple[OffloadedTail, ...]] = {}
+        if offload.weights:
+            home = self.stored if self.zero_level == 3 else self.weights
+            self._tails[Copied.WEIGHTS] = (OffloadedTail(home, offload.weights, host),)
+        if offload.optimizer and not is_main:
+            self._tails[Copied.OPTIMIZER] = (OffloadedTail(self.main, offload.optimizer, host),)
         self.shards = tuple(self._shards())
+        self.put_away()
         self.close_weights()
         if self.zero_level >= 2:
             _free(self.sums)
@@ -135,15 +156,22 @@ class ParameterStore:
 
     @property
     def elastic(self) -> tuple[Tensor, ...]:
-        """The storages that are freed and refilled during a step."""
-        return (*((self.sums,) if self.zero_level >= 2 else ()), *((self.weights,) if self.zero_level == 3 else ()))
+        """The storages that are freed and refilled, or cut and extended, during a step."""
+        tails = [tail.flat for of_kind in self._tails.values() for tail in of_kind]
+        shards = (*((self.sums,) if self.zero_level >= 2 else ()), *((self.weights,) if self.zero_level == 3 else ()))
+        return (*shards, *tails)
 
     def make_moments(self, count: int) -> list[tuple[Tensor, ...]]:
         """Allocate moments of the optimizer, zero; returns those of every shard."""
         self._moments = tuple(torch.zeros_like(self.main) for _ in range(count))
-        sizes = [shard.main.storage_offset() - self.main.storage_offset() for shard in self.shards]
-        pairs = zip(sizes, self.shards, strict=True)
-        return [tuple(moment[at : at + shard.main.numel()] for moment in self._moments) for at, shard in pairs]
+        starts = [shard.main.storage_offset() - self.main.storage_offset() for shard in self.shards]
+        pairs = zip(starts, self.shards, strict=True)
+        views = [tuple(moment[at : at + shard.main.numel()] for moment in self._moments) for at, shard in pairs]
+        if share := self._offload.optimizer:
+            tails = [OffloadedTail(moment, share, self._host) for moment in self._moments]
+            self._tails[Copied.OPTIMIZER] = (*self._tails.get(Copied.OPTIMIZER, ()), *tails)
+            self.put_away()
+        return views
 
     @torch.no_grad()
     def start_gather(self) -> Wait:
@@ -160,20 +188,73 @@ class ParameterStore:
         return lambda: _wait(work)
 
     def close_weights(self) -> None:
-        """Free the weights of all rows, if they are kept in shards."""
+        """Free the weights of all rows, if they are kept in shards, behind the last use of gathered weights."""
         if self.zero_level == 3:
             _free(self.weights)
+        elif self.is_read_while_gathered:
+            self.release(Copied.WEIGHTS)
 
     @torch.no_grad()
     def replace_weights(self) -> None:
-        """Store this rank's row of weights that were read or written from outside, and free them, if they are kept in shards.
+        """Store weights that were read or written from outside, and free what is kept in shards or on the host.
 
         A reader may hold or share their storage, as a save that goes on does: the parameters get another one.
         """
+        moved = self._tails.get(Copied.WEIGHTS, ())
         if self.zero_level == 3:
             self.stored.copy_(self.weights[self._row])
             self._show(torch.empty_like(self.weights))
             _free(self.weights)
+        elif moved:
+            self._show(self.weights.clone())
+            self.stored = self.weights[self._share]
+            moved[0].replace(self.weights)
+        if moved and self.stored.dtype == self.main.dtype:
+            self.write_state(self.main, self.stored)
+        for tail in moved:
+            tail.store()
+            tail.release()
+
+    # Offloading
+
+    def fetch(self, what: Copied) -> None:
+        """Bring the offloaded share of the weights or the states back."""
+        for tail in self._tails.get(what, ()):
+            tail.fetch()
+
+    def store(self, what: Copied) -> None:
+        """Copy the moving share of the weights or the states to the host."""
+        for tail in self._tails.get(what, ()):
+            tail.store()
+
+    def release(self, what: Copied) -> None:
+        """Free the moving share of the weights or the states on the device."""
+        for tail in self._tails.get(what, ()):
+            tail.release()
+
+    def open_weights(self) -> None:
+        """Make room for weights that an update writes."""
+        for tail in self._tails.get(Copied.WEIGHTS, ()):
+            tail.open()
+
+    def put_away(self) -> None:
+        """Move every offloaded share that is on the device to the host."""
+        for what in self._tails:
+            self.store(what)
+            self.release(what)
+
+    def read_state(self, part: Tensor) -> Tensor:
+        """A shard's master weights or one of its moments; a copy on the host where their storage is offloaded."""
+        return next((tail.read(part) for tail in self._tails.get(Copied.OPTIMIZER, ()) if tail.holds(part)), part)
+
+    @torch.no_grad()
+    def write_state(self, part: Tensor, values: Tensor) -> None:
+        """Store a shard's master weights or one of its moments, wherever they are."""
+        for tail in self._tails.get(Copied.OPTIMIZER, ()):
+            if tail.holds(part):
+                tail.write(part, values)
+                return
+        part.copy_(values)
 
     def _show(self, weights: Tensor) -> None:
         """Make the parameters views of a storage."""
@@ -197,6 +278,7 @@ class ParameterStore:
         Args:
             name: the operation, for errors.
         """
+        self.is_reduced = True
         wire, sums_Dw = self.replicas, self.sums.view(self.replicas.size, -1)
         if wire.size == 1:
             self.sums *= self._scale
@@ -241,6 +323,7 @@ class ParameterStore:
     @torch.no_grad()
     def clear(self) -> None:
         """Begin the sums of the next step."""
+        self.is_reduced = False
         # Below level 2 the total is a part of the sums.
         (self.total if self.zero_level >= 2 else self.sums).zero_()
 
@@ -254,7 +337,6 @@ class ParameterStore:
                 parameter,
                 begin - first,
                 end - first,
-                self.stored[part],
                 self.main[part],
                 self.total[part],
                 self._holders(first, last),

@@ -19,9 +19,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.operators import Copied, OperatorKind
+from moe_overlap.plan.plan import Offload
 from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.state.host_memory import HostMemory
 from moe_overlap.runtime.state.optimizer import named_parts
+from moe_overlap.runtime.state.saved_activations import SavedActivations
 from moe_overlap.runtime.state.store import ParameterStore, Wait
 
 
@@ -30,11 +35,13 @@ class StoredChunk(_BaseDataParallel):
 
     Args:
         config, ddp_config, module, disable_bucketing, pg_collection: as megatron-core's DDP takes them.
-        zero_level: of the stage.
+        zero_level, offload: of the stage.
+        host: takes the offloaded shares of all chunks of the rank.
         sums_gradients: whether replicas sum gradients instead of averaging them.
         wire_of: process group -> its wire; one for each group, so that the tags of its all-to-alls are unique.
     Attributes:
         stores: in the order of the model, dense parameters before experts.
+        zero_level, offload, host: the stage's level, the shares in host memory, and that memory.
     """
 
     def __init__(
@@ -46,17 +53,19 @@ class StoredChunk(_BaseDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         zero_level: int,
+        offload: Offload,
+        host: HostMemory,
         sums_gradients: bool,
         wire_of: Callable[[dist.ProcessGroup], AllToAll],
     ) -> None:
         super().__init__(config=config, module=module)
         assert pg_collection is not None
-        self.ddp_config = ddp_config
+        self.ddp_config, self.zero_level, self.offload, self.host = ddp_config, zero_level, offload, host
         scale = 1.0 if sums_gradients or config.calculate_per_token_loss else 1.0 / pg_collection.dp_cp.size()
         self.stores: list[ParameterStore] = []
         for (part, is_dense, *_), parameters in _kinds(module).items():
             group = pg_collection.dp_cp if is_dense else pg_collection.expt_dp
-            self.stores.append(ParameterStore(part, parameters, zero_level, wire_of(group), scale))
+            self.stores.append(ParameterStore(part, parameters, zero_level, wire_of(group), scale, offload, host))
         self._parameters_with_gradients = [p for p in module.parameters() if p.requires_grad]
         for parameter in self._parameters_with_gradients:
             self._hook(parameter)
@@ -105,6 +114,8 @@ class Stores:
         chunks: this rank's model chunks.
         groups: this rank's groups.
         is_decoupled: whether the updates of a step are those of the next list.
+    Attributes:
+        activations: those that wait on the host.
     """
 
     def __init__(self, chunks: Sequence[StoredChunk], groups: StageGroups, is_decoupled: bool) -> None:
@@ -112,6 +123,11 @@ class Stores:
         self._by_group: dict[str, list[ParameterStore]] = {}
         for store in self:
             self._by_group.setdefault(store.group, []).append(store)
+        self.activations = SavedActivations(
+            chunks[0].offload.activations,
+            chunks[0].host,
+            lambda group: [store.weights for store in self._by_group[group]],
+        )
 
     def __iter__(self) -> Iterator[ParameterStore]:
         for chunk in self._chunks:
@@ -137,24 +153,52 @@ class Stores:
             store.open_sums()
 
     def start_reduction(self, group: str) -> Wait:
-        """Start to scatter the gradient of a micro-batch into the rows; the returned function waits for the sums."""
-        name = f"gradients.{group}"
-        return _together([store.start_reduction(name) for store in self._by_group[group] if store.zero_level >= 2])
+        """Start to scatter the gradient of a micro-batch (ZeRO 2, 3) or to reduce that of the step; the result waits for it."""
+        name, scatters = f"gradients.{group}", self._chunks[0].zero_level >= 2
+        # Of a group that scatters, a kind without replicas is complete at the end of the step.
+        reduced = [store for store in self._by_group[group] if store.zero_level >= 2 or not scatters]
+        return _together([store.start_reduction(name) for store in reduced])
+
+    def copy(self, i: Instruction) -> None:
+        """Run a copy of a list: of a group's weights or states, or of the activations of a micro-batch."""
+        group, what = i.operator.group, i.operator.copied
+        assert what is not None
+        fetches = i.operator.kind is OperatorKind.PREFETCH
+        if what is Copied.ACTIVATIONS:
+            assert i.micro_batch is not None
+            (self.activations.fetch if fetches else self.activations.store)(group, i.micro_batch)
+            return
+        for store in self._by_group[group]:
+            (store.fetch if fetches else store.store)(what)
+
+    def fetch(self, group: str, what: Copied) -> None:
+        """Bring the offloaded share of a group's weights or states back."""
+        for store in self._by_group[group]:
+            store.fetch(what)
+
+    def release(self, group: str, what: Copied) -> None:
+        """Free the moving share of a group's weights or states behind their last use, which may be a gather."""
+        for store in self._by_group[group]:
+            if what is not Copied.WEIGHTS or not store.is_read_while_gathered:
+                store.release(what)
 
     @torch.no_grad()
     def publish(self, group: str) -> None:
         """Copy the master weights of a parameter group to its stored weights."""
         for store in self._by_group.get(group, ()):
             if store.main is not store.stored:
+                store.open_weights()
                 store.stored.copy_(store.main)
 
     def gather_all(self) -> None:
         """Gather all weights. Collective over the replicas."""
+        for store in self:
+            store.fetch(Copied.WEIGHTS)
         for wait in [store.start_gather() for store in self]:
             wait()
 
     def close_all(self) -> None:
-        """Store the rows of weights written from outside, and free what is kept in shards."""
+        """Store the rows of weights written from outside, and free what is kept in shards or on the host."""
         for store in self:
             store.replace_weights()
 
@@ -172,12 +216,12 @@ class Stores:
     def complete(self) -> None:
         """Complete the sums of the step. Collective over all groups that share a parameter.
 
-        1. Sums that wait for the end of the step (ZeRO 0, 1) are reduced over the replicas.
+        1. Sums that the list has not reduced are reduced over the replicas.
         2. Parameters that tensor ranks share: the sum over them, or the mean where megatron-core takes it.
         3. A tied embedding at both ends of the pipeline: the sum of both.
         """
         for store in self:
-            if store.zero_level < 2:
+            if not store.is_reduced:
                 # One after the other: a reduction sends a copy.
                 store.start_reduction("gradients")()
         self._share_over_tensor_ranks()

@@ -8,8 +8,7 @@
 4. `parameters`: every replica gets the updated weights.
 
 Contract. A runner passes the update instructions of its list one by one, in list order; no other call updates weights.
-Preconditions are asserted, never repaired. Steps 3 and 4 change no weight if loss or norm is not finite. Copies (offloading) have
-no binding: capabilities.py refuses plans with them.
+Preconditions are asserted, never repaired. Steps 3 and 4 change no weight if loss or norm is not finite.
 
 Decoupled stages (ZeRO 2 and 3) leave step 3 to the next list: it begins with it, by the gradients, the norm and the rates of the
 step before, or a list of updates alone has it. Their weights have no step 4: the list gathers them group by group.
@@ -40,7 +39,7 @@ from torch import Tensor
 
 from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import OperatorKind
+from moe_overlap.plan.operators import Copied, OperatorKind
 from moe_overlap.plan.step import StepResult
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.routing.balance_report import forget_balance_losses, mean_balance_losses
@@ -245,6 +244,9 @@ class StepUpdate:
         with self._recorded(instruction):
             if self._pending_moves:
                 self._optimizer.step(group)
+            else:
+                # The list expects on the device what a step writes there.
+                self._stores.fetch(group, Copied.WEIGHTS)
             self._stores.clear(group)
 
     def _publish(self, instruction: Instruction, state: UpdateState) -> None:

@@ -91,6 +91,8 @@ STAGES = SearchSpace("stages", recomputes=True, frees_stages=True, meshes=(Restr
 ZERO = SearchSpace("zero", recomputes=True, zero_levels=LEVELS)
 OFFLOAD = replace(ZERO, name="offload", offloads=ON_HOST)
 FULL = replace(OFFLOAD, name="full", frees_stages=True, meshes=tuple(Restriction))
+# The norm of the step reads all gradients on the device.
+EXECUTED_OFFLOADS = tuple(name for name in ON_HOST if name != "gradients")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +142,15 @@ SEARCH_SPACES = {
     "offload": SpaceOfTargets(
         about="and states in host memory",
         any_target=OFFLOAD,
+        moe_overlap=replace(OFFLOAD, offloads=EXECUTED_OFFLOADS, frees_stages=True, meshes=(Restriction.FREE,)),
         # Megatron-LM offloads activations of complete layers. Its offloaded optimizer steps on the CPU, which is not priced.
         megatron_lm=replace(OFFLOAD, zero_levels=(1, 2, 3), offloads=("activations",)),
     ),
-    "full": SpaceOfTargets(about="and each stage with its own of all these", any_target=FULL),
+    "full": SpaceOfTargets(
+        about="and each stage with its own of all these",
+        any_target=FULL,
+        moe_overlap=replace(FULL, offloads=EXECUTED_OFFLOADS),
+    ),
 }
 """Value of `--search-space` -> its spaces; each includes the one before."""
 REMOVED_SPACES = {
@@ -154,7 +161,8 @@ REMOVED_SPACES = {
 """Removed values of `--search-space`, spaces that papers compare with -> a space that includes their plans."""
 
 
-DEFAULT_SPACE = "stages"
+NARROW_DEFAULT = "stages"
+"""The default space of targets that do not execute `full`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

@@ -55,7 +55,7 @@ def test_every_zero_level_is_executed_on_every_stage(levels: tuple[int, int]) ->
         (
             {"zero_level": 3, "data": 2},
             {"precision": "fp8"},
-            "precision fp8: executed with ZeRO 1 alone; use bf16, or write zero_level 1",
+            "precision fp8: executed with ZeRO 1 on the device alone; use bf16, or write zero_level 1 and no offload",
         ),
         (
             {"zero_level": 0},
@@ -72,21 +72,15 @@ def test_every_zero_level_is_executed_on_every_stage(levels: tuple[int, int]) ->
             {},
             "stages[0].overlap.overlap_param_gather True: executed with ZeRO 1 alone; write false",
         ),
-        ({"offload": Offload(weights=0.5)}, {}, "stages[0].offload.weights 0.5: offloading is not executed; write 0.0"),
         (
             {"offload": Offload(gradients=0.5)},
             {},
-            "stages[0].offload.gradients 0.5: offloading is not executed; write 0.0",
+            "stages[0].offload.gradients 0.5: the norm reads all gradients on the device; write 0.0",
         ),
         (
-            {"offload": Offload(optimizer=1.0)},
+            {"offload": Offload(activations=0.5), "recompute": Recompute(layers=2, granularity="full")},
             {},
-            "stages[0].offload.optimizer 1.0: offloading is not executed; write 0.0",
-        ),
-        (
-            {"offload": Offload(activations=1.0)},
-            {},
-            "stages[0].offload.activations 1.0: offloading is not executed; write 0.0",
+            "stages[0].offload.activations 0.5: the stage recomputes every layer and saves nothing; write 0.0",
         ),
         (
             {"overlap": StageOverlap(gradient_chunk_bytes=4096)},

@@ -11,7 +11,6 @@ import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.instructions import Instruction, format_list
 from moe_overlap.plan.lowering.dependencies import check_races
 from moe_overlap.plan.lowering.lower import lower, lower_rank
@@ -292,11 +291,3 @@ def test_pieces_of_gradients_and_parts_that_step_by_themselves_are_refused_toget
         "plan.json stages[0].overlap.gradient_chunk_bytes 64: with ZeRO 2 and 3 and with offloading gradients are reduced "
         "part by part; write 0"
     )
-
-
-def test_the_runtime_refuses_offloading() -> None:
-    for plan, _ in SAMPLES:
-        if plan.stages[0].offload == Offload():
-            continue
-        with pytest.raises(ConfigError, match=r"stages\[0\]\.offload\.\w+ \S+: .*not executed; write"):
-            refuse_unsupported(plan)

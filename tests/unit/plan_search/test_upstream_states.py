@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -14,11 +16,13 @@ from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.plan_search.request import SearchSettings
+from moe_overlap.plan.plan import Offload
+from moe_overlap.plan_search.request import SearchSettings, read_request
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.search import closing_lines, write_search
 from moe_overlap.tuner.cost.prediction import estimate_plan, moves_states
+from moe_overlap.tuner.search.space import SEARCH_SPACES
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
 from tests.unit.plan_search.test_plan_search import H100, JOB, OPTIONS, SMALL
@@ -27,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("whole_memory")
 
 WORDS = [*SMALL, "--num-layers", "6", "--overlap-grad-reduce", "--overlap-param-gather", "--moe-shared-expert-overlap"]
 """The model has no shared expert: the flag keeps Megatron-LM's other overlap, which is faster here, out of the search."""
+DEEP = [*JOB, *"--num-layers 6 --ffn-hidden-size 8192 --global-batch-size 16".split()]
 WHOLE = "--recompute-granularity full --recompute-method block --recompute-num-layers"
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 
@@ -105,20 +110,41 @@ def test_activations_wait_on_the_host_where_that_is_faster() -> None:
         assert not offload.activations or len(finalist.plan.stages) == 1
 
 
-def test_this_fork_does_not_search_what_it_does_not_execute() -> None:
-    with pytest.raises(ConfigError, match="--search-space offload: .* does not execute .*add --target megatron-lm"):
-        search_plan(WORDS, H100, SearchSettings(space="offload"), **OPTIONS)
-
-
 def test_this_fork_finds_and_writes_plans_of_all_zero_levels(tmp_path: Path) -> None:
     """No flag says them: the file beside the flags does, and the flags with it are the plan that was found."""
-    job, machines = [*JOB, *"--num-layers 6 --ffn-hidden-size 8192 --global-batch-size 16".split()], with_memory(10.0)
+    machines = with_memory(10.0)
     narrow, wide = (
-        search_plan(job, machines, SearchSettings(space=space), **OPTIONS) for space in ("recompute", "zero")
+        search_plan(DEEP, machines, SearchSettings(space=space), **OPTIONS) for space in ("recompute", "zero")
     )
     levels = {stage.zero_level for stage in wide.plan.stages}
     assert levels & {2, 3} and wide.plan.is_decoupled and wide.refusal is None
     assert wide.prediction.predicted.step_seconds < narrow.prediction.predicted.step_seconds
+    require_written(wide, DEEP, machines, tmp_path)
+
+
+def test_this_fork_offloads_where_nothing_else_fits(tmp_path: Path) -> None:
+    """The norm of the step reads the gradients, so these stay."""
+    wide = SEARCH_SPACES["full"].moe_overlap
+    assert wide is not None and "gradients" not in wide.offloads
+    space = dataclasses.replace(wide, all_layers=True, zero_levels=(0, 1), frees_stages=False, meshes=())
+    found = search_plan(DEEP, with_memory(5.0), SearchSettings(space=space), **OPTIONS)
+    assert found.plan.stages[0].offload == Offload(optimizer=0.5)
+    require_written(found, DEEP, with_memory(5.0), tmp_path)
+
+
+def test_the_default_space_is_what_this_fork_executes() -> None:
+    for flags, target, name in (
+        ([], "moe-overlap", "full"),
+        (["--grad-reduce-in-bf16"], "moe-overlap", "stages"),
+        ([], "megatron-lm", "stages"),
+        ([], "any", "stages"),
+    ):
+        request = read_request([*SMALL, *flags], H100, SearchSettings(target=target), math.inf, **OPTIONS)  # type: ignore[arg-type]
+        assert request.space.name == name
+
+
+def require_written(wide: PlanSearch, job: Sequence[str], machines: Cluster, tmp_path: Path) -> None:
+    """Assert that a plan is read again from what is written."""
     write_search(tmp_path, wide)
     arguments = list(expand_files([f"@{tmp_path / 'megatron_args.txt'}"]))
     assert arguments[arguments.index("--plan") + 1].endswith("plan.json")
