@@ -22,7 +22,7 @@ from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD
 from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.describe.readers.predicted_flags import AFTER_THE_TABLE, grouped, read, without
-from moe_overlap.describe.readers.shell_program import script_variables
+from moe_overlap.describe.readers.shell_script import script_variables
 from moe_overlap.describe.readers.upstream_flags import DROPPED, load_upstream_flags
 from moe_overlap.plan.plan import Precision
 from moe_overlap.tuner.cost.memory_errors import require_margin

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import Unreadable, bounded_text, names_file, whole_number
 from moe_overlap.describe.readers.model_file import read_model
-from moe_overlap.describe.readers.shell_program import yaml_refusal
+from moe_overlap.describe.readers.shell_program import AS_FLAGS
 from moe_overlap.describe.readers.shell_script import VARIABLE, script_flags
 from moe_overlap.describe.readers.upstream_flags import (
     DROPPED,
@@ -213,7 +214,7 @@ def expand_files(
             text = bounded_text(path, MOST_ARGUMENT_BYTES)
             is_script = path.suffix in SCRIPTS
             if path.suffix in YAML:
-                raise yaml_refusal(argument, text)
+                raise _yaml_refusal(argument, text)
             arguments = (
                 script_flags(text, variables, argument).arguments if is_script else _arguments_of(text, path.parent)
             )
@@ -245,10 +246,17 @@ def script_gpus(argv: Sequence[str], variables: Mapping[str, str] = MappingProxy
     return gpus
 
 
+def _yaml_refusal(source: str, text: str) -> ConfigError:
+    """The error for a YAML file in the place of flags."""
+    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE))
+    kind = "Hydra's" if keys & {"defaults", "hydra"} else "a launcher's"
+    return ConfigError(source, "", f"is a YAML file, {kind} settings, which are not read", AS_FLAGS)
+
+
 def _arguments_of(text: str, folder: Path) -> list[str]:
     """The arguments of an argument file, with the full path of a plan in the same folder."""
-    words = shlex.split(text, comments=True)
-    arguments = [part for word in words for part in (word.split("=", 1) if word.startswith("--plan=") else [word])]
+    split = shlex.split(text, comments=True)
+    arguments = [part for word in split for part in (word.split("=", 1) if word.startswith("--plan=") else [word])]
     for place, (flag, value) in enumerate(zip(arguments, arguments[1:], strict=False), 1):
         # So that a folder with a plan and its flags can be moved, and the run started from anywhere.
         if flag == "--plan" and not value.startswith("--") and (folder / value).is_file():
@@ -266,13 +274,13 @@ def _values_by_flag(
     """
     written: dict[str, tuple[str, ...]] = {}
     unknown, stray = dict[str, None](), list[str]()
-    name = behind = ""
+    name = preceding = ""
     position = 0
     while position < len(arguments):
         argument = arguments[position]
         position += 1
         if not argument.startswith("-"):
-            behind = behind if stray else name
+            preceding = preceding if stray else name
             stray += [] if unknown else [argument]
             continue
         name, equals, attached = argument.partition("=")
@@ -297,7 +305,7 @@ def _values_by_flag(
             written.pop(other, None)
         written[name] = tuple(texts)
     if stray:
-        raise _stray_words(stray, behind)
+        raise _stray_words(stray, preceding)
     if unknown:
         raise _unknown_flags(tuple(unknown), fields, upstream)
     return written

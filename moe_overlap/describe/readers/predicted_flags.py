@@ -263,13 +263,13 @@ def mentions(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
 
 def without(arguments: Sequence[str], names: Collection[str]) -> list[str]:
     """The arguments without every mention of these flags and its values."""
-    kept: list[str] = []
+    remaining: list[str] = []
     is_kept = True
     for argument in arguments:
         if argument.startswith("--"):
             is_kept = argument.partition("=")[0] not in names
-        kept += [argument] if is_kept else []
-    return kept
+        remaining += [argument] if is_kept else []
+    return remaining
 
 
 def not_modelled(flags: Flags) -> tuple[str, ...]:

@@ -157,6 +157,12 @@ def test_a_choice_of_many_names_the_nearest() -> None:
             "line 1: starts t.py with Hydra's settings (a.b=c), not with flags of Megatron-LM",
         ),
         ("python t.py model.num_layers=4 trainer.devices=8", "line 1: starts t.py with Hydra's settings"),
+        (
+            "srun -N 4 --exclusive primus-cli direct -- train",
+            "line 1: starts primus-cli, which takes the experiment in a YAML",
+        ),
+        ("exec srun -l /opt/bin/swift sft --x y", "line 1: starts swift, which takes its own arguments"),
+        ("uv pip install ./train.py", "holds no command that starts a Python program"),
         ("echo done", "holds no command that starts a Python program"),
     ],
 )
@@ -170,7 +176,8 @@ def test_flags_in_another_spelling_are_read(tmp_path: Path) -> None:
     script = "megatron sft --model a/b --pipeline_model_parallel_size 2 --moe_grouped_gemm true --bf16=true --x_y false --lr 1"
     words = ("--model", "a/b", "--pipeline-model-parallel-size", "2", "--moe-grouped-gemm", "--bf16", "--lr", "1")
     assert script_flags(script, {}, "x.sh").arguments == words
-    assert script_flags("uv run train.py --x 1", {}, "x.sh").arguments == ("--x", "1")
+    for launch in ("uv run", "uv --quiet run", "srun --job-name nemo python", "srun -l", "exec"):
+        assert script_flags(f"{launch} train.py --x 1", {}, "x.sh").arguments == ("--x", "1")
     (tmp_path / "a.sh").write_text(script)
     # A model of the command line is in the place of the script's.
     words_of_tool = ["--megatron-args", str(tmp_path / "a.sh"), "--model", "tiny-mixtral-8x7b"]
