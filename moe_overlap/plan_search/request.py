@@ -224,7 +224,8 @@ def _require_levels(job: Job, space: SearchSpace) -> None:
         refuse_unsupported(dataclasses.replace(job.plan, stages=stages))
     except ConfigError as error:
         field = error.subject.rpartition(" ")[2]
-        rule = f"{field} {error.value} is {error.rule}"
+        described = "a model with --mtp-num-layers" if field == "mtp_stage" else f"{field} {error.value}"
+        rule = f"{described} is {error.rule}"
         raise ConfigError("--search-space", space.name, rule, "use --search-space stages") from None
 
 

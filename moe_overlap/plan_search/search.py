@@ -251,12 +251,11 @@ def _search_until_measured(request: SearchRequest) -> tuple[SearchedPlans, list[
         except ConfigError:
             # Plans that no longer fit once their operators are measured are no reason to give up: the next search prices them.
             before, operators = operators, _measured_operators(request.cluster)
-            is_late = time.monotonic() > request.deadline
-            if complete is not None and is_late:
-                return complete
-            if operators == before or is_late:
+            if operators != before and time.monotonic() <= request.deadline:
+                continue
+            if complete is None:
                 raise
-            continue
+            return complete
         plans = newest[0]
         if complete is not None and (plans.is_interrupted or plans.uniform.solution.status is Status.TIME_LIMIT):
             return (complete[0].interrupted() if plans.is_interrupted else complete[0]), complete[1]
