@@ -89,6 +89,8 @@ def started(line: int, tokens: list[str]) -> Command | None:
             hidden = Command(line, (), name, tuple(tokens[place + 1 :]))
             if place == 0 or not tokens[place - 1].startswith("-"):
                 return hidden
+        elif word in _OTHERS and is_wrapped and not launches and not tokens[place - 1].startswith("-"):
+            return hidden
         elif word == "-m" and launches and tokens[place + 1 : place + 2]:
             module = tokens[place + 1]
             if not module.startswith("torch.distributed."):

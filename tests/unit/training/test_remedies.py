@@ -162,6 +162,7 @@ def test_a_choice_of_many_names_the_nearest() -> None:
             "line 1: starts primus-cli, which takes the experiment in a YAML",
         ),
         ("exec srun -l /opt/bin/swift sft --x y", "line 1: starts swift, which takes its own arguments"),
+        ("time cp train.py /tmp", "holds no command that starts a Python program"),
         ("uv pip install ./train.py", "holds no command that starts a Python program"),
         ("echo done", "holds no command that starts a Python program"),
     ],
@@ -176,7 +177,7 @@ def test_flags_in_another_spelling_are_read(tmp_path: Path) -> None:
     script = "megatron sft --model a/b --pipeline_model_parallel_size 2 --moe_grouped_gemm true --bf16=true --x_y false --lr 1"
     words = ("--model", "a/b", "--pipeline-model-parallel-size", "2", "--moe-grouped-gemm", "--bf16", "--lr", "1")
     assert script_flags(script, {}, "x.sh").arguments == words
-    for launch in ("uv run", "uv --quiet run", "srun --job-name nemo python", "srun -l", "exec"):
+    for launch in ("uv run", "uv --quiet run", "srun --job-name nemo python", "srun --partition test", "exec"):
         assert script_flags(f"{launch} train.py --x 1", {}, "x.sh").arguments == ("--x", "1")
     (tmp_path / "a.sh").write_text(script)
     # A model of the command line is in the place of the script's.
