@@ -269,7 +269,12 @@ def _run_flags(arguments: argparse.Namespace) -> list[str]:
     """The flags of the run: those of the argument file, then those on the command line, which override them.
 
     A --model of the command line replaces the file's; --ignore-unknown leaves out flags that nothing here knows.
+
+    Raises:
+        ConfigError: the file cannot be read, or --ignore-unknown has none.
     """
+    is_used = arguments.megatron_args is not None or not arguments.ignore_unknown
+    require(is_used, "--ignore-unknown", "", "is about the file of --megatron-args, and there is none", "drop it")
     expanded = _file_flags(arguments)
     dropped = {"--model"} & grouped(expanded).keys() if arguments.model is not None else set()
     dropped |= _ignored_flags(arguments, expanded)

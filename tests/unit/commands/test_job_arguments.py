@@ -109,3 +109,5 @@ def test_flags_alone_may_describe_the_model_in_either_spelling() -> None:
         assert job_flags(predict._parser().parse_args(words)) == words
     with pytest.raises(ConfigError, match="nothing says what is trained"):
         job_flags(predict._parser().parse_args(["--hidden-size", "4"]))
+    with pytest.raises(ConfigError, match="--ignore-unknown: is about the file of --megatron-args, and there is none"):
+        job_flags(predict._parser().parse_args(["--model", "tiny-gpt", "--ignore-unknown"]))

@@ -103,9 +103,9 @@ def test_releases_and_unknown_gpus() -> None:
 
 
 @pytest.mark.parametrize("release", ["new", "26.05", "99.99"])
-def test_a_release_that_changes_no_price_is_refused(release: str) -> None:
+def test_a_release_that_changes_no_price_is_refused_before_layers_are_captured(release: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        predicted(software=release)
+        predicted(software=release, graphs=lambda *_: pytest.fail("captured"))
     rule = "is no release (year.month, as 26.04 or 26.04.01) of a calibration run"
     fix = "use 26.02, 26.04 or 26.08, or drop it for the median one of the GPU"
     assert str(caught.value) == f"--software {release}: {rule}; {fix}"
