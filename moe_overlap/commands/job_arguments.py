@@ -277,7 +277,7 @@ def _run_flags(arguments: argparse.Namespace) -> list[str]:
     require(is_used, "--ignore-unknown", "", "is about the file of --megatron-args, and there is none", "drop it")
     expanded = _file_flags(arguments)
     dropped = {"--model"} & grouped(expanded).keys() if arguments.model is not None else set()
-    dropped |= _ignored_flags(arguments, expanded)
+    dropped |= _unknown_flags(expanded) if arguments.ignore_unknown else set()
     # A file that is taken as it is keeps its name, which is that of the model.
     is_as_it_is = arguments.megatron_args is not None and not dropped and not arguments.set
     flags = [f"@{arguments.megatron_args}"] if is_as_it_is else without(expanded, dropped)
@@ -290,14 +290,14 @@ def _file_flags(arguments: argparse.Namespace) -> list[str]:
     return list(expand_files(flags, variables=script_variables(arguments.set)))
 
 
-def _ignored_flags(arguments: argparse.Namespace, expanded: Sequence[str]) -> set[str]:
-    """The flags of the file that --ignore-unknown leaves out."""
-    return grouped(expanded).keys() - known_flags() - COMMAND_FLAGS.keys() if arguments.ignore_unknown else set()
+def _unknown_flags(expanded: Sequence[str]) -> set[str]:
+    """The flags that nothing here knows, which --ignore-unknown leaves out."""
+    return grouped(expanded).keys() - known_flags() - COMMAND_FLAGS.keys()
 
 
 def _ignored(arguments: argparse.Namespace) -> tuple[str, ...]:
     """A sentence on the unknown flags that a prediction or a search goes without."""
-    unknown = _ignored_flags(arguments, _file_flags(arguments))
+    unknown = _unknown_flags(_file_flags(arguments)) if arguments.ignore_unknown else ()
     return (f"without {', '.join(sorted(unknown))}, which nothing here knows",) if unknown else ()
 
 
