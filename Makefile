@@ -48,8 +48,10 @@ check: .venv/installed
 	wait $$!
 
 # Into dist/: with the models, and with captures of them, so that predictions need no torch (MODELS="a b": of these alone).
+# An earlier build/ would bring files into the wheel that the sources no longer have.
 wheel: .venv/installed
 	$(BIN)/python tools/write_captures.py $(MODELS)
+	rm -rf build
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 format: .venv/installed

@@ -31,6 +31,7 @@ from moe_overlap.host_launches import launching_of
 from moe_overlap.job import (
     Job,
     capturable,
+    executed_by_megatron,
     executed_here,
     features_of,
     listed_run_of,
@@ -385,8 +386,9 @@ def _job_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Job
     job = _read_on(arguments, cluster, options)
     # A machine is measured for runs of this fork on it. A plan has its ZeRO levels, and flags without
     # --use-distributed-optimizer ask for level 0, which this fork runs as level 1.
-    is_of_plan = "--plan" in job.flags or any(options.get(source) is not None for source in ("plan", "decided"))
-    return job if cluster.measured is None or is_of_plan else executed_here(job)
+    if "--plan" in job.flags or any(options.get(source) is not None for source in ("plan", "decided")):
+        return job
+    return executed_by_megatron(job) if cluster.measured is None else executed_here(job)
 
 
 def _read_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Job:
@@ -397,6 +399,7 @@ def _read_on(arguments: Sequence[str], cluster: Cluster, options: Options) -> Jo
 
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
+    _constants_of(cluster, options)  # A mistake in them is told before layers are captured, which may take minutes.
     features = features_of(job.config, job.plan.precision, job.flags)
     measured = cluster.measured
     captured = _captured(job, job.plan, cluster, options)
@@ -417,6 +420,20 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     )
 
 
+def _constants_of(cluster: Cluster, options: Options) -> Constants:
+    """The constants of prices: those of the options, of the measured machine, or the shipped ones.
+
+    Raises:
+        ConfigError: a constant of a measured machine, the margin of memory or the release of the software is wrong.
+    """
+    constants = options.get("constants")
+    if constants is None and cluster.measured is not None:
+        constants = measured_constants(cluster.measured, cluster.group_of(0).gpu.name)
+    constants = (constants or shipped_constants()).with_margin(options.get("memory_margin"))
+    constants.require_release(options.get("software"))
+    return constants
+
+
 def machine_for(
     job: Job, cluster: Cluster, options: Options, load: float = 1.0, keys: Sequence[OperatorKey] = ()
 ) -> tuple[Machine, tuple[str, ...]]:
@@ -425,17 +442,15 @@ def machine_for(
     Args:
         load: rows of the busiest rank of an expert group over the mean.
         keys: operators that a measured cluster measures where its database lacks them.
+    Raises:
+        ConfigError: as `_constants_of`.
     """
-    constants, lookup = options.get("constants"), None
-    if cluster.measured is not None:
-        constants = constants or measured_constants(cluster.measured, cluster.group_of(0).gpu.name)
-        lookup = lookup_of(cluster, list(keys))
     return machine_of(
         cluster,
-        (constants or shipped_constants()).with_margin(options.get("memory_margin")),
+        _constants_of(cluster, options),
         options.get("software"),
         load,
-        lookup,
+        None if cluster.measured is None else lookup_of(cluster, list(keys)),
         precision=job.plan.precision,
         is_moe=job.model.num_experts > 0,
         model=job.model,

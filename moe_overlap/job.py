@@ -55,6 +55,9 @@ from moe_overlap.tuner.write.upstream_rules import errors_of_upstreams_own
 from moe_overlap.tuner.write.upstream_values import values_of
 
 ALWAYS_SHARDED = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
+NOT_SHARDED = (
+    "ZeRO-0, as Megatron-LM runs these flags; this fork runs ZeRO-1, which --use-distributed-optimizer predicts"
+)
 OWN_MODULES = "megatron-core's own modules: among captured graphs Transformer Engine's may not defer weight gradients"
 SINKHORN = "sinkhorn"
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
@@ -258,6 +261,12 @@ def executed_here(job: Job) -> Job:
     if all(stage.zero_level > 0 for stage in job.plan.stages):
         return job
     return dataclasses.replace(job, plan=with_zero_level(job.plan, 1), assumed=(*job.assumed, ALWAYS_SHARDED))
+
+
+def executed_by_megatron(job: Job) -> Job:
+    """The job as Megatron-LM runs it, with a sentence where this fork would shard the states of the optimizer."""
+    shards = any(stage.zero_level == 0 and stage.data * stage.context > 1 for stage in job.plan.stages)
+    return dataclasses.replace(job, assumed=(*job.assumed, NOT_SHARDED)) if shards else job
 
 
 def capturable(config: Config) -> Config:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -54,15 +53,27 @@ def record(name: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Record the named models, or all that are not tiny, in place of earlier captures."""
+    """Record the named models, or all that are not tiny, in place of earlier captures; a run that fails leaves those.
+
+    Raises:
+        RuntimeError: a command failed.
+    """
     names = argv or [name for name in shipped_models() if not name.startswith("tiny-")]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{SHIPPED.name}.", dir=SHIPPED.parent) as folder:
+        earlier = Path(folder) / "earlier"
         os.environ["XDG_CACHE_HOME"] = folder
-        for name in names:
-            record(name)
-        shutil.rmtree(SHIPPED, ignore_errors=True)
-        shutil.copytree(cache_folder(), SHIPPED)
-    (SHIPPED / VERSIONS).write_text(json.dumps(dict(versions())) + "\n", encoding="utf-8")
+        # Out of sight: earlier captures would answer, and not be recorded again.
+        if SHIPPED.exists():
+            SHIPPED.rename(earlier)
+        try:
+            for name in names:
+                record(name)
+            (cache_folder() / VERSIONS).write_text(json.dumps(dict(versions())) + "\n", encoding="utf-8")
+            cache_folder().rename(SHIPPED)
+        except BaseException:
+            if earlier.exists():
+                earlier.rename(SHIPPED)
+            raise
     count = len(list(SHIPPED.iterdir())) - 1
     print(f"{SHIPPED}: {count} captures of {len(names)} models")
     return 0

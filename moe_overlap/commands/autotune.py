@@ -338,7 +338,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_with_topics(__doc__, NEEDED, known_flags())
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
-    parser.set_defaults(ignore_unknown=False)
     job = topic(parser, "job")
     job.add_argument("--precision", choices=PRECISIONS, help="instead of the value in the flags")
     search = topic(parser, "search", "which plans are looked at, and for how long")

@@ -40,11 +40,12 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line; flags that the parser does not know must be flags of the training."""
         parsed, others = self.parse_known_args(args, namespace)
-        names = [word for word in others if word.startswith("-") and not _is_number(word)]
-        unknown = [name for name in names if name.partition("=")[0] not in self._training_flags]
-        begins_with_value = others[:1] != names[:1]
-        if unknown or begins_with_value:
-            self.error(f"unrecognized arguments: {' '.join(unknown or others)}")
+        # As in a run, a word with a single dash may be a value: --window-size -1,0.
+        names = [word.partition("=")[0] for word in others if word.startswith("--")]
+        unknown = [name for name in names if name not in self._training_flags]
+        stray = [word for word in others[:1] if not word.startswith("--")]
+        if unknown or stray:
+            self.error(f"unrecognized arguments: {' '.join(unknown or stray)}")
         if self._training_flags:
             parsed.training_flags = others
         return parsed
@@ -90,10 +91,6 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
             return f"{wrong[1]}: {wrong[2]}; see --help"
         return message
-
-
-def _is_number(word: str) -> bool:
-    return bool(re.fullmatch(r"-[\d.]+(e-?\d+)?", word))
 
 
 def topic(parser: argparse.ArgumentParser, name: str, about: str = "") -> argparse._ArgumentGroup:

@@ -16,8 +16,7 @@ from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text
-from moe_overlap.describe.readers.shell_program import script_variables
-from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_flags
+from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_flags, script_variables
 from moe_overlap.describe.version import VERSION_LINE
 
 

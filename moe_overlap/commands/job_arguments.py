@@ -21,8 +21,8 @@ from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD
 from moe_overlap.describe.files import whole_number
 from moe_overlap.describe.readers.model_file import read_model
-from moe_overlap.describe.readers.predicted_flags import AFTER_THE_TABLE, grouped, mentions, read
-from moe_overlap.describe.readers.shell_program import script_variables
+from moe_overlap.describe.readers.predicted_flags import AFTER_THE_TABLE, grouped, read, without
+from moe_overlap.describe.readers.shell_script import script_variables
 from moe_overlap.describe.readers.upstream_flags import DROPPED, load_upstream_flags
 from moe_overlap.plan.plan import Precision
 from moe_overlap.tuner.cost.memory_errors import require_margin
@@ -100,6 +100,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="a variable of the shell script; any flag of the training may follow as well: the last one counts",
+    )
+    job.add_argument(
+        "--ignore-unknown", action="store_true", help="go without flags of the file that nothing here knows, and say so"
     )
     job.add_argument("--global-batch-size", metavar="B", type=int, help="instead of the value in the flags")
     job.add_argument("--seq-length", metavar="S", type=int, help="instead of the value in the flags")
@@ -231,7 +234,8 @@ def job_flags(arguments: argparse.Namespace, is_predicted: bool = False, chooses
         ConfigError: no model is described, or the model file is not one.
     """
     run_flags = _run_flags(arguments)
-    if arguments.model is None and arguments.megatron_args is None and "--num-layers" not in run_flags:
+    has_file = arguments.model is not None or arguments.megatron_args is not None
+    if not has_file and "--num-layers" not in grouped(list(expand_files(run_flags))):
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
     flags = []
     if arguments.model is not None:
@@ -265,25 +269,35 @@ def _run_flags(arguments: argparse.Namespace) -> list[str]:
     """The flags of the run: those of the argument file, then those on the command line, which override them.
 
     A --model of the command line replaces the file's; --ignore-unknown leaves out flags that nothing here knows.
+
+    Raises:
+        ConfigError: the file cannot be read, or --ignore-unknown has none.
     """
-    flags = [] if arguments.megatron_args is None else [f"@{arguments.megatron_args}"]
-    expanded = list(expand_files(flags, variables=script_variables(arguments.set)))
+    is_used = arguments.megatron_args is not None or not arguments.ignore_unknown
+    require(is_used, "--ignore-unknown", "", "is about the file of --megatron-args, and there is none", "drop it")
+    expanded = _file_flags(arguments)
     dropped = {"--model"} & grouped(expanded).keys() if arguments.model is not None else set()
-    if arguments.ignore_unknown:
-        dropped |= grouped(expanded).keys() - known_flags() - COMMAND_FLAGS.keys()
-    if dropped:
-        mentioned = [(name, *values) for name, values in mentions(expanded) if name not in dropped]
-        expanded = [argument for mention in mentioned for argument in mention if argument]
+    dropped |= _unknown_flags(expanded) if arguments.ignore_unknown else set()
     # A file that is taken as it is keeps its name, which is that of the model.
-    return [*(expanded if dropped or arguments.set else flags), *arguments.training_flags]
+    is_as_it_is = arguments.megatron_args is not None and not dropped and not arguments.set
+    flags = [f"@{arguments.megatron_args}"] if is_as_it_is else without(expanded, dropped)
+    return [*flags, *arguments.training_flags]
+
+
+def _file_flags(arguments: argparse.Namespace) -> list[str]:
+    """The flags of the file of --megatron-args; none without it."""
+    flags = [] if arguments.megatron_args is None else [f"@{arguments.megatron_args}"]
+    return list(expand_files(flags, variables=script_variables(arguments.set)))
+
+
+def _unknown_flags(expanded: Sequence[str]) -> set[str]:
+    """The flags that nothing here knows, which --ignore-unknown leaves out."""
+    return grouped(expanded).keys() - known_flags() - COMMAND_FLAGS.keys()
 
 
 def _ignored(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """A sentence on the unknown flags that a prediction goes without."""
-    if not getattr(arguments, "ignore_unknown", False) or arguments.megatron_args is None:
-        return ()
-    flags = expand_files([f"@{arguments.megatron_args}"], variables=script_variables(arguments.set))
-    unknown = grouped(list(flags)).keys() - known_flags() - COMMAND_FLAGS.keys()
+    """A sentence on the unknown flags that a prediction or a search goes without."""
+    unknown = _unknown_flags(_file_flags(arguments)) if arguments.ignore_unknown else ()
     return (f"without {', '.join(sorted(unknown))}, which nothing here knows",) if unknown else ()
 
 

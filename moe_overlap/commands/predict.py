@@ -151,9 +151,6 @@ def _parser() -> argparse.ArgumentParser:
     add_job_arguments(parser)
     job = topic(parser, "job")
     job.add_argument("--plan", metavar="FILE", help="a plan that decides in place of the flags")
-    job.add_argument(
-        "--ignore-unknown", action="store_true", help="go without flags of the file that nothing here knows, and say so"
-    )
     job.add_argument("--precision", choices=PRECISIONS, help="instead of the value in the flags")
     prices = topic(parser, "prices", PRICES)
     prices.add_argument(

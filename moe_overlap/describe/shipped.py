@@ -1,6 +1,6 @@
 """The model and cluster files that come with this project: in `examples/` of a checkout, inside the package of a wheel.
 
-`--model mixtral-8x7b` names one of them; an unknown name is answered with the near ones. Standard library only.
+`--model mixtral-8x7b` names one of them, a path never; an unknown name is answered with the near ones. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,19 @@ def model_path(text: str, subject: str) -> Path:
         ConfigError: neither a file nor a shipped model; the error names the near ones.
     """
     path, models = Path(text), shipped_models()
-    name = text.rpartition("/")[2].lower()
-    if name in models and not path.exists():
-        return models[name]
-    looks_like_file = path.suffix == ".json" or path.exists() or text.startswith((".", "/")) or not text.isprintable()
-    if looks_like_file or not name or len(text) > _LONGEST_NAME:
+    organisation, _, name = text.lower().rpartition("/")
+    is_path = text.startswith((".", "/", "~")) or "/" in organisation or (organisation and path.parent.is_dir())
+    if (
+        is_path
+        or path.exists()
+        or path.suffix == ".json"
+        or not name
+        or not text.isprintable()
+        or len(text) > _LONGEST_NAME
+    ):
         return path
+    if name in models:
+        return models[name]
     near = _near(name, models)
     fix = f"did you mean {one_of(near)}? Else give" if near else "--list-models prints the shipped ones; or give"
     raise ConfigError(subject, text, "is neither a file nor a shipped model", f"{fix} the path of its config.json")

@@ -18,7 +18,7 @@ from moe_overlap.api import Options, arguments_to_run, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.describe.readers.predicted_flags import grouped, zero_level
 from moe_overlap.job import read_job, with_stages_of
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.rules.stages import validate_plan
@@ -37,6 +37,7 @@ from moe_overlap.tuner.write.upstream_rules import PAIRED
 from moe_overlap.tuner.write.upstream_values import unsayable
 
 GROUPED_PRODUCTS = "--moe-grouped-gemm"
+DISTRIBUTED = "--use-distributed-optimizer"
 Target = Literal["moe-overlap", "megatron-lm", "any"]
 DECIDED = "the search decides it"
 BY_HAND = ("--moe-overlap-", "--defer-weight-gradients", "--max-deferred-bytes")
@@ -100,6 +101,17 @@ def as_priced(arguments: Sequence[str], target: Target) -> list[str]:
     return (
         [*arguments] if is_told or not flags.keys() >= {"--num-experts", "--bf16"} else [*arguments, GROUPED_PRODUCTS]
     )
+
+
+def as_run(arguments: Sequence[str], target: Target) -> list[str]:
+    """The user's flags as the target runs them: this fork's optimizer is always distributed, Megatron-LM's where a flag says so.
+
+    Raises:
+        ConfigError: not a strategy of FSDP.
+    """
+    flags = flags_of(arguments)
+    is_implied = target == "moe-overlap" and "--plan" not in flags and zero_level(flags) == 0
+    return [*arguments, DISTRIBUTED] if is_implied else [*arguments]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from moe_overlap.api import Options, machine_for, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.host_launches import launching_of
-from moe_overlap.job import Job, without_graphs
+from moe_overlap.job import ALWAYS_SHARDED, Job, without_graphs
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan_search.changes import changes_of
 from moe_overlap.plan_search.finalists import (
@@ -45,7 +45,7 @@ from moe_overlap.plan_search.finalists import (
     simulated_finalists,
     simulated_until_ahead,
 )
-from moe_overlap.plan_search.flags import PlansAsFlags, as_priced, flags_of, flags_of_layout
+from moe_overlap.plan_search.flags import PlansAsFlags, as_priced, as_run, flags_of, flags_of_layout
 from moe_overlap.plan_search.free import (
     FreeSearch,
     free_finalist,
@@ -251,12 +251,11 @@ def _search_until_measured(request: SearchRequest) -> tuple[SearchedPlans, list[
         except ConfigError:
             # Plans that no longer fit once their operators are measured are no reason to give up: the next search prices them.
             before, operators = operators, _measured_operators(request.cluster)
-            is_late = time.monotonic() > request.deadline
-            if complete is not None and is_late:
-                return complete
-            if operators == before or is_late:
+            if operators != before and time.monotonic() <= request.deadline:
+                continue
+            if complete is None:
                 raise
-            continue
+            return complete
         plans = newest[0]
         if complete is not None and (plans.is_interrupted or plans.uniform.solution.status is Status.TIME_LIMIT):
             return (complete[0].interrupted() if plans.is_interrupted else complete[0]), complete[1]
@@ -504,7 +503,7 @@ def _answer(
         (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
     )
     assert prediction is not None
-    baseline = _baseline(request) if settings.has_baseline else ""
+    baseline = _baseline(request) if settings.has_baseline else Baseline()
     sharding = None
     if request.space.shards_operators:
         sharding = search_sharding(chosen.problem, plans.task, deadline, overlapped.is_interrupted)
@@ -522,9 +521,9 @@ def _answer(
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         uniform=plans.uniform,
         refused=tuple(plans.rules.reader.refused),
-        baseline=None if isinstance(baseline, str) else baseline[0],
-        baseline_refusal=baseline if isinstance(baseline, str) else "",
-        wider_space="" if isinstance(baseline, str) else _wider_space(baseline[1], settings),
+        baseline=baseline.prediction,
+        baseline_refusal=baseline.refusal,
+        wider_space="" if baseline.plan is None else _wider_space(baseline.plan, settings),
         dropped=request.dropped,
         kept_micro_batch=request.run.micro_batch,
         sharding=sharding,
@@ -539,17 +538,35 @@ def _answer(
     return dataclasses.replace(answer, launching=launching)
 
 
-def _baseline(request: SearchRequest) -> tuple[Prediction, Plan] | str:
-    """The prediction of the user's own layout and the layout; or why it does not run here, empty if the flags have no layout."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """The user's own layout as the target runs it.
+
+    Attributes:
+        prediction, plan: None if the layout does not run on the cluster, or the flags have none.
+        refusal: why the layout does not run; empty if it does, or if the flags have none.
+    """
+
+    prediction: Prediction | None = None
+    plan: Plan | None = None
+    refusal: str = ""
+
+
+def _baseline(request: SearchRequest) -> Baseline:
+    """The user's own layout, predicted."""
     refusal = ""
     # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
     for arguments in (request.arguments, without_graphs(request.arguments)[0]):
         try:
-            problem = problem_of(arguments, request.cluster, request.user_options)
-            return predict_plan(problem.plan, problem), problem.plan
+            executed = as_run(arguments, request.settings.target)
+            problem = problem_of(executed, request.cluster, request.user_options)
+            prediction = predict_plan(problem.plan, problem)
         except ConfigError as error:
             refusal = str(error)
-    return refusal if flags_of(request.arguments).keys() & layout_flags() else ""
+            continue
+        assumed = (ALWAYS_SHARDED,) if len(executed) > len(arguments) else ()
+        return Baseline(prediction=dataclasses.replace(prediction, assumed=assumed), plan=problem.plan)
+    return Baseline(refusal=refusal if flags_of(request.arguments).keys() & layout_flags() else "")
 
 
 def _wider_space(plan: Plan, settings: SearchSettings) -> str:
@@ -567,7 +584,7 @@ def _with_changes(answer: PlanSearch, request: SearchRequest) -> PlanSearch:
     if answer.baseline is None or answer.refusal is not None:
         return answer
     precise = Options(**{**request.options, "precision": request.user_options.get("precision")})
-    user_flags = flags_of(request.arguments)
+    user_flags = flags_of(as_run(request.arguments, request.settings.target))
     # This fork drops the flags of Megatron-LM's overlap (`dropped`), so they are no decision of its plan.
     decided = PAIRED if answer.is_upstream else ()
     planned = answer.written.flags

@@ -206,7 +206,8 @@ def stores_refusal(job: Job) -> ConfigError | None:
         refuse_unsupported(dataclasses.replace(job.plan, stages=stages))
     except ConfigError as error:
         field = error.subject.rpartition(" ")[2]
-        return ConfigError(field, error.value, f"{field} {error.value} is {error.rule}", error.fix)
+        described = "a model with --mtp-num-layers" if field == "mtp_stage" else f"{field} {error.value}"
+        return ConfigError(field, error.value, f"{described} is {error.rule}", error.fix)
     try:
         require_flags_of_stores("it", job.config)
     except ConfigError as error:

@@ -267,7 +267,9 @@ def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str])
         gain = before / search.prediction.predicted.step_seconds
         keep = "; keep your flags" if gain < 1.0 - APART and search.baseline.fits else ""
         wider = f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
-        lines.append(line("your flags", f"{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}"))
+        assumed = "".join(f"; assumed: {text}" for text in search.baseline.assumed)
+        sentence = f"{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}{assumed}"
+        lines.append(line("your flags", sentence))
         lines += change_lines(helpful(search.changes, search.baseline)[:SHOWN_CHANGES], search.baseline)
     elif search.baseline_refusal:
         lines.append(line("your flags", f"do not run on these GPUs: {search.baseline_refusal}"))

@@ -86,6 +86,11 @@ def test_make_names_the_pythons_that_it_takes(python: str, said: str, tmp_path: 
     assert first.startswith(f"error: PYTHON {python}: {said}; use Python 3.11, 3.12 or 3.13: ") and "Error 2" in second
 
 
+def test_a_wheel_is_built_without_files_of_an_earlier_build() -> None:
+    ended = subprocess.run(["make", "-n", "wheel"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.index("rm -rf build\n") < ended.stdout.index("pip wheel ")
+
+
 def test_pythons_and_torch_are_said_alike() -> None:
     setup, readme = (ROOT / "setup.py").read_text(), (ROOT / "README.md").read_text()
     assert 'python_requires=">=3.11,<3.14"' in setup and check_pins.PYTHONS == ("3.11", "3.12", "3.13")

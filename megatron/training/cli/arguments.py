@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import Unreadable, bounded_text, names_file, whole_number
 from moe_overlap.describe.readers.model_file import read_model
-from moe_overlap.describe.readers.shell_program import yaml_refusal
+from moe_overlap.describe.readers.shell_program import AS_FLAGS
 from moe_overlap.describe.readers.shell_script import VARIABLE, script_flags
 from moe_overlap.describe.readers.upstream_flags import (
     DROPPED,
@@ -213,7 +214,7 @@ def expand_files(
             text = bounded_text(path, MOST_ARGUMENT_BYTES)
             is_script = path.suffix in SCRIPTS
             if path.suffix in YAML:
-                raise yaml_refusal(argument, text)
+                raise _yaml_refusal(argument, text)
             arguments = (
                 script_flags(text, variables, argument).arguments if is_script else _arguments_of(text, path.parent)
             )
@@ -245,9 +246,17 @@ def script_gpus(argv: Sequence[str], variables: Mapping[str, str] = MappingProxy
     return gpus
 
 
+def _yaml_refusal(source: str, text: str) -> ConfigError:
+    """The error for a YAML file in the place of flags."""
+    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE))
+    kind = "Hydra's" if keys & {"defaults", "hydra"} else "a launcher's"
+    return ConfigError(source, "", f"is a YAML file, {kind} settings, which are not read", AS_FLAGS)
+
+
 def _arguments_of(text: str, folder: Path) -> list[str]:
     """The arguments of an argument file, with the full path of a plan in the same folder."""
-    arguments = shlex.split(text, comments=True)
+    split = shlex.split(text, comments=True)
+    arguments = [part for word in split for part in (word.split("=", 1) if word.startswith("--plan=") else [word])]
     for place, (flag, value) in enumerate(zip(arguments, arguments[1:], strict=False), 1):
         # So that a folder with a plan and its flags can be moved, and the run started from anywhere.
         if flag == "--plan" and not value.startswith("--") and (folder / value).is_file():
@@ -265,13 +274,16 @@ def _values_by_flag(
     """
     written: dict[str, tuple[str, ...]] = {}
     unknown, stray = dict[str, None](), list[str]()
+    name = preceding = ""
     position = 0
     while position < len(arguments):
-        name, equals, attached = arguments[position].partition("=")
+        argument = arguments[position]
         position += 1
-        if not name.startswith("-"):
-            stray += [] if unknown else [arguments[position - 1]]
+        if not argument.startswith("-"):
+            preceding = preceding if stray else name
+            stray += [] if unknown else [argument]
             continue
+        name, equals, attached = argument.partition("=")
         texts: list[str] = [attached] if equals else []
         arity = _arity(name, fields, upstream)
         if arity is None:
@@ -293,19 +305,17 @@ def _values_by_flag(
             written.pop(other, None)
         written[name] = tuple(texts)
     if stray:
-        raise _stray_words(stray, arguments)
+        raise _stray_words(stray, preceding)
     if unknown:
         raise _unknown_flags(tuple(unknown), fields, upstream)
     return written
 
 
-def _stray_words(stray: list[str], arguments: list[str]) -> ConfigError:
-    """The error for words that belong to no flag, the first of which stands behind the named one."""
-    word = stray[0]
-    before = [argument for argument in arguments[: arguments.index(word)] if argument.startswith("-")]
-    rule = f"a word that belongs to no flag{f' (after {before[-1]})' if before else ''}"
+def _stray_words(stray: list[str], flag: str) -> ConfigError:
+    """The error for words that belong to no flag; the first stands behind `flag` and its values, which is empty if none does."""
+    rule = f"a word that belongs to no flag{f' (after {flag})' if flag else ''}"
     # A user who means a file of flags often forgets its @.
-    fix = f"write @{word} for the flags in it" if names_file(word) else "quote values with spaces"
+    fix = f"write @{stray[0]} for the flags in it" if names_file(stray[0]) else "quote values with spaces"
     return ConfigError(", ".join(stray), "", rule, fix)
 
 
@@ -319,12 +329,13 @@ def _unknown_flags(
         matches = difflib.get_close_matches(name, known, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
         near |= {name: matches[0]} if matches else {}
     if len(names) == 1:
-        fix = f"did you mean {near[names[0]]}?" if near else NOT_HERE.get(names[0], "see --help")
+        fix = NOT_HERE.get(names[0]) or (f"did you mean {near[names[0]]}?" if near else "see --help")
         return ConfigError(names[0], "", "unknown flag", fix)
-    fix = f"did you mean {one_of(tuple(f'{near[name]} for {name}' for name in near))}?" if near else "see --help"
-    return ConfigError(
-        ", ".join(names), "", "unknown flags", f"{fix} tools/predict.py --ignore-unknown goes without them"
-    )
+    meant = tuple(f"{near[name]} for {name}" for name in names if name in near and name not in NOT_HERE)
+    parts = [f"for {name} {NOT_HERE[name]}" for name in names if name in NOT_HERE]
+    parts += [f"did you mean {one_of(meant)}? Else" if meant else "see --help, or"]
+    parts[-1] += " predict and tune without them by --ignore-unknown of tools/predict.py and tools/autotune.py"
+    return ConfigError(", ".join(names), "", "unknown flags", "; ".join(parts))
 
 
 def _same_field(name: str, fields: Mapping[str, Flag]) -> tuple[str, ...]:

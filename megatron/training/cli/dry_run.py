@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -24,8 +25,8 @@ from megatron.training.cli.sizes import (
 )
 from megatron.training.cli.start import StartMachine, few_queues, obstacles, this_machine
 from megatron.training.cli.validation import validate
-from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source
-from megatron.training.data.tokenizers import MODEL_TYPES
+from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source, tokenizer_files
+from megatron.training.data.tokenizers import MODEL_TYPES, require_readable
 from megatron.training.plan_flags import gate_of_run, plan_of_run
 from megatron.training.report.outputs import refused_places
 from moe_overlap.describe.errors import ConfigError
@@ -34,6 +35,8 @@ from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_bl
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import Plan
 
+HIGHEST_RATE = 1.0
+"""Learning rate beyond which a dry run asks: rates of Adam end near 1e-2, those of SGD near 1."""
 _WIDTH = 120
 _COLUMN = 14
 
@@ -57,6 +60,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         if error.subject != "world size" or world_size is None:
             raise
         raise ConfigError("--world-size", error.value, error.rule, error.fix.replace("start", "use")) from None
+    require_readable(config.data.tokenizer_type, tokenizer_files(config.data))
     vocabulary = known_vocab_size(config)
     model = describe_model(config, vocabulary or 0, parsed.name)
     layout, machine = parallel_layout(config, held), this_machine()
@@ -74,7 +78,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
         _line("kernels", kernels_line(config, plan, machine)),
         *(_line(subject, text) for subject, text in parsed.remarks),
-        *([_line("beware", text)] if (text := few_queues(plan, os.environ)) else []),
+        *(_line("beware", text) for text in (few_queues(plan, os.environ), *high_rates(config)) if text),
         "",
         "flags that differ from the defaults",
         *_changed_flags(config),
@@ -86,6 +90,14 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         *_obstacles(parsed, machine),
     ]
     print("\n".join(lines), file=out)
+
+
+def high_rates(config: Config) -> Iterator[str]:
+    """Lines on learning rates that no transformer is trained with: often exponents without their minus."""
+    for flag, rate in (("--lr", config.optimizer.lr), ("--decoupled-lr", config.optimizer.decoupled_lr)):
+        if rate is not None and rate > HIGHEST_RATE:
+            known = "is far above the rates of published trainings, such as 3e-4"
+            yield f"{flag} {rate:g} {known}: is the minus of its exponent missing?"
 
 
 def model_line(model: ModelDescription) -> str:

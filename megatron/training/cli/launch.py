@@ -26,7 +26,8 @@ from megatron.training.cli.packages import require_packages
 from megatron.training.cli.rules.checkpoint import start_of
 from megatron.training.cli.sizes import describe_model, known_vocab_size
 from megatron.training.cli.start import cuda_is_there
-from megatron.training.data.sources import check_indexed_dataset, data_source
+from megatron.training.data.sources import check_indexed_dataset, data_source, tokenizer_files
+from megatron.training.data.tokenizers import require_readable
 from megatron.training.plan_flags import plan_of_run
 from megatron.training.report.outputs import prove_places
 from moe_overlap.describe.errors import ConfigError, require
@@ -219,6 +220,7 @@ def _require_inputs(config: Config) -> None:
         # Without --exit-on-missing-checkpoint, the folder of --load may be created by this run.
         if flag not in ("--load", "--pretrained-checkpoint"):
             raise ConfigError(flag, path, "does not exist", "correct the path")
+    require_readable(config.data.tokenizer_type, tokenizer_files(config.data))
 
 
 def _require_free_port(endpoint: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +24,8 @@ TIKTOKEN_VOCAB_SIZE = 1 << 17
 """Ids of a TikTokenizer without --vocab-size, special tokens included."""
 MOST_BYTES = 1 << 28
 """Largest size of a tokenizer's file: vocabularies of a quarter of a million tokens have about ten million bytes."""
+HUGGING_FACE_FILES = ("tokenizer*", "vocab*", "*bpe*", "*.model", "*.tiktoken", "*.spm", "tekken.json")
+"""Patterns of the files of a tokenizer of Hugging Face, of which a folder has at least one."""
 T = TypeVar("T")
 
 
@@ -137,10 +140,25 @@ def _prepare(kind: str, *files: tuple[str, str]) -> None:
     """Raise ConfigError if the library or a file (flag, path) is missing."""
     require_package("--tokenizer-type", kind, TOKENIZER_PACKAGES[kind])
     for flag, path in files:
-        if not Path(path).is_file():
-            raise ConfigError(flag, path, "is not a file", "correct the path")
-        if (size := Path(path).stat().st_size) > MOST_BYTES:
-            raise ConfigError(flag, path, f"has {size} bytes, at most {MOST_BYTES} are read", "correct the path")
+        _require_file(flag, path)
+
+
+def _require_file(flag: str, path: str) -> None:
+    """Raise ConfigError if a path is no file, or one of a size that no tokenizer's file has."""
+    if not Path(path).is_file():
+        raise ConfigError(flag, path, "is not a file", "correct the path")
+    size = Path(path).stat().st_size
+    if not 0 < size <= MOST_BYTES:
+        raise ConfigError(flag, path, f"has {size} bytes, 1 to {MOST_BYTES} are read", "correct the path")
+
+
+def _require_folder(flag: str, path: str) -> None:
+    """Raise ConfigError if a path is no folder, or none with a file of Hugging Face's tokenizers."""
+    fix = "give the folder that holds tokenizer.json"
+    if not Path(path).is_dir():
+        raise ConfigError(flag, path, "is not a folder", fix)
+    if not any(fnmatchcase(file.name, pattern) for file in Path(path).iterdir() for pattern in HUGGING_FACE_FILES):
+        raise ConfigError(flag, path, "holds no tokenizer's file", fix)
 
 
 def _read(flag: str, value: str, library: str, read: Callable[[], T]) -> T:
@@ -255,11 +273,8 @@ class HuggingFaceTokenizer:
 
     def __init__(self, folder: str) -> None:
         self._path = folder
-        if not Path(folder).is_dir():
-            raise ConfigError(
-                "--tokenizer-model", folder, "is not a folder", "give the folder that holds tokenizer.json"
-            )
         require_package("--tokenizer-type", "HuggingFaceTokenizer", TOKENIZER_PACKAGES["HuggingFaceTokenizer"])
+        _require_folder("--tokenizer-model", folder)
         from transformers import AutoTokenizer
 
         try:
@@ -355,6 +370,22 @@ def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, voc
             raise ConfigError("--tokenizer-type", tokenizer_type, "needs the tokenizer's files", fix)
     if tokenizer_type == "NullTokenizer" and vocab_size is None:
         raise ConfigError("--tokenizer-type", tokenizer_type, "needs the number of ids", "add --vocab-size N")
+
+
+def require_readable(tokenizer_type: str | None, files: TokenizerFiles) -> None:
+    """Raise ConfigError for a path that holds nothing a tokenizer of this type reads; opens no file.
+
+    A path that does not exist is none of these: it may be one of another machine.
+    """
+    model, is_gpt2 = files.tokenizer_model, tokenizer_type == "GPT2BPETokenizer"
+    for flag, path in (
+        ("--tokenizer-model", model if tokenizer_type in MODEL_TYPES else None),
+        ("--vocab-file", files.vocab_file if is_gpt2 else None),
+        ("--merge-file", files.merge_file if is_gpt2 else None),
+    ):
+        if path is not None and Path(path).exists():
+            require_kind = _require_folder if tokenizer_type == "HuggingFaceTokenizer" else _require_file
+            require_kind(flag, path)
 
 
 def _require_known(tokenizer_type: str | None) -> None:

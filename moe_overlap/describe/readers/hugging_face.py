@@ -56,7 +56,7 @@ def flags_of_config(values: Mapping[str, Any], where: str, is_predicted: bool = 
     fields = Fields(values, where)
     flags = _flags_of(fields, notes)
     if fields.unbuilt and not is_predicted:
-        raise _first_of(fields.unbuilt)
+        raise _joined(fields.unbuilt, where)
     notes += [f"{NOT_MODELLED}{f'{error.subject} {error.value}'.strip()}: {error.rule}" for error in fields.unbuilt]
     return flags, tuple(notes)
 
@@ -82,9 +82,9 @@ def _flags_of(fields: Fields, notes: list[str]) -> Flags:
     return flags
 
 
-def _first_of(errors: Sequence[ConfigError]) -> ConfigError:
-    """The first of several errors; its fix names the subjects of the others."""
-    first, others = errors[0], [error.subject.rpartition(" ")[2] for error in errors[1:]]
+def _joined(errors: Sequence[ConfigError], where: str) -> ConfigError:
+    """The first of several errors about a file; its fix names the fields of the others."""
+    first, others = errors[0], [error.subject.removeprefix(f"{where} ") for error in errors[1:]]
     fix = f"{first.fix} (likewise: {', '.join(dict.fromkeys(others))})" if others else first.fix
     return ConfigError(first.subject, first.value, first.rule, fix)
 

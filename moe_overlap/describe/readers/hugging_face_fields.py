@@ -164,7 +164,7 @@ class Fields:
     def finish(self) -> None:
         """Check that every field has been read, is known to change nothing, or is off; all others go to `unbuilt` at once."""
         unknown = [
-            self._spelled.get(name, name)
+            name
             for name, value in self.values.items()
             if name not in self._read and name not in _NO_MATHEMATICS and value not in _OFF
         ]
@@ -173,7 +173,8 @@ class Fields:
             self.unbuilt.append(self.error(unknown[0], _shown(self.values[unknown[0]]), rule, fix))
         elif unknown:
             rule, fix = "unknown fields, which may change the model", "remove those that do not"
-            self.unbuilt.append(self.error(", ".join(unknown), "", rule, fix))
+            names = ", ".join(self._spelled.get(name, name) for name in unknown)
+            self.unbuilt.append(self.error(names, "", rule, fix))
 
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:

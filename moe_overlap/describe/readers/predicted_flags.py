@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
@@ -259,6 +259,17 @@ def mentions(arguments: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         else:
             listed.append(("", (argument,)))
     return listed
+
+
+def without(arguments: Sequence[str], names: Collection[str]) -> list[str]:
+    """The arguments without every mention of these flags and its values."""
+    remaining: list[str] = []
+    is_kept = True
+    for argument in arguments:
+        if argument.startswith("--"):
+            is_kept = argument.partition("=")[0] not in names
+        remaining += [argument] if is_kept else []
+    return remaining
 
 
 def not_modelled(flags: Flags) -> tuple[str, ...]:

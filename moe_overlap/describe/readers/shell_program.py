@@ -11,8 +11,10 @@ from moe_overlap.describe.errors import ConfigError
 UNKNOWN = re.compile("\0(\\d+)\0")
 """The mark of an unknown value inside a text, with its number."""
 _TRAINS = re.compile(r"train|finetune|run_\w+\.py")
-_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|uv")
-"""Programs that start a Python program named among their arguments."""
+_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
+"""Programs that start a Python program named among their arguments; `uv run` does as well."""
+_WRAPPERS = frozenset("srun mpirun exec env nohup time timeout numactl".split())
+"""Programs that start the command among their arguments, whatever it is."""
 OTHER_LAUNCHERS: Mapping[str, str] = {
     "primus-cli": "the experiment in a YAML file",
     "primus": "the experiment in a YAML file",
@@ -54,21 +56,6 @@ class Command:
         return None if processes is None else nodes * processes
 
 
-def script_variables(pairs: Sequence[str]) -> dict[str, str]:
-    """The variables of `--set NAME=VALUE`, name to value.
-
-    Raises:
-        ConfigError: a text without a name or an equals sign.
-    """
-    values = {}
-    for pair in pairs:
-        name, sign, value = pair.partition("=")
-        if not (name and sign):
-            raise ConfigError("--set", pair, "is no NAME=VALUE", f"write --set {name or 'NAME'}=VALUE")
-        values[name] = value
-    return values
-
-
 def inner_script(tokens: list[str], document: str) -> str | None:
     """The script that a command passes to a shell: `... bash -c "SCRIPT"`, or a here-document of `sbatch` or `bash`; else
     None."""
@@ -82,27 +69,37 @@ def inner_script(tokens: list[str], document: str) -> str | None:
 
 
 def started(line: int, tokens: list[str]) -> Command | None:
-    """The Python program that a command starts, with its flags; None if it starts none."""
+    """The Python program that a command starts, with its flags; None if it starts none.
+
+    A launcher that hides the program is the command's first word, or stands behind a wrapper such as `srun`. There it may be the
+    value of the wrapper's flag (`srun --job-name nemo python train.py`): a program that follows it then counts.
+    """
     if tokens[0] in _OTHERS:
         return None
-    launches = ""
+    launches, is_wrapped, hidden, previous = "", False, None, ""
     for place, word in enumerate(tokens):
         name = word.rpartition("/")[2]
-        if _LAUNCHERS.fullmatch(name):
+        if _LAUNCHERS.fullmatch(name) or (word == "run" and previous == "uv"):
             launches = name
         elif (name, *tokens[place + 1 : place + 2]) in _DIALECTS:
             return Command(
                 line, tuple(tokens[:place]), f"{name} {tokens[place + 1]}", _from_dialect(tokens[place + 2 :])
             )
-        elif place == 0 and name in OTHER_LAUNCHERS:
-            return Command(line, (), name, tuple(tokens[1:]))
+        elif name in OTHER_LAUNCHERS and (place == 0 or (is_wrapped and not launches and hidden is None)):
+            hidden = Command(line, (), name, tuple(tokens[place + 1 :]))
+            if place == 0 or not tokens[place - 1].startswith("-"):
+                return hidden
+        elif word in _OTHERS and is_wrapped and not launches and not tokens[place - 1].startswith("-"):
+            return hidden
         elif word == "-m" and launches and tokens[place + 1 : place + 2]:
             module = tokens[place + 1]
             if not module.startswith("torch.distributed."):
                 return Command(line, tuple(tokens[:place]), module, tuple(tokens[place + 2 :]))
-        elif word.endswith(".py") and (launches or place == 0 or "srun" in tokens[:place] or UNKNOWN.search(word)):
+        elif word.endswith(".py") and (launches or place == 0 or is_wrapped or UNKNOWN.search(word)):
             return Command(line, tuple(tokens[:place]), word, tuple(tokens[place + 1 :]))
-    return None
+        is_wrapped |= name in _WRAPPERS
+        previous = previous if word.startswith("-") else name
+    return hidden
 
 
 def training_command(commands: list[Command], source: str) -> Command:
@@ -131,13 +128,7 @@ def training_command(commands: list[Command], source: str) -> Command:
 
 
 AS_FLAGS = "write its settings into a file of flags (num_layers: 4 is --num-layers 4); the model may come by --model config.json"
-
-
-def yaml_refusal(source: str, text: str) -> ConfigError:
-    """The error for a YAML file in the place of flags."""
-    keys = set(re.findall(r"^(\w+):", text, re.MULTILINE))
-    kind = "Hydra's" if keys & {"defaults", "hydra"} else "a launcher's"
-    return ConfigError(source, "", f"is a YAML file, {kind} settings, which are not read", AS_FLAGS)
+"""The fix for settings that are no flags of Megatron-LM."""
 
 
 def _from_dialect(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ and is reported. A flag and its value inside the same quotes, as in `ARGS+=("--s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -139,6 +139,21 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
                 raise ConfigError(f"{source} line {unknown.line}", "", unknown.rule, fix)
     shown = tuple(UNKNOWN.sub(lambda mark: follower.unknowns[int(mark[1])].as_variable, word) for word in flags)
     return ScriptFlags(shown, tuple(dict.fromkeys(unresolved)), command.num_gpus, tuple(dict.fromkeys(unread)))
+
+
+def script_variables(pairs: Sequence[str]) -> dict[str, str]:
+    """The variables of `--set NAME=VALUE`, name to value.
+
+    Raises:
+        ConfigError: a text without a name or an equals sign.
+    """
+    values = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not (name and sign):
+            raise ConfigError("--set", pair, "is no NAME=VALUE", f"write --set {name or 'NAME'}=VALUE")
+        values[name] = value
+    return values
 
 
 class _Follower(Expansion):

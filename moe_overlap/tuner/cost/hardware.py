@@ -24,7 +24,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from moe_overlap.describe.cluster import Gpu, Measured, known_gpus
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.plan.operators import in_backward_operator
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.links import LinkRates
@@ -327,25 +327,31 @@ class Constants:
 
         return self.gpus[min(self.gpus, key=distance)], True
 
+    def require_release(self, release: str | None) -> None:
+        """Refuse a release that changes no price, because no calibration run has it.
+
+        Raises:
+            ConfigError: these constants know other releases, or, of a measured machine, none.
+        """
+        if release is None or release in self.releases:
+            return
+        if not self.releases:
+            raise ConfigError("--software", release, "the prices are measured, whatever the release", "drop it")
+        rule = "is no release (year.month, as 26.04 or 26.04.01) of a calibration run"
+        names = one_of(tuple(sorted(self.releases, key=release_order)))
+        raise ConfigError("--software", release, rule, f"use {names}, or drop it for the median one of the GPU")
+
     def of_release(
-        self,
-        release: str | None,
-        architecture: str,
-        precision: str = "bf16",
-        is_moe: bool = False,
-        subject: str = "--software",
+        self, release: str | None, architecture: str, precision: str = "bf16", is_moe: bool = False
     ) -> Software:
         """The release whose loss applies: the named one if the scope was measured under it, else the architecture's median one.
 
         Args:
             release: release that the user names; None for none.
             precision: precision of the products.
-        Raises:
-            ConfigError: the text does not name a release.
         """
         measured_scope = scope(precision, is_moe)
         if release is not None:
-            self._require_release(release, subject)
             on_gpu = self.releases.get(release, {}).get(architecture)
             if on_gpu is not None and measured_scope in on_gpu.measured:
                 return Software(release=release, constants=on_gpu)
@@ -361,14 +367,6 @@ class Constants:
         missing = f"no calibration run of release {release} on {architecture} in {measured_scope}"
         reasons = () if release is None else (f"{missing}; that of {median}, its median release, is assumed",)
         return Software(release=median, constants=within[median], extrapolating=reasons, is_median=True)
-
-    def _require_release(self, release: str, subject: str) -> None:
-        try:
-            release_order(release)
-        except ValueError:
-            rule = "is no release (year.month, as 26.04 or 26.04.01)"
-            names = ", ".join(sorted(self.releases, key=release_order))
-            raise ConfigError(subject, release, rule, f"known: {names}") from None
 
     def uncalibrated(self, gpu: Gpu, precision: str, is_moe: bool) -> tuple[str, ...]:
         """Why a prediction extrapolates beyond the calibration runs; empty if it does not."""

@@ -103,8 +103,6 @@ def machine_of(
         precision: precision of the products.
         is_moe: whether the model has experts.
         model: the model, to find compared runs of it; None finds none.
-    Raises:
-        ConfigError: the text does not name a release.
     """
     gpu = cluster.group_of(0).gpu
     of_gpu, other_gpu = constants.of_gpu(gpu)

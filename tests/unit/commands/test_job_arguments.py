@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_overlap.commands import autotune
+from moe_overlap.commands import autotune, predict
 from moe_overlap.commands.job_arguments import assumed_of, job_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import read_job
@@ -102,3 +102,12 @@ def test_a_search_says_what_it_assumes_before_it_begins(tmp_path: Path, capsys: 
     # Without a batch it ends behind the sentence.
     assert autotune.main(["--model", str(tmp_path / "config.json"), *machines]) == 2
     assert capsys.readouterr().err.splitlines()[0].startswith("assumed: samples of 4096 tokens, as a config.json")
+
+
+def test_flags_alone_may_describe_the_model_in_either_spelling() -> None:
+    for words in (["--num-layers", "4"], ["--num-layers=4"]):
+        assert job_flags(predict._parser().parse_args(words)) == words
+    with pytest.raises(ConfigError, match="nothing says what is trained"):
+        job_flags(predict._parser().parse_args(["--hidden-size", "4"]))
+    with pytest.raises(ConfigError, match="--ignore-unknown: is about the file of --megatron-args, and there is none"):
+        job_flags(predict._parser().parse_args(["--model", "tiny-gpt", "--ignore-unknown"]))

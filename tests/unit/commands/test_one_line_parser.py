@@ -30,6 +30,8 @@ NEITHER = "this tool or of the training"
             f"--verbos, --num-layer: are no flags of {NEITHER}; did you mean --verbose for --verbos or --num-layers for",
         ),
         ("predict", ["job.args"], "job.args: a word that belongs to no flag; quote values with spaces"),
+        ("predict", ["job.args", "--bf16"], "job.args: a word that belongs to no flag; quote values with spaces"),
+        ("predict", ["-n", "8"], f"-n: is no flag of {NEITHER}; see --help all"),
         ("autotune", ["--output", "x", "--target", "nemo"], "--target: invalid choice: 'nemo'"),
         (
             "autotune",
@@ -61,3 +63,8 @@ def test_a_file_of_flags_is_named_by_its_flag(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         predict.main(["@job.args"])
     assert capsys.readouterr().err.endswith("write --megatron-args job.args for the flags in it\n")
+
+
+def test_a_value_of_a_training_flag_may_begin_with_a_dash() -> None:
+    words = ["--window-size", "-1,0", "--lr", "-1e-4", "--save", "-x", "--bf16"]
+    assert predict._parser().parse_args(["--gpu", "H100", *words]).training_flags == words

@@ -169,6 +169,13 @@ def test_what_cannot_be_trained_is_refused_at_once(changes: dict[str, Any], line
     assert line in str(caught.value)
 
 
+def test_an_unknown_field_is_named_as_the_file_spells_it() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    dense = {"model_type": "mistral", "max_position_embeddings": 64, "vocab_size": 512, **sizes}
+    with pytest.raises(ConfigError, match=r"^config.json moe_topk 2: unknown field, which may change the model"):
+        flags_of_config(dense | {"moe_topk": 2}, "config.json")
+
+
 def test_a_prediction_names_what_it_leaves_out() -> None:
     _, notes = described(
         DOTS | {"alpha": 2, "beta_gate": True, "index_topk": 64, "model_type": "unheard_of", "off": False}
@@ -184,6 +191,9 @@ def test_all_that_stands_in_the_way_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         flags_of_config(DOTS | {"embedding_multiplier": 2.0, "clip_qkv": 8.0, "alpha": 1}, "config.json")
     assert str(caught.value).endswith("(likewise: embedding_multiplier, alpha)")
+    with pytest.raises(ConfigError) as caught:
+        flags_of_config(DOTS | {"clip_qkv": 8.0, "alpha": 1, "beta": 2}, "of a user/config.json")
+    assert str(caught.value).endswith("(likewise: alpha, beta)")
 
 
 def test_a_file_that_transformers_wrote_is_judged_by_its_layers(tmp_path: Path) -> None:

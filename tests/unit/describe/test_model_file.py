@@ -164,6 +164,23 @@ def test_an_unknown_name_is_answered_with_the_near_ones(name: str, near: str) ->
     )
 
 
+def test_a_path_is_never_the_shipped_model_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORGANISATION/NAME is the name of a published model, unless a folder has the name of the organisation."""
+    monkeypatch.chdir(tmp_path)
+    assert read_model("data/mixtral-8x7b") == read_model("mixtral-8x7b")
+    (tmp_path / "data").mkdir()
+    for path in (
+        "./mixtral-8x7b",
+        "/data/mixtral-8x7b",
+        "../mixtral-8x7b",
+        "~/mixtral-8x7b",
+        "a/b/mixtral-8x7b",
+        "data/mixtral-8x7b",
+    ):
+        with pytest.raises(ConfigError, match=f"--model {path}: cannot be read: No such file or directory"):
+            read_model(path)
+
+
 def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path, json.dumps(LLAMA), "mixtral-8x7b")

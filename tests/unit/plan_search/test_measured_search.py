@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moe_overlap.describe.cluster import Cluster, load_cluster
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search import search as searching
 from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.search import search_plan
 from moe_overlap.tuner.profile.database import Database, OperatorKey, work_of
+from moe_overlap.tuner.search.solution import Status
 from tests.unit.plan_search.test_plan_search import SMALL, by_hand
 from tests.unit.tuner.profile.test_profile_links import measured_content
 
@@ -54,3 +58,68 @@ def test_a_machine_that_measures_on_and_on_is_answered(machine: Cluster, monkeyp
     monkeypatch.setattr(searching, "_search_once", lambda asked: searches.append(asked) or once(asked))
     search_plan(JOB, machine, dataclasses.replace(SETTINGS, space="megatron"), graphs=by_hand)
     assert len(searches) == searching.MOST_SEARCHES
+
+
+class Searched:
+    """Stands in for `SearchedPlans`."""
+
+    def __init__(self, is_interrupted: bool = False, status: Status = Status.OPTIMAL) -> None:
+        self.is_interrupted = is_interrupted
+        self.uniform = SimpleNamespace(solution=SimpleNamespace(status=status))
+
+    def interrupted(self) -> Searched:
+        return Searched(is_interrupted=True)
+
+
+NOTHING_FITS = ConfigError("the search", "", "no plan fits", "use more GPUs")
+
+
+@pytest.mark.parametrize(
+    ("second", "sizes", "seconds", "is_interrupted"),
+    [
+        (Searched(status=Status.TIME_LIMIT), (0, 1, 2), math.inf, False),
+        (Searched(status=Status.TIME_LIMIT, is_interrupted=True), (0, 1, 2), math.inf, True),
+        (KeyboardInterrupt(), (0, 1), math.inf, True),
+        (NOTHING_FITS, (0, 1, 2), 1.0, False),
+        (NOTHING_FITS, (0, 1, 1), math.inf, False),
+    ],
+)
+def test_a_repeated_search_that_fails_keeps_the_last_complete_answer(
+    second: Searched | BaseException,
+    sizes: Sequence[int],
+    seconds: float,
+    is_interrupted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the deadline, at Ctrl-C, and where nothing fits although nothing new was measured.
+
+    Args:
+        sizes: operators that are measured before the first search and behind each.
+        seconds: of the time limit; the second search ends later.
+    """
+    first, answers, measured, clock = Searched(), iter([None, second]), iter(sizes), iter([0.0, 2.0])
+
+    def search(request: object) -> tuple[Searched, list[str]]:
+        answer = next(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer or first, ["the second" if answer else "the first"]
+
+    monkeypatch.setattr(searching, "_search_once", search)
+    monkeypatch.setattr(searching, "_measured_operators", lambda cluster: next(measured))
+    monkeypatch.setattr(searching.time, "monotonic", lambda: next(clock))
+    request = SimpleNamespace(cluster=None, deadline=seconds)
+    plans, finalists = searching._search_until_measured(request)  # type: ignore[arg-type]
+    assert finalists == ["the first"] and plans.is_interrupted == is_interrupted
+    assert (plans is first) == (not is_interrupted)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), NOTHING_FITS])
+def test_a_first_search_that_fails_has_no_answer(failure: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(request: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(searching, "_search_once", search)
+    monkeypatch.setattr(searching, "_measured_operators", lambda cluster: 0)
+    with pytest.raises(type(failure)):
+        searching._search_until_measured(SimpleNamespace(cluster=None, deadline=math.inf))  # type: ignore[arg-type]

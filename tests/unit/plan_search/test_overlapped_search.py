@@ -276,11 +276,18 @@ def test_a_plan_that_overlaps_nothing_has_the_reason(
 
 
 def test_a_search_has_the_reason_of_its_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken under the options of plans, whose own flags say the precision, and not under the user's."""
+    received: dict[str, object] = {}
+
     def decided(finalists: Sequence[Finalist], *args: object, **options: object) -> Overlapped:
+        received.update(options)
         return Overlapped(chosen=finalists[0], tuned=None, why_plain="because")
 
     monkeypatch.setattr(plan_search, "decide_overlaps", decided)
-    assert search_plan(SMALL, H100, SearchSettings(has_baseline=False), **OPTIONS).why_plain == "because"
+    options = {**OPTIONS, "precision": "bf16", "memory_margin": None}
+    answer = search_plan(SMALL, H100, SearchSettings(has_baseline=False), **options)
+    assert answer.why_plain == "because"
+    assert received == {**options, "precision": None, "plan": None, "name": answer.chosen.problem.model.name}
 
 
 @pytest.mark.parametrize("share", [0.04, 0.06])

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
+from megatron.training.cli.launch import _require_inputs
 from moe_overlap.commands.train import main
 from moe_overlap.describe.errors import ConfigError
 from tests.spawn import HANGS_SECONDS
@@ -116,6 +117,26 @@ def test_outputs_that_cannot_be_written_are_listed(tmp_path: Path) -> None:
     head, _, stops = text.partition("a start here stops at")
     assert head and f"--save {file}/saved: cannot be written: Not a directory; " in stops and "--log-json" not in stops
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_without_a_tokenizer_ends_a_dry_run_and_a_start(tmp_path: Path) -> None:
+    words = [f"@{ROOT}/examples/tiny-mixtral-8x7b.args", "--tokenizer-type", "HuggingFaceTokenizer"]
+    with pytest.raises(
+        ConfigError, match=f"^--tokenizer-model {tmp_path}: holds no tokenizer's file; give the folder that"
+    ):
+        printed([*words, "--tokenizer-model", str(tmp_path)])
+    with pytest.raises(ConfigError, match="holds no tokenizer's file"):
+        _require_inputs(parse([*words, "--tokenizer-model", str(tmp_path)]).config)
+    assert "/gone does not exist" in printed([*words, "--tokenizer-model", f"{tmp_path}/gone"])
+
+
+def test_a_learning_rate_that_nobody_trains_with_is_told() -> None:
+    """SGD's reach 1; beyond, an exponent often lacks its minus."""
+    words = [f"@{ROOT}/examples/tiny-mixtral-8x7b.args", "--decoupled-lr"]
+    for rates, told in ((("3e4", "1e-3"), "--lr 30000"), (("1e-3", "3e3"), "--decoupled-lr 3000"), (("1", "1"), None)):
+        lines = [line for line in printed([*words, rates[1], "--lr", rates[0]]).splitlines() if "beware" in line]
+        rest = "is far above the rates of published trainings, such as 3e-4: is the minus of its exponent missing?"
+        assert lines == ([] if told is None else [f"beware        {told} {rest}"])
 
 
 def test_micro_batches_in_flight_are_said() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from megatron.training.cli.arguments import expand_files, parse
 from megatron.training.cli.validation import validate
-from moe_overlap.commands import predict
+from moe_overlap.commands import autotune, predict
+from moe_overlap.commands.job_arguments import job_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.shell_script import script_flags
 
@@ -97,13 +98,22 @@ UNKNOWN = "--num-layers 4 --alpha-norm --beta-path /t --tokenizer-typo x --gamma
 def test_unknown_flags_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(UNKNOWN.split())
+    without = "predict and tune without them by --ignore-unknown of tools/predict.py and tools/autotune.py"
     assert str(caught.value) == (
         "--alpha-norm, --beta-path, --tokenizer-typo, --gamma: unknown flags; did you mean --data-path for --beta-path or "
-        "--tokenizer-type for --tokenizer-typo? "
-        "tools/predict.py --ignore-unknown goes without them"
+        f"--tokenizer-type for --tokenizer-typo? Else {without}"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse(["--num-layers", "4", "--gpu", "H100", "--gamma", "1"])
+    assert (
+        str(caught.value)
+        == f"--gpu, --gamma: unknown flags; for --gpu tools/predict.py has it; see --help, or {without}"
     )
     with pytest.raises(ConfigError, match=r"^a, b: a word that belongs to no flag \(after --bf16\)"):
         parse(["--num-layers", "4", "--bf16", "a", "--fp16", "b"])
+    # The word is also the value of an earlier flag, and the flag before it has a value that begins with a dash.
+    with pytest.raises(ConfigError, match=r"^4: a word that belongs to no flag \(after --window-size\)"):
+        parse(["--num-layers", "4", "--window-size", "-1,0", "4"])
     with pytest.raises(ConfigError, match="--megatron-args: unknown flag; write @FILE for the flags in it"):
         parse(["--megatron-args", "a.args"])
 
@@ -111,12 +121,22 @@ def test_unknown_flags_are_named_at_once() -> None:
 def test_a_prediction_goes_without_unknown_flags_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "job.args").write_text(f"{SIZES} --micro-batch-size 1 --global-batch-size 8 {UNKNOWN} --bf16")
+    """What is left keeps its values, those among them that are empty; a search takes the flag as well."""
+    (tmp_path / "job.args").write_text(f"{SIZES} --micro-batch-size 1 --global-batch-size 8 {UNKNOWN} --save '' --bf16")
     words = ["--megatron-args", str(tmp_path / "job.args"), "--gpu", "H100", "--num-gpus", "8"]
     assert predict.main(words) == 2
     assert "--alpha-norm, --beta-path" in capsys.readouterr().err
     assert predict.main([*words, "--ignore-unknown"]) == 0
     assert "without --alpha-norm, --beta-path, --gamma, --tokenizer-typo, which nothing" in capsys.readouterr().out
+    arguments = autotune._parser().parse_args([*words, "--ignore-unknown"])
+    assert job_flags(arguments)[-5:] == ["--num-layers", "4", "--save", "", "--bf16"]
+
+
+def test_a_plan_beside_its_file_of_flags_is_found_in_both_spellings(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("")
+    for words in ("--plan plan.json", "--plan=plan.json"):
+        (tmp_path / "job.args").write_text(words)
+        assert [*expand_files([f"@{tmp_path / 'job.args'}"])] == ["--plan", str(tmp_path / "plan.json")]
 
 
 def test_a_choice_of_many_names_the_nearest() -> None:
@@ -137,6 +157,13 @@ def test_a_choice_of_many_names_the_nearest() -> None:
             "line 1: starts t.py with Hydra's settings (a.b=c), not with flags of Megatron-LM",
         ),
         ("python t.py model.num_layers=4 trainer.devices=8", "line 1: starts t.py with Hydra's settings"),
+        (
+            "srun -N 4 --exclusive primus-cli direct -- train",
+            "line 1: starts primus-cli, which takes the experiment in a YAML",
+        ),
+        ("exec srun -l /opt/bin/swift sft --x y", "line 1: starts swift, which takes its own arguments"),
+        ("time cp train.py /tmp", "holds no command that starts a Python program"),
+        ("uv pip install ./train.py", "holds no command that starts a Python program"),
         ("echo done", "holds no command that starts a Python program"),
     ],
 )
@@ -150,7 +177,8 @@ def test_flags_in_another_spelling_are_read(tmp_path: Path) -> None:
     script = "megatron sft --model a/b --pipeline_model_parallel_size 2 --moe_grouped_gemm true --bf16=true --x_y false --lr 1"
     words = ("--model", "a/b", "--pipeline-model-parallel-size", "2", "--moe-grouped-gemm", "--bf16", "--lr", "1")
     assert script_flags(script, {}, "x.sh").arguments == words
-    assert script_flags("uv run train.py --x 1", {}, "x.sh").arguments == ("--x", "1")
+    for launch in ("uv run", "uv --quiet run", "srun --job-name nemo python", "srun --partition test", "exec"):
+        assert script_flags(f"{launch} train.py --x 1", {}, "x.sh").arguments == ("--x", "1")
     (tmp_path / "a.sh").write_text(script)
     # A model of the command line is in the place of the script's.
     words_of_tool = ["--megatron-args", str(tmp_path / "a.sh"), "--model", "tiny-mixtral-8x7b"]

@@ -6,6 +6,7 @@ import base64
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,14 @@ from megatron.training.cli.sizes import known_vocab_size
 from megatron.training.cli.validation import validate
 from megatron.training.data.sources import tokenizer_of_run
 from megatron.training.data.tokenizers import (
+    MODEL_TYPES,
+    MOST_BYTES,
     ByteTokenizer,
     NullTokenizer,
     TokenizerFiles,
     build_tokenizer,
     refuse_unread_files,
+    require_readable,
 )
 from moe_overlap.describe.errors import ConfigError
 
@@ -82,14 +86,15 @@ def test_hugging_face_tokenizer(tmp_path: Path) -> None:
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>")
     fast.save_pretrained(tmp_path / "good")
     transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / "no_end")
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
 
     tokenizer = build_tokenizer("HuggingFaceTokenizer", TokenizerFiles(str(tmp_path / "good")), None)
     assert (tokenizer.vocab_size, tokenizer.eod) == (4, 0)
     assert tokenizer.pad == -1  # not 0: that would mask every end of document
     assert tokenizer.tokenize("hello world there") == [1, 2, 3]
     assert tokenizer.detokenize([1, 2]) == "hello world"
-    for folder, message in (("no_end", "names no end-of-sequence token"), ("empty", "transformers cannot read it")):
+    for folder, message in (("no_end", "names no end-of-sequence token"), ("broken", "transformers cannot read it")):
         with pytest.raises(ConfigError, match=message):
             build_tokenizer("HuggingFaceTokenizer", TokenizerFiles(str(tmp_path / folder)), None)
 
@@ -225,6 +230,35 @@ def test_tiktoken_without_the_package(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tokenizer.tokenize("ab") == [107, 108] and tokenizer.detokenize([107, 108]) == "ab"
     with pytest.raises(ConfigError, match="--tokenizer-model .*t.json: megatron-core .for --vocab-size 131072. cannot"):
         build_tokenizer("TikTokenizer", files, None)  # the file has fewer tokens
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_a_path_that_holds_no_tokenizer_is_refused_before_it_is_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not exist may be on another machine."""
+    monkeypatch.setattr(packages, "is_installed", lambda name: True)
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    file.write_text("")
+    rules = {
+        folder: "is not a file; correct the path",
+        file: f"has 0 bytes, 1 to {MOST_BYTES} are read; correct the path",
+    }
+    if kind == "HuggingFaceTokenizer":
+        fix = "give the folder that holds tokenizer.json"
+        rules = {folder: f"holds no tokenizer's file; {fix}", file: f"is not a folder; {fix}"}
+    for path, rule in rules.items():
+        for check in (require_readable, partial(build_tokenizer, vocab_size=None)):
+            with pytest.raises(ConfigError) as caught:
+                check(kind, TokenizerFiles(str(path)))
+            assert str(caught.value) == f"--tokenizer-model {path}: {rule}"
+    require_readable(kind, TokenizerFiles(str(tmp_path / "gone")))
+    for name in ("tokenizer.json", "vocab.txt", "spiece.model", "tekken.json"):
+        (folder / name).write_text("{}")
+        require_readable("HuggingFaceTokenizer", TokenizerFiles(str(folder)))
+        (folder / name).unlink()
 
 
 @pytest.mark.parametrize("kind", packages.TOKENIZER_PACKAGES)

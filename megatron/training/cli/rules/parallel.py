@@ -279,9 +279,8 @@ def _batches_divide(config: Config, micro: int, total: int, data: int) -> None:
         raise ConfigError(flag, value, rule, f"use a multiple of {data * micro}")
     step = micro * data
     nearest = dict.fromkeys((total // step * step or step, (total // step + 1) * step))
-    fix = f"use {divisors(total // data)}, or {flag} {' or '.join(map(str, nearest))}"
-    if flag != "--global-batch-size":
-        fix = f"use {divisors(total // data)}"
+    other = f", or {flag} {' or '.join(map(str, nearest))}" if flag == "--global-batch-size" else ""
+    fix = f"use {divisors(total // data)}{other}"
     require(total % (micro * data) == 0, "--micro-batch-size", micro, rule, fix)
 
 

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, OutOfTime
 from moe_overlap.tuner.capture import request as requests
 from moe_overlap.tuner.capture.cache import CaptureFiles, CorruptFileError, joined, load_captured, save_captured
 from moe_overlap.tuner.capture.expression import B, Expression, S
@@ -29,6 +30,7 @@ from moe_overlap.tuner.capture.graph import (
     check,
     complaints,
 )
+from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.capture.processes import CaptureError, CaptureProcesses
 from moe_overlap.tuner.capture.request import Request
 from tests.unit.tuner.capture.capture_cases import MOE, request
@@ -304,6 +306,20 @@ def test_every_capture_is_reported_and_a_report_may_end_them(tmp_path: Path) -> 
 
     with pytest.raises(ConfigError, match="--time-limit 1: passed"):
         CaptureProcesses(command, cores=1, report=end).capture({tmp_path / "never": request(MOE)})
+
+
+def test_captures_end_at_a_deadline_of_their_context(tmp_path: Path) -> None:
+    """Both of the files and of the libraries that answer from them; behind the context none holds."""
+
+    def capture(missing: Mapping[Path, Request]) -> None:
+        for path, asked in missing.items():
+            save_captured(captured(asked.sha256()), path)
+
+    files = CaptureFiles(tmp_path, capture=capture)
+    for context in (files.until(-math.inf), Libraries(files).until(-math.inf)):
+        with context, pytest.raises(OutOfTime, match="--time-limit: passed while layers of the model were captured"):
+            files.captures([request(MOE)])
+    assert files.captures([request(MOE)]) == [captured(request(MOE).sha256())]
 
 
 def test_a_forked_process_asks_its_own(tmp_path: Path) -> None:

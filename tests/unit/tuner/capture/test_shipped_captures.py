@@ -12,9 +12,10 @@ import pytest
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.capture import cache
 from moe_overlap.tuner.capture import request as requests
-from moe_overlap.tuner.capture.cache import CaptureFiles, save_captured
+from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder, save_captured
 from tests.unit.tuner.capture.capture_cases import MOE, request
 from tests.unit.tuner.capture.test_capture_files import captured
+from tools import write_captures
 
 FAR = (("torch", "9.9"), ("megatron-core", "0.99"))
 
@@ -52,3 +53,28 @@ def test_a_shipped_capture_answers_without_torch(tmp_path: Path, monkeypatch: py
     own = dataclasses.replace(captured(key), versions=FAR)
     save_captured(own, tmp_path / "cache" / f"{key}.json")
     assert CaptureFiles(tmp_path / "cache").captures([request(MOE)]) == [own]
+
+
+def test_shipped_captures_are_replaced_when_all_models_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that fails leaves the earlier ones; while models are recorded these are out of sight, so that none answers."""
+    shipped = tmp_path / "shipped"
+    monkeypatch.setattr(write_captures, "SHIPPED", shipped)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+
+    def record(name: str) -> None:
+        assert not shipped.exists()
+        if name == "wrong":
+            raise RuntimeError(name)
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        (cache_folder() / f"{name}.json").write_text(name)
+
+    monkeypatch.setattr(write_captures, "record", record)
+    assert write_captures.main(["first"]) == 0
+    with pytest.raises(RuntimeError):
+        write_captures.main(["second", "wrong"])
+    assert {path.name for path in shipped.iterdir()} == {"first.json", requests.VERSIONS}
+    assert write_captures.main(["second"]) == 0
+    assert {path.name for path in shipped.iterdir()} == {"second.json", requests.VERSIONS}
+    assert [*tmp_path.iterdir()] == [shipped]

@@ -95,11 +95,39 @@ def test_releases_and_unknown_gpus() -> None:
     assert predicted(software="26.02").predicted.step_seconds > SECONDS
     assert predicted(software="26.08").predicted.step_seconds < SECONDS
     assert predicted(software="26.04").extrapolating == ()
+    dense = {"26.05": {"Hopper": ReleaseConstants(measured=("bf16 dense",))}}
+    constants = dataclasses.replace(CONSTANTS, releases={**CONSTANTS.releases, **dense})
     asked = "no calibration run of release 26.05 on Hopper in bf16 MoE; that of 26.04, its median release, is assumed"
-    assert predicted(software="26.05").extrapolating == (asked,)
+    assert predicted(software="26.05", constants=constants).extrapolating == (asked,)
     assert predicted(cluster=shipped_cluster("H200", 32)).extrapolating == ("no calibration run of H200",)
-    with pytest.raises(ConfigError, match="--software new: is no release"):
-        predicted(software="new")
+
+
+@pytest.mark.parametrize("release", ["new", "26.05", "99.99"])
+def test_a_release_that_changes_no_price_is_refused_before_layers_are_captured(release: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        predicted(software=release, graphs=lambda *_: pytest.fail("captured"))
+    rule = "is no release (year.month, as 26.04 or 26.04.01) of a calibration run"
+    fix = "use 26.02, 26.04 or 26.08, or drop it for the median one of the GPU"
+    assert str(caught.value) == f"--software {release}: {rule}; {fix}"
+    with pytest.raises(ConfigError, match="the prices are measured, whatever the release; drop it"):
+        predicted(software=release, constants=Constants(CONSTANTS.gpus))
+
+
+def test_the_zero_level_of_flags_without_a_distributed_optimizer_is_said() -> None:
+    """This fork shards the optimizer's states always, Megatron-LM where a flag says so."""
+    unsharded = [word for word in JOB if word not in ("--use-distributed-optimizer", "--overlap-param-gather")]
+    options: Options = {"graphs": by_hand, "constants": CONSTANTS}
+    level = "ZeRO-0, as Megatron-LM runs these flags; this fork runs ZeRO-1, which --use-distributed-optimizer predicts"
+    assert predict(unsharded, shipped_cluster("H100", 32), **options).assumed == (level,)
+    one_replica = [
+        *unsharded,
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        "--expert-model-parallel-size",
+        "1",
+    ]
+    assert predict(one_replica, shipped_cluster("H100", 4), **options).assumed == BASE.assumed == ()
 
 
 def test_lower_precision_is_faster_and_what_is_not_modelled_is_named() -> None:

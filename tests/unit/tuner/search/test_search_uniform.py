@@ -14,7 +14,7 @@ import pytest
 
 from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, OutOfTime
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.job import features_of, read_job
 from moe_overlap.plan.plan import Offload, Plan
@@ -426,6 +426,20 @@ def test_a_deadline_that_is_over_ends_the_search_with_what_it_has() -> None:
     assert 0 < stopped.solution.bound <= CASE.search().solution.objective
     counts = stopped.counts
     assert counts.not_reached == counts.layouts - counts.too_large and not counts.too_slow and not counts.evaluated
+
+
+def test_a_capture_that_does_not_end_in_time_ends_the_search_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, calls = UniformCosts.evaluate, itertools.count()
+
+    def evaluated(*words: object, **named: object) -> object:
+        if next(calls) == 2:
+            raise OutOfTime("--time-limit", "", "passed", "give more time")
+        return evaluate(*words, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(UniformCosts, "evaluate", evaluated)
+    stopped = CASE.search()
+    assert stopped.solution.status is Status.TIME_LIMIT and not stopped.is_interrupted
+    assert stopped.solution.value is not None and stopped.counts.evaluated == 2
 
 
 @pytest.mark.parametrize("where", ["evaluate", "step_bound"])
