@@ -50,6 +50,16 @@ class Bounds:
         through = self._compute_seconds(layout) + self._sent_seconds(layout)
         return pipelined(through, layout, micro_batches)
 
+    @property
+    def state_bytes(self) -> float:
+        """Lower bound of the bytes that all GPUs of any plan hold together, unlike stages included: every weight, gradient and
+        optimizer state once. 0 in a space that moves states to the host."""
+        if self.space.offloads:
+            return 0.0
+        features = self.features
+        bytes_each = features.weight_bytes + features.gradient_bytes + features.optimizer_bytes
+        return bytes_each * sum(_parameters(self.model, 1, 1, 1))
+
     def needed_bytes(self, layout: UniformLayout) -> float:
         """Lower bound of the bytes that any plan of the layout needs on its fullest stage."""
         features, plan, space = self.features, self.template, self.space

@@ -215,7 +215,7 @@ def test_answer_and_json(tmp_path: Path) -> None:
     odd = search_lines(found, Path("a b/$(touch c)"), files, 1e12)[-1]
     assert shlex.split(odd)[:3] == ["next", "sbatch", "a b/$(touch c)/launch.sbatch"] and "'a b/$(touch c)/" in odd
     # What the flags of this job lack stands behind the command, for the user to fill in.
-    assert lines[-1].endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model FILE")
+    assert lines[-1].endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model PATH")
     assert any(line.startswith("your flags") for line in lines) and any("pruned by bounds" in line for line in lines)
     # Megatron-LM runs on GPUs; this runtime has not yet, and an answer for GPUs says so once.
     ours = search_lines(searched("moe-overlap"), tmp_path, files, 1e12)

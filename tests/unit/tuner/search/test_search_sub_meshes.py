@@ -43,7 +43,7 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import (
     search_meshes,
 )
 from moe_overlap.tuner.search.solution import Solution, Status
-from moe_overlap.tuner.search.space import MemoryChoice, Restriction, Run
+from moe_overlap.tuner.search.space import RECOMPUTE, MemoryChoice, Restriction, Run
 from tests.unit.plan_search.test_plan_search import OPTIONS
 from tests.unit.tuner.cost.test_cost_predict import JOB
 from tests.unit.tuner.search.spaces import SPACES
@@ -113,12 +113,15 @@ def test_stages_fit_where_predictions_do() -> None:
     case = least_memory(case, 0.055)
     search = _Meshes(case.task, run, (1,))
     table, fits = _Table(search, 1, (Restriction.FREE,)), {}
+    states = dataclasses.replace(case.bounds, space=RECOMPUTE).state_bytes
     for plan in every_plan(search, 1, 3):
-        last = len(plan.stages) - 1
+        last, held = len(plan.stages) - 1, 0
         for place, (stage, made) in enumerate(zip(plan.stages, search.prediction(plan).predicted.stages, strict=True)):
             needed = made.peak_bytes - made.peak_bytes_by_category.fragmentation
+            held += needed * stage.mesh.devices
             key = (last - place, stage.first, stage.last - 1, search.meshes.index(stage.mesh))
             fits[key] = fits.get(key, False) or needed <= search.capacity
+        assert held >= states > 0, plan.name
     assert {key: bool(np.isfinite(table.stable[key])) for key in fits} == fits
     assert set(fits.values()) == {True, False}
 
