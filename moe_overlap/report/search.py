@@ -325,14 +325,16 @@ def _flags_sentence(search: PlanSearch, baseline: Prediction) -> str:
     fast = f"{gain:.2f} times as fast"
     verdict = baseline.memory_verdict.replace("does", "do")
     text = (
-        f"{before:.3f} s: the plan is {fast}" if baseline.fits else f"{verdict} ({before:.3f} s): the plan fits, {fast}"
+        f"{before:.3f} s: the plan is {fast}"
+        if baseline.fits
+        else f"{verdict} ({before:.3f} s): the plan fits and is {fast}"
     )
     if gain < 1.0 - APART and baseline.fits:
         text += "; keep your flags"
     for change in helpful(search.changes, baseline)[:1]:
         if change.gain(baseline) < TIE * before or change.prediction is None or not change.prediction.fits:
             continue
-        text += f"; the change that gains most alone, {change.sentence}: {change.saved(baseline)}"
+        text += f"; its best single change ({change.sentence}): {change.saved(baseline)}"
     return f"{text}; --search-space {search.wider_space} has plans like yours" if search.wider_space else text
 
 

@@ -509,9 +509,7 @@ def test_the_answer_says_what_of_the_users_flags_costs_most() -> None:
     assert gains == sorted(gains, reverse=True)
     (line,) = [line for line in search_lines(search, Path("tuned"), [], None) if line.startswith("your flags ")]
     most = helpful(search.changes, search.baseline)[0]
-    assert (
-        gains[0] > 0.0 and f"; the change that gains most alone, {most.sentence}: {most.saved(search.baseline)}" in line
-    )
+    assert gains[0] > 0.0 and f"; its best single change ({most.sentence}): {most.saved(search.baseline)}" in line
     details = detail_lines(search)
     assert sum(line.startswith("change ") for line in details) == len(search.changes)
     assert sum(line.startswith("refused ") for line in details) == len(search.refused)
