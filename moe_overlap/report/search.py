@@ -196,7 +196,9 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
     """The answer about the chosen plan; runners-up keep their rank, which is that of the simulated steps."""
     chosen, others = search.chosen, []
     for other in search.others:
-        shown = runner_up(other.name, other.prediction, search.prediction)
+        # The name of a plan of unlike stages lists every stage.
+        name = plan_sentence(other.plan) if other.is_staged else other.name
+        shown = runner_up(name, other.prediction, search.prediction)
         if search.tuned is None and (chosen.is_apart or other.is_apart):
             shown = dataclasses.replace(
                 shown, simulated_change=other.simulated_seconds / chosen.simulated_seconds - 1.0
