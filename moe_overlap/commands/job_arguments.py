@@ -14,8 +14,8 @@ from megatron.training.cli.flags.table import config_flags
 from megatron.training.cli.rules.model import sizes_are_given
 from megatron.training.cli.rules.parallel import MOST_PROCESSES
 from megatron.training.cli.validation import validate
-from moe_overlap.commands.gpus import ListGpus, ListModels
 from moe_overlap.commands.help_topics import topic
+from moe_overlap.commands.listings import ListGpus, ListModels
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.expert_load import NATURAL, NATURAL_LOAD

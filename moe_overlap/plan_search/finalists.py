@@ -23,6 +23,7 @@ from moe_overlap.tuner.cost.simulate.step import listed_seconds
 from moe_overlap.tuner.search.dispatchers import LIBRARIES
 from moe_overlap.tuner.search.shares import LayoutShare
 from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.space import SearchSpace
 from moe_overlap.tuner.search.uniform import UniformSearch
 
 SIMULATED = 0.1
@@ -176,6 +177,25 @@ def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
     return [leader, *(finalist for finalist in ordered if finalist is not leader)]
 
 
+def require_room(state_bytes: float, space: SearchSpace, machine: Machine) -> None:
+    """Refuse GPUs that cannot hold the states of any plan, before layers are captured and spaces searched for minutes.
+
+    Args:
+        state_bytes: of all GPUs together (`Bounds.state_bytes`).
+        space: says what may wait on the host.
+    Raises:
+        ConfigError: they are too few, with the number that the states alone fill.
+    """
+    gpus, usable = machine.cluster.gpus, machine.usable_bytes
+    if state_bytes <= gpus * usable:
+        return
+    held = f"{gpus} GPUs hold {gpus * usable / GIB:,.1f} with {machine.memory.certainty} certainty"
+    states = "gradients alone" if "optimizer" in space.offloads else "weights, gradients and optimizer states"
+    rule = f"no plan fits: {states} take {state_bytes / GIB:,.1f} GiB, and {held}"
+    fix = f"use more GPUs (the states alone fill {math.ceil(state_bytes / usable):,}), or GPUs with more memory"
+    raise ConfigError("--num-gpus", f"{gpus} × {machine.cluster.group_of(0).gpu.name}", rule, fix)
+
+
 def does_not_fit(
     uniform: UniformSearch,
     machine: Machine,
@@ -206,7 +226,7 @@ def does_not_fit(
     if uniform.smallest is None:
         rule = f"none of {uniform.counts.layouts:,} layouts fits {room}, by a lower bound of their bytes"
         return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
-    least = uniform.smallest.needed_bytes / GIB
-    rule = f"no plan fits {room}, with {machine.memory.certainty} certainty; "
-    rule += f"the smallest needs {least:.1f} ({uniform.smallest.name})"
+    least = uniform.smallest.needed_bytes * machine.memory.high / GIB
+    rule = f"no plan fits {room}: the smallest ({uniform.smallest.name}) needs up to {least:.1f} "
+    rule += f"with {machine.memory.certainty} certainty"
     return ConfigError("--num-gpus", subject, rule, "use more GPUs, or a shorter sequence")

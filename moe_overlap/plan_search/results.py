@@ -157,11 +157,13 @@ class Leeway:
         data_flags: flags that hide reductions and gathers and that the job does not set yet.
         may_interleave: whether its stages may have two model chunks each.
         no_overlap: why no search can find an overlap of its all-to-alls; empty if one can.
+        keeps_layout: whether a search has kept the job's layout, so that other layouts may be faster.
     """
 
     data_flags: tuple[str, ...] = ("--overlap-grad-reduce", "--overlap-param-gather")
     may_interleave: bool = True
     no_overlap: str = ""
+    keeps_layout: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,13 +238,20 @@ class Change:
         """The predicted effect of only this change, as text."""
         if self.prediction is None:
             return f"not possible alone: {self.rule}"
+        fits = "" if self.prediction.fits else f"; {self.prediction.memory_verdict}"
+        # A change that costs time or memory by itself needs another reason.
+        pays = self.gain(baseline) > 0.0 and self.prediction.fits
+        return (
+            f"this change alone: {self.saved(baseline)}{fits}{'' if pays else '; it pays with the other changes only'}"
+        )
+
+    def saved(self, baseline: Prediction) -> str:
+        """What the change adds to a step and its memory, such as `-0.231 s a step and +9.7 GiB on the fullest stage`."""
+        assert self.prediction is not None
         seconds = self.prediction.predicted.step_seconds - baseline.predicted.step_seconds
         memory = self.prediction.fullest.needed_bytes - baseline.fullest.needed_bytes
-        fits = "" if self.prediction.fits else f"; {self.prediction.memory_verdict}"
         space = f"{memory / GIB:+.1f} GiB on the fullest stage" if abs(memory) >= VISIBLE_BYTES else "the same memory"
-        # A change that costs time or memory by itself needs another reason.
-        others = "" if seconds < 0 and self.prediction.fits else "; does not pay alone, but with the other changes"
-        return f"this change alone: {difference(seconds)} a step and {space}{fits}{others}"
+        return f"{difference(seconds)} a step and {space}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@
    (overlapped.py). The shortest step is the answer.
 8. `_answer` assembles the result; `_with_changes` lists what it changes in the user's own layout.
 
-A measured machine repeats steps 2 to 5 until predictions have nothing new to measure, five times at most
+A measured machine repeats steps 2 to 5 until predictions have nothing new to measure, five searches at most in all
 (`_search_until_measured`).
 """
 
@@ -42,6 +42,7 @@ from moe_overlap.plan_search.finalists import (
     does_not_fit,
     in_order,
     listed_alone,
+    require_room,
     simulated_finalists,
     simulated_until_ahead,
 )
@@ -165,9 +166,15 @@ class SearchRules:
 
     @classmethod
     def of(cls, request: SearchRequest) -> SearchRules:
-        """The rules of a request."""
+        """The rules of a request.
+
+        Raises:
+            ConfigError: the GPUs cannot hold the states of any plan.
+        """
         target, bare = request.settings.target, request.bare
         task, bounds = request.task(request.job, narrow_space(request.space))
+        _, wide = request.task(request.job, request.space)
+        require_room(wide(dataclasses.replace(request.layouts[0], tensor=1)).state_bytes, request.space, task.machine)
         if request.graphs == request.libraries.graphs:
             task = captured_ahead(task, request.job, request.layouts, request.libraries, request.settings.jobs)
         pairs = target == "megatron-lm" or (target == "any" and request.space.overlaps)

@@ -7,7 +7,7 @@
     memory      bytes that the fullest stage needs, against its GPU's capacity
     waiting     exposed communication by kind, the pipeline's bubble, and launches from the host
     beware      reasons why the figures may be wrong
-    runner-up   other plans, each with the term of the breakdown that costs it most
+    runner-up   the next best plan, with the terms of the breakdown that cost it most
     try next    advice
 
 The search or the prediction fills in `Answer`; `answer_lines` formats it.
@@ -39,9 +39,7 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import overflow_counts
 from moe_overlap.tuner.cost.host import WORTH_A_LOOK, Launching
 
-SHOWN_RUNNERS_UP = 3
-WIDEST_NAME = 60
-"""Longest name of a runner-up that others are aligned with."""
+SHOWN_RUNNERS_UP = 1
 SHOWN_TERMS = 2
 """Terms of the breakdown in the line of a runner-up."""
 SMALLEST_TERM = 0.001
@@ -53,6 +51,12 @@ LAUNCHES = "waiting for kernel launches"
 UNTRIED = "pretrain_moe.py of this project has not run on a GPU yet; run a few steps before you rely on the plan"
 UNEQUAL = "waiting for the slowest stage"
 OF_THIS_FORK = "this fork's overlap of all-to-alls (--target both compares it with Megatron-LM's)"
+OTHER_LAYOUTS = "tools/autotune.py without --overlap-only, which searches other layouts, too"
+LAYOUT_TERMS = (
+    *("bubble", "exposed tensor", "exposed context", "exposed data", "exposed transfer", "exposed expert"),
+    LAUNCHES,
+)
+"""Terms of a step that another layout may shorten."""
 OVERLAPS: Mapping[Mechanism, str] = MappingProxyType(
     {
         "tutel": "capacity chunks",
@@ -94,7 +98,7 @@ class Answer:
     Attributes:
         chosen: the sentence about the plan; default `plan_sentence`.
         train_tokens: tokens of the full training, from the user or the flags; None if unknown.
-        runners_up: the best first; three are shown.
+        runners_up: the best first; one is shown, all with --verbose.
         try_next: advice; empty: that of `suggestions`.
         is_upstream: whether the plan is for unmodified Megatron-LM, so that this fork's overlap is not a matching advice.
         is_searched: whether a search found the plan, so that decisions of the search are no advice.
@@ -117,7 +121,7 @@ def answer_lines(answer: Answer) -> list[str]:
     """The lines of an answer."""
     prediction = answer.prediction
     lines = [*figure_lines(answer), line("waiting", _waiting(answer)), *beware_lines(prediction)]
-    lines += [line("runner-up", text) for text in _runners_up(answer)]
+    lines += runner_up_lines(answer)[:SHOWN_RUNNERS_UP]
     suggested = suggestions(answer.plan, prediction, answer.is_upstream, answer.is_searched, answer.leeway)
     lines += [line("try next", text) for text in answer.try_next or suggested]
     return lines
@@ -369,7 +373,7 @@ def _beware(prediction: Prediction) -> list[str]:
     if prediction.not_run:
         more = _more(prediction.not_run)
         texts.append(f"Megatron-LM with megatron-core 0.16.1 does not run this: {prediction.not_run[0]}{more}")
-    texts += missed_texts(prediction.missed)
+    texts += missed_texts(prediction)
     # The first reason, and the substitution of the user's release, if any.
     reasons = dict.fromkeys((*prediction.extrapolating[:1], *prediction.software.extrapolating))
     texts += [f"{reason}; expect larger errors" for reason in reasons]
@@ -416,18 +420,14 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
     return ", ".join(texts) + saved
 
 
-def _runners_up(answer: Answer) -> list[str]:
-    """The lines of the runners-up, with their names and seconds in columns."""
-    shown = answer.runners_up[:SHOWN_RUNNERS_UP]
-    names = [len(other.name) for other in shown if len(other.name) <= WIDEST_NAME]
-    seconds = [len(f"{other.seconds:.3f}") for other in shown if other.seconds is not None]
-    return [_runner_up(other, answer, max(names, default=0), max(seconds, default=0)) for other in shown]
+def runner_up_lines(answer: Answer) -> list[str]:
+    """The lines of all runners-up, the best first."""
+    return [line("runner-up", _runner_up(other, answer)) for other in answer.runners_up]
 
 
-def _runner_up(other: RunnerUp, answer: Answer, name_width: int, seconds_width: int) -> str:
-    name = f"{other.name}:".ljust(name_width + 1)
+def _runner_up(other: RunnerUp, answer: Answer) -> str:
     if other.seconds is None:
-        return f"{name} {other.why}"
+        return f"{other.name}: {other.why}"
     change = other.seconds / answer.prediction.predicted.step_seconds - 1
     # Plans of one job share most of the prediction's error, so a tie is much smaller than it.
     tie = ", a tie" if abs(change) <= TIE else ""
@@ -435,7 +435,7 @@ def _runner_up(other: RunnerUp, answer: Answer, name_width: int, seconds_width: 
     tells_memory = bool(tie) and change < 0 and other.more_bytes >= VISIBLE_BYTES
     more = f", needs {other.more_bytes / GIB:.1f} GiB more" if tells_memory else ""
     simulated = "" if other.simulated_change is None else f", {100 * other.simulated_change:+.1f} % as simulated"
-    return f"{name} {other.seconds:>{seconds_width}.3f} s ({100 * change:+.1f} %{simulated}{tie}{more}): {other.why}"
+    return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{simulated}{tie}{more}): {other.why}"
 
 
 def suggestions(
@@ -482,8 +482,10 @@ def suggestions(
 
 def _search_advice(launching: Launching | None, seconds: float, is_upstream: bool, leeway: Leeway) -> dict[str, str]:
     """Term of a step of `seconds` -> advice on decisions that a search does not make."""
-    batch = "a larger global batch, if the training allows it"
-    advice = {"bubble": batch, "exposed data": batch}
+    if leeway.keeps_layout:
+        advice = dict.fromkeys(LAYOUT_TERMS, OTHER_LAYOUTS)
+    else:
+        advice = dict.fromkeys(("bubble", "exposed data"), "a larger global batch, if the training allows it")
     if is_upstream and not leeway.no_overlap:
         advice["exposed expert"] = OF_THIS_FORK
     if graphs := _graphs_advice(launching, seconds, is_upstream):

@@ -10,7 +10,7 @@ from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.figures import VISIBLE_BYTES
 from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.expected_error import LEVEL, ExpectedError, Neighbours
+from moe_overlap.tuner.cost.expected_error import LEVEL, ExpectedError
 from moe_overlap.tuner.cost.feasibility import Alternative, ChangeKind, MemoryChange, Remedy
 from moe_overlap.tuner.cost.hardware import precision_of, release_order
 from moe_overlap.tuner.write.memory_changes import RUN_BY_MEGATRON_LM, change_flags
@@ -44,7 +44,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "software": software_json(prediction),
         "expected_error": dataclasses.asdict(prediction.expected_error) if prediction.expected_error else None,
         "interval": interval_json(prediction),
-        "missed": missed_texts(prediction.missed),
+        "missed": missed_texts(prediction),
         "not_modelled_effects": {flag: effect_of(flag) for flag in prediction.not_modelled},
         "assumed": list(prediction.assumed),
         "not_run": list(prediction.not_run),
@@ -94,8 +94,10 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.{max(0, digits)}f}"
 
 
-def missed_texts(missed: Neighbours | None) -> list[str]:
-    """The warning about compared runs whose steps lie outside the interval; empty if predictions hold them."""
+def missed_texts(prediction: Prediction) -> list[str]:
+    """The warning about compared runs whose steps lie outside the interval, with the step to expect; empty if predictions hold
+    them."""
+    missed = prediction.missed
     if missed is None:
         return []
     runs, count = missed.runs, len(missed.runs)
@@ -111,7 +113,10 @@ def missed_texts(missed: Neighbours | None) -> list[str]:
     releases = f" (release{'s' if len(named) > 1 else ''} {', '.join(named)})" if named else ""
     precision = precision_of(runs[0].precision)
     published = f"{number} published {precision} run{'s' if count > 1 else ''} {subject}{releases}"
-    return [f"{published} took {missed.ratio:.2g} times what is predicted"]
+    expected = seconds_text(missed.ratio * prediction.predicted.step_seconds)
+    return [
+        f"{published} took {missed.ratio:.2g} times what is predicted: expect {expected} s rather than the interval"
+    ]
 
 
 def available_text(prediction: Prediction) -> str:
@@ -152,7 +157,7 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     lines += ["", *_alternative_lines(prediction)]
     lines += prediction.overflow
     lines += _remedy_lines(prediction)
-    lines += missed_texts(prediction.missed)
+    lines += missed_texts(prediction)
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
     lines += [f"assumed: {text}" for text in prediction.assumed]
     lines += [f"not run: {text}" for text in prediction.not_run]

@@ -13,18 +13,21 @@ from moe_overlap.describe.cluster import start_flags
 from moe_overlap.plan.serialize import as_values
 from moe_overlap.plan_search.results import (
     APART,
+    TIE,
     Finalist,
     Leeway,
     PlanSearch,
     Screened,
 )
 from moe_overlap.report.answer import (
+    SHOWN_RUNNERS_UP,
     Answer,
     answer_lines,
     exposed_seconds,
     line,
     plan_sentence,
     runner_up,
+    runner_up_lines,
     stages_sentence,
     training_json,
     untried_lines,
@@ -35,17 +38,25 @@ from moe_overlap.report.changes import change_lines, changes_json, helpful
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.sharding import sharding_details, sharding_json, sharding_lines
 from moe_overlap.report.tuning import answers_graphs, graphs_json, graphs_lines
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.host import WORTH_A_LOOK
 from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES
 from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
+from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS
 from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, arguments_to_add
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
 EXECUTED = "--target moe-overlap: the best plan that runs today"
 EARLY = "stopped early: better plans may be left"
-SHOWN_CHANGES = 1
-"""Changes of the user's flags in the short answer; --verbose and the JSON have all."""
+ENDED = {
+    Status.OPTIMAL: "the best is proven",
+    Status.FEASIBLE: "the best is found, not proven",
+    Status.INFEASIBLE: "none fits",
+    Status.TIME_LIMIT: "stopped early",
+    Status.CUT_OFF: "none is faster",
+}
+"""How a search of unlike stages ended, as text."""
 
 
 # Data
@@ -185,7 +196,9 @@ def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
     """The answer about the chosen plan; runners-up keep their rank, which is that of the simulated steps."""
     chosen, others = search.chosen, []
     for other in search.others:
-        shown = runner_up(other.name, other.prediction, search.prediction)
+        # The name of a plan of unlike stages lists every stage.
+        name = plan_sentence(other.plan) if other.is_staged else other.name
+        shown = runner_up(name, other.prediction, search.prediction)
         if search.tuned is None and (chosen.is_apart or other.is_apart):
             shown = dataclasses.replace(
                 shown, simulated_change=other.simulated_seconds / chosen.simulated_seconds - 1.0
@@ -214,11 +227,16 @@ def _no_other_overlap(search: PlanSearch) -> str:
 
 
 def detail_lines(search: PlanSearch) -> list[str]:
-    """The lines of --verbose: every change of the user's flags, CUDA graphs, screened layouts, free sharding, refused plans."""
+    """The lines of --verbose: the other runners-up, every change of the user's flags, the extent of the search, CUDA graphs,
+    layouts screened for overlap, free sharding, refused plans."""
     changes = [] if search.baseline is None else change_lines(search.changes, search.baseline)
     sharding = [] if search.sharding is None else sharding_details(search.sharding)
     return [
+        *runner_up_lines(answer_of(search))[SHOWN_RUNNERS_UP:],
         *changes,
+        *_simulated_lines(search),
+        *([] if search.chosen.is_staged or search.ended_early else _stages_lines(search)),
+        *searched_lines(search),
         *([] if answers_graphs(search.graphs, search.prediction) else _graphs_lines(search)),
         *_screened_lines(search.screened),
         *sharding,
@@ -254,42 +272,24 @@ def _screened_lines(screened: Sequence[Screened]) -> list[str]:
 
 
 def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str]) -> list[str]:
-    """Lines on the user's layout, dropped flags, the extent of the search, the files, and the command to run.
+    """Lines on the user's layout, what the plan decides and drops, the files, and the command to run.
 
     Args:
         folder: the folder of the files; None if nothing is written.
     """
-    lines, counts = [], search.uniform.counts
-    ended = f"; {EARLY}" if search.ended_early else ""
+    lines = []
     if search.baseline is not None:
-        before = search.baseline.predicted.step_seconds
-        fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
-        gain = before / search.prediction.predicted.step_seconds
-        keep = "; keep your flags" if gain < 1.0 - APART and search.baseline.fits else ""
-        wider = f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
-        assumed = "".join(f"; assumed: {text}" for text in search.baseline.assumed)
-        sentence = f"{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}{wider}{assumed}"
-        lines.append(line("your flags", sentence))
-        lines += change_lines(helpful(search.changes, search.baseline)[:SHOWN_CHANGES], search.baseline)
+        lines.append(line("your flags", _flags_sentence(search, search.baseline)))
     elif search.baseline_refusal:
         lines.append(line("your flags", f"do not run on these GPUs: {search.baseline_refusal}"))
-    lines += _stages_lines(search)
+    if search.chosen.is_staged or search.ended_early:
+        lines += _stages_lines(search)
     if search.kept_micro_batch is not None:
         lines.append(
             line(
                 "kept",
                 f"--micro-batch-size {search.kept_micro_batch}: with --moe-expert-capacity-factor another size drops different "
                 "tokens; --allow-micro-batch-change searches the others",
-            )
-        )
-    differing = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
-    if differing:
-        widest = max(differing, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
-        lines.append(
-            line(
-                "simulated",
-                f"in detail, {len(differing)} of the {1 + len(search.others)} best plans differ by over {100 * APART:g} %; "
-                f"most: {widest.name} takes {widest.simulated_seconds:.3f} s, not {widest.seconds:.3f}",
             )
         )
     lines += _dispatcher_lines(search)
@@ -301,31 +301,8 @@ def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str])
         lines += [line("without", f"{name}: {reason}") for name, reason in search.written.left_out]
     else:
         lines.append(line("not run", f"pretrain_moe.py refuses it today: {search.refusal}"))
-    pruned = counts.too_large + counts.too_slow
-    lines.append(
-        line(
-            "searched",
-            f"{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
-            f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} pruned by bounds"
-            f"{f', {counts.not_reached:,} not reached' if counts.not_reached else ''}{ended}",
-        )
-    )
-    staged = search.staged
-    if staged is not None and staged.programs:
-        lines.append(
-            line(
-                "",
-                f"{staged.programs} programs over cuts and sub-meshes, {staged.mesh_stages:,} stages priced for them, "
-                f"{staged.solution.status.value}",
-            )
-        )
-    if staged is not None and staged.layouts:
-        priced = (
-            f"{staged.candidates:,} candidates for their stages, {staged.on_frontier:,} of them not worse than another in both "
-            f"time and memory, {staged.solution.status.value}"
-        )
-        outcome = priced if staged.candidates else "none can be faster, by lower bounds of their steps"
-        lines.append(line("", f"{staged.layouts} layouts with stages that differ: {outcome}"))
+    if search.ended_early:
+        lines += searched_lines(search)
     if search.sharding is not None:
         lines += sharding_lines(search.sharding)
     if search.refusal is None and not search.is_upstream:
@@ -343,6 +320,64 @@ def closing_lines(search: PlanSearch, folder: Path | None, files: Sequence[str])
     return lines
 
 
+def _flags_sentence(search: PlanSearch, baseline: Prediction) -> str:
+    """The step of the user's own layout, what the plan gains over it, and the single change that gains most and fits."""
+    before = baseline.predicted.step_seconds
+    gain = before / search.prediction.predicted.step_seconds
+    fast = f"{gain:.2f} times as fast"
+    verdict = baseline.memory_verdict.replace("does", "do")
+    text = (
+        f"{before:.3f} s: the plan is {fast}"
+        if baseline.fits
+        else f"{verdict} ({before:.3f} s): the plan fits and is {fast}"
+    )
+    if gain < 1.0 - APART and baseline.fits:
+        text += "; keep your flags"
+    for change in helpful(search.changes, baseline)[:1]:
+        if change.gain(baseline) < TIE * before or change.prediction is None or not change.prediction.fits:
+            continue
+        text += f"; its best single change ({change.sentence}): {change.saved(baseline)}"
+    text += f"; --search-space {search.wider_space} has plans like yours" if search.wider_space else ""
+    return text + "".join(f"; assumed: {assumption}" for assumption in baseline.assumed)
+
+
+def _simulated_lines(search: PlanSearch) -> list[str]:
+    """The line on plans whose simulated step is not the predicted one; empty if all agree."""
+    differing = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
+    if not differing:
+        return []
+    widest = max(differing, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
+    counted = (
+        f"{len(differing)} of the {1 + len(search.others)} best plans are over {100 * APART:g} % from their predictions"
+    )
+    most = f"most: {widest.name}, {widest.simulated_seconds:.3f} s in place of {widest.seconds:.3f}"
+    return [line("simulated", f"instruction by instruction, {counted}; {most}")]
+
+
+def searched_lines(search: PlanSearch) -> list[str]:
+    """The extent of the search: uniform layouts, sub-meshes, and unlike stages of one mesh."""
+    counts, staged = search.uniform.counts, search.staged
+    pruned = counts.too_large + counts.too_slow
+    memory = "memory" if search.target == "any" else "recomputation"
+    uniform = f"{counts.evaluated:,} evaluated with all their choices of {memory}, {pruned:,} pruned by bounds"
+    if counts.not_reached:
+        uniform += f", {counts.not_reached:,} not reached"
+    ended = f"; {EARLY}" if search.ended_early else ""
+    lines = [line("searched", f"{counts.layouts:,} layouts in {search.seconds:.0f} s: {uniform}{ended}")]
+    if staged is not None and staged.programs:
+        meshes = f"{staged.mesh_stages:,} stages priced in {staged.programs} programs"
+        lines.append(line("", f"cuts and sub-meshes of unlike size: {meshes}; {ENDED[staged.solution.status]}"))
+    if staged is not None and staged.layouts:
+        candidates = (
+            f"{staged.candidates:,} candidates, {staged.on_frontier:,} of them on a frontier of time and memory"
+        )
+        outcome = f"{candidates}; {ENDED[staged.solution.status]}"
+        if not staged.candidates:
+            outcome = "none can be faster, by lower bounds of their steps"
+        lines.append(line("", f"stages that differ, in {staged.layouts} layouts: {outcome}"))
+    return lines
+
+
 def _stages_lines(search: PlanSearch) -> list[str]:
     """The line on the gain of unlike stages over equal ones; empty if no unlike stages were searched."""
     equal, seconds = search.equal_stages_seconds, search.prediction.predicted.step_seconds
@@ -351,11 +386,15 @@ def _stages_lines(search: PlanSearch) -> list[str]:
     if not search.chosen.is_staged:
         if search.ended_early:
             return [line("stages", "equal; the search ended before all plans with unequal stages were compared")]
-        return [line("stages", "equal stages are fastest: other layers and recomputation by stage were searched, too")]
+        return [
+            line("stages", "equal stages are fastest; other layers and recomputation for each stage were searched, too")
+        ]
     if math.isinf(equal):
         return [line("stages", f"{stages_sentence(search.plan)}; no plan with equal stages fits")]
-    gained = f"{equal - seconds:.3f} s ({(equal - seconds) / equal:.1%}) less than the best plan with equal stages"
-    return [line("stages", f"{stages_sentence(search.plan)}: {gained}, {equal:.3f} s")]
+    gained = f"unequal stages save {equal - seconds:.3f} s ({100 * (equal - seconds) / equal:.1f} %)"
+    return [
+        line("stages", f"{stages_sentence(search.plan)}: {gained}; the best plan with equal ones takes {equal:.3f} s")
+    ]
 
 
 def _dispatcher_lines(search: PlanSearch) -> list[str]:

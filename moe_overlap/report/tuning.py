@@ -126,9 +126,6 @@ def refinement_json(refinement: Refinement) -> dict[str, Any]:
 
 # Text.
 
-RUNNERS_UP = 3
-"""Most runners-up in the short answer."""
-
 
 def tuned_lines(tuned: Tuned, folder: Path | None, cluster: Cluster, files: Sequence[str] = ()) -> list[str]:
     """The answer in about ten lines, in the form of a search; `tuned_details` has the rest.
@@ -141,24 +138,12 @@ def tuned_lines(tuned: Tuned, folder: Path | None, cluster: Cluster, files: Sequ
     assert chosen.prediction is not None and chosen.plan is not None
     lines = [] if tuned.refinement is None else [*refined_lines(tuned.refinement)]
     lines += answer_lines(answer_of(tuned, cluster))
-    than = f"{tuned.plain_seconds:.3f} s of {PLAIN}; both share most of the prediction's error"
-    gained = f"{chosen.name}: {tuned.plain_seconds / chosen.seconds:.2f} times as fast as the {than}"
-    lines += [line("overlap", f"none is faster than {PLAIN}" if chosen.name == PLAIN else gained)]
+    lines += [line("overlap", _overlap_sentence(tuned))]
     if chosen.measured_seconds is not None:
         lines += [line("measured", f"{chosen.measured_seconds:.3f} s a step")]
     if answers_graphs(tuned.graphs, chosen.prediction):
         lines += [line("graphs", text) for text in graphs_lines(tuned.graphs, chosen.prediction)]
     lines += [line("without", f"{flag}: {LEFT_OUT[flag]}") for flag in tuned.dropped]
-    refused = sum(other.prediction is None for other in tuned.others)
-    refusals = f", {refused} of them refused" if refused else ""
-    mixes = 0 if tuned.mix is None else tuned.mix.predictions
-    mixed = f" and {mixes} mixes by class of layers" if mixes else ""
-    lines += [
-        line(
-            "searched",
-            f"{1 + len(tuned.others)} ways{refusals}{mixed} in {tuned.search_seconds:.1f} s; --verbose lists them",
-        )
-    ]
     lines += untried_lines(chosen.plan)
     if folder is None:
         return [*lines, *unwritten_lines()]
@@ -176,6 +161,18 @@ def tuned_lines(tuned: Tuned, folder: Path | None, cluster: Cluster, files: Sequ
     return [*lines, line("next", f"python pretrain_moe.py {ranks}{flags}")]
 
 
+def _overlap_sentence(tuned: Tuned) -> str:
+    """What the chosen overlap gains, and among how many it was chosen."""
+    chosen = tuned.chosen
+    gained = f"{chosen.name}: {tuned.plain_seconds / chosen.seconds:.2f} times as fast as {PLAIN} ({tuned.plain_seconds:.3f} s)"
+    refused = sum(other.prediction is None for other in tuned.others)
+    refusals = f"; {refused} more are refused" if refused else ""
+    mixes = 0 if tuned.mix is None else tuned.mix.predictions
+    mixed = f" and {mixes} mixes by class of layers" if mixes else ""
+    compared = f"{1 + len(tuned.others) - refused} ways{mixed} were compared{refusals} (--verbose)"
+    return f"{f'none is faster than {PLAIN}' if chosen.name == PLAIN else gained}; {compared}"
+
+
 def answer_of(tuned: Tuned, cluster: Cluster) -> Answer:
     """The answer about the chosen overlap, with the other candidates as runners-up."""
     chosen = tuned.chosen
@@ -191,9 +188,9 @@ def answer_of(tuned: Tuned, cluster: Cluster) -> Answer:
         plan=chosen.decided,
         prediction=prediction,
         cluster=cluster,
-        runners_up=others[:RUNNERS_UP],
+        runners_up=others,
         is_searched=True,
-        leeway=Leeway(no_overlap="it is decided"),
+        leeway=Leeway(no_overlap="it is decided", keeps_layout=True),
     )
 
 

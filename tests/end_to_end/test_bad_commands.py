@@ -37,7 +37,7 @@ WRONG = {
     "--expert-model-parallel-size 3": "--expert-model-parallel-size 3: 4 experts are not divisible by 3; use 1, 2 or 4",
     "--pipeline-model-parallel-size 3": "--pipeline-model-parallel-size 3: 2 layers are not divisible by 3; use 1 or 2",
     "--pipeline-model-parallel-size 2": (
-        "world size 1: not a multiple of TP × PP × CP = 1 × 2 × 1; start a multiple of 2 processes"
+        "world size 1: not a multiple of TP × PP × CP = 1 × 2 × 1; use a multiple of 2 ranks"
     ),
     "@missing.args": "@missing.args: cannot read missing.args: No such file or directory; correct the path",
     "--num-layer 2": "--num-layer: unknown flag; did you mean --num-layers?",

@@ -28,7 +28,7 @@ MISTAKES = {
     "--nproc-per-node 1.5": "--nproc-per-node 1.5: must be a whole number from 1; correct the value",
     "--nproc-per-node=-2": "--nproc-per-node -2: must be a whole number from 1; correct the value",
     "--nproc_per_node 9999999": "--nproc-per-node 9999999: is above 1048576; correct the value",
-    "--nproc-per-node 3": "world size 3: not a multiple of ETP × EP × PP = 1 × 2 × 1; start a multiple of 2 processes",
+    "--nproc-per-node 3": "world size 3: not a multiple of ETP × EP × PP = 1 × 2 × 1; use a multiple of 2 ranks",
     "--nnodes 2": "--nnodes 2: --nproc-per-node says that this process starts the ranks; add --nproc-per-node N",
     "--max-restarts 3": "--max-restarts 3: --nproc-per-node says that this process starts the ranks; add --nproc-per-node N",
     f"{TWO} --nnodes 2": "--nnodes 2: the nodes must know where to meet; add --rdzv-endpoint HOST:PORT, the same on all",

@@ -79,7 +79,7 @@ def command_lines() -> Iterator[Fault]:
         ),
         (
             "--nproc-per-node 3",
-            "world size 3: not a multiple of ETP × EP × PP = 1 × 2 × 1; start a multiple of 2 processes",
+            "world size 3: not a multiple of ETP × EP × PP = 1 × 2 × 1; use a multiple of 2 ranks",
         ),
         (f"{TWO} --pipeline-model-parallel-size 3", "--pipeline-model-parallel-size 3: …; …"),
         (f"{TWO} --tensor-model-parallel-size 4", "…: …; …"),

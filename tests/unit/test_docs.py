@@ -95,6 +95,21 @@ def test_links(path: Path) -> None:
     assert broken_links(path, path.read_text()) == []
 
 
+def test_the_walks_name_what_the_files_define() -> None:
+    """`name` in [file](path), or `name` ([file](path)): the file has a function, a class or a field of that name."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(
+        r"`(?:\w+\.)?(\w+)`s?\s+(?:in\s+|\()(?:\[[^]]*]\(\.\./([^)]+)\)|`(moe_overlap/[\w/]+\.py)`)", text
+    )
+    assert len(named) > 40
+    lacking = []
+    for name, linked, bare in named:
+        source = (ROOT / (linked or bare)).read_text()
+        if not re.search(rf"^\s*(?:(?:def|class) {name}\b|{name}\s*[:=])", source, re.MULTILINE):
+            lacking.append((name, linked or bare))
+    assert lacking == []
+
+
 @page
 def test_programs_exist(path: Path) -> None:
     named = {match[0] for match in PROGRAM.finditer(path.read_text())}

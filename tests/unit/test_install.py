@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
-from tools import check_pins, install
+from moe_overlap.describe.shipped import shipped_models
+from tools import check_pins, install, write_captures
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILURES = {
@@ -136,6 +137,18 @@ def test_predictions_are_installed_without_torch_and_make_installs_all() -> None
     )
     assert '"train": TRAIN,' in source and re.search(r'"dev": \[\n\s+\*TRAIN,', source)
     assert "[dev]" in (ROOT / "tools/install.py").read_text()
+
+
+def test_the_page_says_what_a_wheel_has_recorded() -> None:
+    page = " ".join((ROOT / "docs" / "first_run.md").read_text(encoding="utf-8").split())
+    papers = ", ".join(f"`{name}`" for name in write_captures.NOT_SEARCHED)
+    assert f"not of papers ({papers}), on {write_captures.GPUS} GPUs" in page
+    by_number: dict[int, list[str]] = {}
+    for name, gpus in write_captures.LARGE.items():
+        assert name in shipped_models()
+        by_number.setdefault(gpus, []).append(name)
+    large = ", ".join(f"{' and '.join(names)} on {gpus}" for gpus, names in by_number.items())
+    assert f"GPUs ({large})." in page
 
 
 def test_docker_leaves_out_what_make_creates() -> None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "answer.md"
 COMMAND = re.compile(r"(?:`|tools/predict\.py )(--megatron-args [^`\n]*)")
 BLOCK = re.compile(r"```\n(.*?)```", re.DOTALL)
+LABEL = re.compile(r"\bline\(\s*\"([a-z][a-z -]*)\"")
 NAMED = re.compile(r"(plan|step|speed|training|memory|waiting|beware|try next) +")
 
 
@@ -31,6 +32,16 @@ def printed_blocks() -> list[tuple[str, list[str]]]:
 def test_every_answer_of_the_page_has_a_command() -> None:
     assert len(printed_blocks()) == 3
     assert len({command for command, _ in printed_blocks()}) == 3
+
+
+def test_the_page_explains_every_line() -> None:
+    """Each label that a report writes is in the first column of a table."""
+    reports = [path.read_text(encoding="utf-8") for path in (ROOT / "moe_overlap" / "report").glob("*.py")]
+    labels = {label for text in reports for label in LABEL.findall(text)}
+    rows = re.findall(r"^\| ([a-z ,-]+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    explained = {label for row in rows for label in row.split(", ")} - {"line"}
+    assert len(labels) > 20 and labels - explained == set()
+    assert [label for label in explained if f'"{label}' not in "".join(reports)] == []
 
 
 @pytest.mark.slow

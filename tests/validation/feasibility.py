@@ -1,4 +1,5 @@
-"""Published runs that are predicted not to fit, by how much, and what fills them: python -m tests.validation.feasibility
+"""Published runs that are predicted not to fit in what CUDA and NCCL leave, by how much, and what fills them:
+python -m tests.validation.feasibility
 
 All of these runs were executed, so every line but the counts is an error of the prediction, or of what is known of the run:
 its row may not say what it recomputes or offloads.
@@ -33,18 +34,18 @@ def feasibility_lines(cases: Sequence[MeasuredRun], constants: Constants) -> lis
     counts = Counter(prediction.memory_verdict for _, prediction in predictions)
     lines = []
     for case, prediction in sorted(
-        predictions, key=lambda pair: -pair[1].fullest.needed_bytes / pair[1].capacity_bytes
+        predictions, key=lambda pair: -pair[1].fullest.needed_bytes / pair[1].available_bytes
     ):
         if prediction.fits:
             continue
-        fullest, capacity = prediction.fullest, prediction.capacity_bytes
+        fullest, available = prediction.fullest, prediction.available_bytes
         peaks = prediction.predicted.stages[fullest.stage].peak_bytes_by_category
         row = case.row
         layout = f"T{row['tp']} P{row['pp']} V{row['vp'] or 1} C{row['cp']} E{row['ep']} m{row['micro_batch']}"
         lines.append(
             f"{row.number:>4} {row.gpu_type:<6}{row.gpus:>5} {row['model'][:24]:<24} {row['precision_class']:<6} {layout:<24}"
             f"{prediction.memory_verdict:<13}{needed_bytes(prediction.predicted.stages[fullest.stage]) / GIB:7.1f} of "
-            f"{capacity / GIB:5.1f} GiB ({fullest.needed_bytes / capacity - 1.0:+.0%}), {fullest.category} "
+            f"{available / GIB:5.1f} GiB ({fullest.needed_bytes / available - 1.0:+.0%}), {fullest.category} "
             f"{fullest.category_bytes / GIB:.1f}, states {(peaks.parameters + peaks.gradients + peaks.optimizer) / GIB:.1f}"
         )
     return [*lines, *_counts(len(cases), counts)]

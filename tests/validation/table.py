@@ -1,7 +1,8 @@
 """Every scored row with its prediction and error, and the errors of groups: python -m tests.validation.table
 
 Tables are pandas DataFrames. Groups are told apart by what is measured, split, GPU type, dense or MoE, and routing; the rows of a
-group with fewer than 8 are listed below it, since no mean speaks for so few.
+group with fewer than 8 are listed below it, since no mean speaks for so few. `held` says whether a run lies in the interval that
+runs of other models, GPU types and precisions give: its own would widen it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import Any
 
 import pandas as pd
 
+from moe_overlap.tuner.calibrate.fit.left_out import held
 from moe_overlap.tuner.calibrate.fit.measured_runs import MeasuredRun, prepared_runs
 from moe_overlap.tuner.calibrate.fit.published_rows import scored_rows
 from moe_overlap.tuner.calibrate.fit.recorded_figures import recorded_cases
 from moe_overlap.tuner.capture.cache import cache_folder
+from moe_overlap.tuner.cost.expected_error import shipped_errors
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from tests.validation.errors import spearman
 from tests.validation.ranking import ranking_rows, rankings
@@ -42,10 +45,11 @@ def main() -> None:
 
 def error_frame(cases: Iterable[MeasuredRun], constants: Constants) -> pd.DataFrame:
     """A row for each case: its run, what was measured and predicted, and the relative error."""
-    return pd.DataFrame([_record(case, constants) for case in cases])
+    answers = {name: is_held for run, is_held in held(shipped_errors().runs).items() for name in run.rows.split()}
+    return pd.DataFrame([_record(case, constants, answers.get(case.row.name)) for case in cases])
 
 
-def _record(case: MeasuredRun, constants: Constants) -> dict[str, object]:
+def _record(case: MeasuredRun, constants: Constants, is_held: bool | None) -> dict[str, object]:
     row, prediction = case.row, case.predict(constants)
     if row.is_time:
         what, measured, error = "step s", row.seconds, case.relative_error(constants)
@@ -70,7 +74,7 @@ def _record(case: MeasuredRun, constants: Constants) -> dict[str, object]:
         "predicted": round((1 + error) * measured, 3),
         "error %": round(100 * error, 1),
         "expected %": round(100 * expected.relative, 1) if expected is not None and row.is_time else "",
-        "held": "" if expected is None or not row.is_time else "yes" if expected.holds(error) else "no",
+        "held": "" if is_held is None else "yes" if is_held else "no",
         "extrapolating": "yes" if prediction.extrapolating else "",
     }
 

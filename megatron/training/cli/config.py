@@ -379,7 +379,7 @@ class DataConfig:
     ) = None
     """Tokenizer; default bytes."""
     tokenizer_model: str | None = None
-    """The tokenizer's file or folder."""
+    """Folder of a Hugging Face tokenizer, or file of the other types that read one."""
     vocab_file: str | None = None
     """GPT-2's vocab.json, for GPT2BPETokenizer; without --tokenizer-type its entries are the vocabulary of tokenized data."""
     merge_file: str | None = None

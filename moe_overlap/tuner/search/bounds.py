@@ -50,6 +50,19 @@ class Bounds:
         through = self._compute_seconds(layout) + self._sent_seconds(layout)
         return pipelined(through, layout, micro_batches)
 
+    @property
+    def state_bytes(self) -> float:
+        """Lower bound of the bytes that all GPUs of any plan hold together, unlike stages included: every weight, gradient and
+        optimizer state once, but for those that the space moves to the host."""
+        features = self.features
+        widths = {
+            "weights": features.weight_bytes,
+            "gradients": features.gradient_bytes,
+            "optimizer": features.optimizer_bytes,
+        }
+        bytes_each = sum(width for state, width in widths.items() if state not in self.space.offloads)
+        return bytes_each * sum(_parameters(self.model, 1, 1, 1))
+
     def needed_bytes(self, layout: UniformLayout) -> float:
         """Lower bound of the bytes that any plan of the layout needs on its fullest stage."""
         features, plan, space = self.features, self.template, self.space

@@ -94,7 +94,7 @@ def arguments_to_add(flags: Mapping[str, tuple[str, ...]], target: Target) -> st
         "--data-path PREFIX": DATA,
     }
     if target == "megatron-lm":
-        options["--tokenizer-type TYPE --tokenizer-model FILE"] = ("--tokenizer-type",)
+        options["--tokenizer-type TYPE --tokenizer-model PATH"] = ("--tokenizer-type",)
     added = [option for option, names in options.items() if not any(name in flags for name in names)]
     listed = " ".join(added).split()
     # The script's settings RUN and LOAD stand for --save and --load.

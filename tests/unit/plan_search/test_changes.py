@@ -69,12 +69,12 @@ def test_what_costs_alone_is_said_to_be_of_others() -> None:
     change = changes[0]
     assert change.prediction is not None
     seconds = baseline.predicted.step_seconds
-    for factor, said in ((0.5, ""), (1.5, "; does not pay alone, but with the other changes")):
+    for factor, said in ((0.5, ""), (1.5, "; it pays with the other changes only")):
         step = dataclasses.replace(change.prediction.predicted, step_seconds=factor * seconds)
         alone = dataclasses.replace(change.prediction, predicted=step)
         assert dataclasses.replace(change, prediction=alone).effect(baseline).endswith(f" on the fullest stage{said}")
     full = dataclasses.replace(change, prediction=dataclasses.replace(change.prediction, capacity_bytes=1))
-    assert full.effect(baseline).endswith("; does not fit; does not pay alone, but with the other changes")
+    assert full.effect(baseline).endswith("; does not fit; it pays with the other changes only")
 
 
 def test_a_flag_that_says_its_default_is_no_change() -> None:

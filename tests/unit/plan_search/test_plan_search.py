@@ -37,6 +37,7 @@ from moe_overlap.plan_search.request import SearchSettings, read_request
 from moe_overlap.plan_search.results import Finalist, PlanSearch
 from moe_overlap.plan_search.search import _baseline, search_plan
 from moe_overlap.report.answer import UNTRIED
+from moe_overlap.report.changes import helpful
 from moe_overlap.report.search import (
     _stages_lines,
     closing_lines,
@@ -213,12 +214,15 @@ def test_answer_and_json(tmp_path: Path) -> None:
     found = searched("megatron-lm")
     files = write_search(tmp_path, found)
     lines = search_lines(found, tmp_path, files, 1e12)
-    assert len(lines) <= 14 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
+    assert len(lines) <= 11 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
     odd = search_lines(found, Path("a b/$(touch c)"), files, 1e12)[-1]
     assert shlex.split(odd)[:3] == ["next", "sbatch", "a b/$(touch c)/launch.sbatch"] and "'a b/$(touch c)/" in odd
     # What the flags of this job lack stands behind the command, for the user to fill in.
-    assert lines[-1].endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model FILE")
-    assert any(line.startswith("your flags") for line in lines) and any("pruned by bounds" in line for line in lines)
+    assert lines[-1].endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model PATH")
+    assert any(line.startswith("your flags") for line in lines)
+    assert ["pruned by bounds" in "".join(text) for text in (lines, detail_lines(found))] == [False, True]
+    shown = [line for line in (*lines, *detail_lines(found)) if line.startswith("runner-up ")]
+    assert len(shown) == len(found.others) and sum(line in lines for line in shown) == 1
     # Megatron-LM runs on GPUs; this runtime has not yet, and an answer for GPUs says so once.
     ours = search_lines(searched("moe-overlap"), tmp_path, files, 1e12)
     assert ours.count(f"beware      {UNTRIED}") == 1 and not any(UNTRIED in line for line in lines)
@@ -258,7 +262,11 @@ def test_another_level_is_run_from_the_file_and_by_instruction_lists(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--moe-ffn-hidden-size", "999999"], "8 × H100: no plan fits"),
+        (
+            ["--moe-ffn-hidden-size", "999999"],
+            "H100: no plan fits: weights, gradients and optimizer states take 826.7 GiB",
+        ),
+        (["--moe-ffn-hidden-size", "718800"], "H100: none of 270 layouts fits"),
         (["--num-layer", "3"], "--num-layer"),
     ],
 )
@@ -499,8 +507,9 @@ def test_the_answer_says_what_of_the_users_flags_costs_most() -> None:
     assert search.baseline is not None and search.changes
     gains = [change.gain(search.baseline) for change in search.changes]
     assert gains == sorted(gains, reverse=True)
-    lines = [line for line in search_lines(search, Path("tuned"), [], None) if line.startswith("change ")]
-    assert len(lines) == (gains[0] > 0.0)
+    (line,) = [line for line in search_lines(search, Path("tuned"), [], None) if line.startswith("your flags ")]
+    most = helpful(search.changes, search.baseline)[0]
+    assert gains[0] > 0.0 and f"; its best single change ({most.sentence}): {most.saved(search.baseline)}" in line
     details = detail_lines(search)
     assert sum(line.startswith("change ") for line in details) == len(search.changes)
     assert sum(line.startswith("refused ") for line in details) == len(search.refused)
@@ -571,9 +580,19 @@ def test_a_dispatch_librarys_layout_binds_nothing_either() -> None:
 @pytest.mark.parametrize(
     ("is_staged", "ended_early", "equal", "told"),
     [
-        (True, False, 16.0, "3+1 layers: 4.000 s (25.0%) less than the best plan with equal stages, 16.000 s"),
+        (
+            True,
+            False,
+            16.0,
+            "3+1 layers: unequal stages save 4.000 s (25.0 %); the best plan with equal ones takes 16.000 s",
+        ),
         (True, False, math.inf, "3+1 layers; no plan with equal stages fits"),
-        (False, False, 12.0, "equal stages are fastest: other layers and recomputation by stage were searched, too"),
+        (
+            False,
+            False,
+            12.0,
+            "equal stages are fastest; other layers and recomputation for each stage were searched, too",
+        ),
         (False, True, 12.0, "equal; the search ended before all plans with unequal stages were compared"),
     ],
 )

@@ -74,7 +74,7 @@ def test_megatron_lms_overlap_is_written_for_megatron_lm(tmp_path: Path) -> None
     files = write_search(tmp_path, found)
     assert (tmp_path / "launch.sbatch").read_text() == _script(theirs, tmp_path / "theirs")
     last = closing_lines(found, tmp_path, files)[-1]
-    assert last.endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model FILE")
+    assert last.endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model PATH")
     values = search_json(found)
     assert values["written_for"] == "megatron-lm" and values["target"] == "any" and values["not_executed"] is None
     assert {PAIRED[1]} <= {name for change in found.changes for name in change.after}

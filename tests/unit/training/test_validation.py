@@ -178,12 +178,12 @@ RULES = [
     (
         f"{TP2} --sequence-parallel",
         3,
-        "world size 3: not a multiple of TP × PP × CP = 2 × 1 × 1; start a multiple of 2 processes",
+        "world size 3: not a multiple of TP × PP × CP = 2 × 1 × 1; use a multiple of 2 ranks",
     ),
     (
         "--expert-model-parallel-size 4",
         2,
-        "world size 2: not a multiple of ETP × EP × PP = 1 × 4 × 1; start a multiple of 4 processes",
+        "world size 2: not a multiple of ETP × EP × PP = 1 × 4 × 1; use a multiple of 4 ranks",
     ),
     (
         "--context-parallel-size 2 --seq-length 62",

@@ -243,7 +243,7 @@ def check_world(config: Config, world_size: int) -> None:
     smallest = smallest_world(config)
     rule = f"is more than {MOST_PROCESSES} processes"
     require(world_size <= MOST_PROCESSES, "world size", world_size, rule, "use fewer processes")
-    fix = f"start a multiple of {smallest} processes"
+    fix = f"use a multiple of {smallest} ranks"
     rule = f"not a multiple of TP × PP × CP = {tensor} × {stages} × {context}"
     require(world_size % (tensor * stages * context) == 0, "world size", world_size, rule, fix)
     expert, sharing = parallel.expert_model_parallel_size, expert_tensor_size(config)

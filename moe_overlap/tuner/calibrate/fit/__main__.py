@@ -6,7 +6,8 @@
 4. Take the errors of peak memory, and of the steps of all test rows, under these constants.
 5. Write cost/constants.json, cost/errors.json and steps.json.
 
-`--test-rows` fits nothing: it renews the errors of test rows in cost/errors.json, after a price changed or rows were added.
+`--test-rows` fits nothing: it renews the errors of test rows in cost/errors.json, after a price changed or rows were added, and
+prints how many runs lie in the intervals that runs of other families give. A full fit prints the same.
 
 The descent is a sequence of comparisons: the same rows give the same files, bit for bit. docs/adding_a_gpu.md says when to fit.
 """
@@ -26,7 +27,7 @@ from moe_overlap.tuner.calibrate.fit.left_out import (
     compared_runs,
     family_of,
     fragmentation,
-    held,
+    held_lines,
     left_out_errors,
     memory_errors,
     traits_of,
@@ -74,16 +75,18 @@ def main() -> None:
     STEPS_FILE.write_text(fit_json(Fit(loss=loss, table=steps, l4=steps_of_runs)), encoding="utf-8")
     compared = compared_runs(left_out, runs_of_test_rows(), constants)
     ERRORS_FILE.write_text(errors_json(compared), encoding="utf-8")
-    for kind, (inside, total) in held(compared).items():
-        report(f"{inside} of {total} {kind} runs lie in the intervals that runs of other families give")
+    for line in held_lines(compared):
+        report(line)
 
 
 def renew_test_errors() -> None:
-    """Write the errors of test runs under the shipped constants to errors.json; those of left-out runs stay."""
+    """Write the errors of test runs under the shipped constants to errors.json, and print how many runs their intervals hold;
+    the errors of left-out runs stay."""
     left_out = [run for run in shipped_errors().runs if not run.is_test]
-    ERRORS_FILE.write_text(
-        errors_json([*left_out, *compared_runs([], runs_of_test_rows(), shipped_constants())]), encoding="utf-8"
-    )
+    compared = [*left_out, *compared_runs([], runs_of_test_rows(), shipped_constants())]
+    ERRORS_FILE.write_text(errors_json(compared), encoding="utf-8")
+    for line in held_lines(compared):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -103,18 +103,32 @@ def _compared(repeated: Sequence[LeftOutRun], is_test: bool) -> ComparedRun:
     )
 
 
-def held(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, int]]:
-    """Kind -> number of runs inside the interval that runs of other families give, and number of all."""
-    counts: dict[str, list[bool]] = {"dense": [], "MoE": []}
-    for family in sorted({run.family for run in runs}):
+def held(runs: Sequence[ComparedRun]) -> dict[ComparedRun, bool]:
+    """Run -> whether it lies in the interval that the runs of all other families give; without runs that give none."""
+    families: dict[Hashable, list[ComparedRun]] = {}
+    for run in runs:
+        families.setdefault(run.family, []).append(run)
+    answers = {}
+    for family, members in families.items():
         others = errors_of(run for run in runs if run.family != family)
-        for run in runs:
-            gpu = shipped_cluster(run.gpu, 1).group_of(0).gpu
+        gpu = shipped_cluster(members[0].gpu, 1).group_of(0).gpu
+        for run in members:
             expected = others.expected(gpu, bool(run.routing), run.routing == "natural")
-            if run.family == family and expected is not None:
+            if expected is not None:
                 wide = expected.widened(others.beyond) if run.is_beyond else expected
-                counts["MoE" if run.routing else "dense"].append(wide.holds(run.relative))
-    return {kind: (sum(inside), len(inside)) for kind, inside in counts.items()}
+                answers[run] = wide.holds(run.relative)
+    return answers
+
+
+def held_lines(runs: Sequence[ComparedRun]) -> list[str]:
+    """How many dense and MoE runs lie in the intervals that runs of other families give, a line each."""
+    counts: dict[str, list[bool]] = {"dense": [], "MoE": []}
+    for run, is_held in held(runs).items():
+        counts["MoE" if run.routing else "dense"].append(is_held)
+    return [
+        f"{sum(inside)} of {len(inside)} {kind} runs lie in the intervals that runs of other families give"
+        for kind, inside in counts.items()
+    ]
 
 
 def fragmentation(cases: Sequence[MeasuredRun], constants: Constants) -> float:

@@ -299,8 +299,11 @@ def test_a_run_whose_published_neighbours_are_missed_says_so(monkeypatch: pytest
     monkeypatch.setattr(
         "moe_overlap.tuner.cost.machine.shipped_errors", lambda: errors_of([*compared_runs * 3, *twins])
     )
-    warning = "two published bf16 runs of this model on this GPU (releases 25.05, 25.10) took 2 times what is predicted"
     prediction = predicted()
+    warning = (
+        "two published bf16 runs of this model on this GPU (releases 25.05, 25.10) took 2 times what is predicted: "
+    )
+    warning += f"expect {seconds_text(2 * prediction.predicted.step_seconds)} s rather than the interval"
     assert prediction_json(prediction)["missed"] == [warning]
     assert f"beware      {warning}" in beware_lines(prediction)
     assert warning in prediction_text(prediction, shipped_cluster("H100", 32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ from moe_overlap.tuner.cost.hardware import shipped_constants
 from moe_overlap.tuner.cost.library_memory import MIB, library_bytes, reported_bytes, reserved_bytes
 from moe_overlap.tuner.cost.machine import machine_of
 from tests.unit.tuner.cost.test_cost_predict import predicted
+
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def measured(device: str) -> Cluster:
@@ -46,6 +49,20 @@ def test_libraries_hold_more_where_more_peers_have_buffers() -> None:
         library_bytes(measured("cpu"), True) == 0
         and library_bytes(measured("cuda"), True) == held("H100", 8, True) * MIB
     )
+
+
+def test_the_pages_name_what_libraries_hold() -> None:
+    """docs/predicting.md and the changelog give figures of `library_bytes`."""
+
+    def gib(gpu: str, gpus: int, is_moe: bool = False) -> str:
+        return f"{library_bytes(shipped_cluster(gpu, gpus), is_moe) / GIB:.1f}"
+
+    page = " ".join((ROOT / "docs" / "predicting.md").read_text(encoding="utf-8").split())
+    on_h100 = f"{gib('H100', 64)} for a dense and {gib('H100', 64, True)} for an MoE model on several nodes of H100"
+    on_l4 = f"{gib('L4', 8)} on one node of L4 and {gib('L4', 64)} on several"
+    assert f"{gib('H100', 1)} GiB on one GPU, {on_h100}, {on_l4}" in page
+    most = max(gib(gpu, 64, True) for gpu in known_gpus())
+    assert f"({gib('H100', 1)} to {most} GiB)" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_predictions_and_searches_have_the_same_capacity() -> None:

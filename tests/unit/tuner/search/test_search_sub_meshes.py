@@ -24,7 +24,7 @@ from moe_overlap.plan_search.free import free_finalist, refusal_of
 from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import PlanSearch
 from moe_overlap.plan_search.search import search_plan
-from moe_overlap.report.search import search_json, search_lines, write_search
+from moe_overlap.report.search import search_json, search_lines, searched_lines, write_search
 from moe_overlap.tuner.cost.links import axis_group, pair_group
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.profile.database import OperatorKey
@@ -43,7 +43,7 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import (
     search_meshes,
 )
 from moe_overlap.tuner.search.solution import Solution, Status
-from moe_overlap.tuner.search.space import MemoryChoice, Restriction, Run
+from moe_overlap.tuner.search.space import RECOMPUTE, MemoryChoice, Restriction, Run
 from tests.unit.plan_search.test_plan_search import OPTIONS
 from tests.unit.tuner.cost.test_cost_predict import JOB
 from tests.unit.tuner.search.spaces import SPACES
@@ -113,12 +113,15 @@ def test_stages_fit_where_predictions_do() -> None:
     case = least_memory(case, 0.055)
     search = _Meshes(case.task, run, (1,))
     table, fits = _Table(search, 1, (Restriction.FREE,)), {}
+    states = dataclasses.replace(case.bounds, space=RECOMPUTE).state_bytes
     for plan in every_plan(search, 1, 3):
-        last = len(plan.stages) - 1
+        last, held = len(plan.stages) - 1, 0
         for place, (stage, made) in enumerate(zip(plan.stages, search.prediction(plan).predicted.stages, strict=True)):
             needed = made.peak_bytes - made.peak_bytes_by_category.fragmentation
+            held += needed * stage.mesh.devices
             key = (last - place, stage.first, stage.last - 1, search.meshes.index(stage.mesh))
             fits[key] = fits.get(key, False) or needed <= search.capacity
+        assert held >= states > 0, plan.name
     assert {key: bool(np.isfinite(table.stable[key])) for key in fits} == fits
     assert set(fits.values()) == {True, False}
 
@@ -250,7 +253,7 @@ def test_the_full_space_is_never_slower(tmp_path: Path) -> None:
     assert again.predicted.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=0.01)
     lines = search_lines(full, tmp_path, ["plan.json"], None)
     assert not any(line.startswith("not run ") for line in lines) and "--plan" in full.written.flags
-    assert any("programs over cuts and sub-meshes" in line for line in lines)
+    assert any("cuts and sub-meshes of unlike size: " in line for line in searched_lines(full))
     json.dumps(search_json(full))
 
 

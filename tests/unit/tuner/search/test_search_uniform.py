@@ -321,13 +321,15 @@ def cases() -> list[Case]:
 def test_no_bound_is_above_a_plan() -> None:
     for case in cases():
         costs = UniformCosts(case.task)
-        layouts = case.sound[::3]
+        layouts, held = case.sound[::3], []
         for layout in layouts:
             evaluated = costs.evaluate(layout)
             assert case.bounds.step_seconds(layout) <= costs.step_bound(layout) * (1 + 1e-9)
             assert costs.step_bound(layout) <= evaluated.seconds.min() * (1 + 1e-9)
             assert case.bounds.needed_bytes(layout) <= evaluated.needed_bytes.min()
-        # A bound that says nothing would pass, too.
+            held.append(evaluated.needed_bytes.min() * case.template.world_size / case.bounds.state_bytes)
+        # Bounds that say nothing would pass, too.
+        assert 1.0 <= min(held) < 2.0
         tight = [case.bounds.step_seconds(layout) / costs.evaluate(layout).seconds.min() for layout in layouts]
         assert max(tight) > 0.4
 
