@@ -38,7 +38,7 @@ BUDGET = {
     "megatron/training/model": Size(8, 1660),
     "moe_overlap/commands": Size(20, 3710),
     "moe_overlap/describe": Size(24, 5070),
-    "moe_overlap/plan": Size(29, 7420),
+    "moe_overlap/plan": Size(29, 7470),
     "moe_overlap/plan_search": Size(13, 3050),
     "moe_overlap/report": Size(18, 3460),
     "moe_overlap/runtime": Size(40, 8700),

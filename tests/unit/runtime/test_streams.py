@@ -22,6 +22,7 @@ from moe_overlap.runtime.spans import CudaClock, SpanRecorder
 from tests.unit.plan import plan_samples
 from tests.unit.plan.printed_lists import parse_list
 from tests.unit.runtime.fake_ranks import executor_of, job_of, two_ranks
+from tests.unit.runtime.test_host_waits import WITHOUT_COUNTS
 
 __all__ = ["two_ranks"]
 RUN = "--moe-overlap-partitions 2 --defer-weight-gradients --moe-overlap-range around"
@@ -38,6 +39,9 @@ class Event:
         stream = stream or self.library.current
         self.known = frozenset(stream.known)
         self.time = stream.time
+
+    def synchronize(self) -> None:
+        self.library.host |= self.known
 
     def query(self) -> bool:
         return self.time <= self.library.reached
@@ -72,6 +76,8 @@ class Library:
     def __init__(self) -> None:
         self.events = self.synchronized = self.read = 0
         self.reached = float("inf")
+        self.host: set[int] = set()
+        """Instructions that have ended when the host goes on."""
         self.whole_waits: list[tuple[Stream, Stream]] = []
         self.current = Stream(self)
 
@@ -240,6 +246,40 @@ def test_a_collective_inside_an_operator_splits_it_on_a_device() -> None:
         ]
         events = library.events
     assert library.events == events == 5  # the start of the step, two of the operator and two of the collective
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("name", [*WITHOUT_COUNTS, "counts"])
+def test_the_host_is_two_layers_ahead_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a pass through a layer begins, the device has begun the one two before; the host waits for nothing later."""
+    library = Library()
+    runner, instructions, feed = executor_of(WITHOUT_COUNTS.get(name, RUN))
+    streams = runner._streams = ChannelStreams(library)
+    begun: dict[Any, int] = {}
+    ahead: list[int] = []
+    running = streams.running
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+    @contextlib.contextmanager
+    def noted(i: Instruction) -> Iterator[None]:
+        with running(i):
+            layer, m = i.operator.layer, i.micro_batch
+            key = layer, m, i.in_backward_pass
+            if i.kind == "compute" and None not in key and key not in begun:
+                ahead.append(sum(number not in library.host for number in begun.values()))
+                begun[key] = i.id
+            yield
+            library.current.known.add(i.id)
+
+    streams.running = noted  # type: ignore[method-assign]
+    for _ in range(2):
+        begun.clear()
+        ahead.clear()
+        for ended in (library.host, *(stream.known for stream in streams._streams.values())):
+            ended.clear()
+        runner.run(instructions, feed, 0)
+        # Where counts travel the host waits for these in every layer, and for no event.
+        assert ahead == ([0, 1, 1, 1, 1, 1, 1, 1] if name in WITHOUT_COUNTS else [*range(8)])
 
 
 def test_events_are_read_as_the_device_reaches_them() -> None:
