@@ -41,7 +41,7 @@ BUDGET = {
     "moe_overlap/plan": Size(29, 7470),
     "moe_overlap/plan_search": Size(13, 3050),
     "moe_overlap/report": Size(18, 3460),
-    "moe_overlap/runtime": Size(40, 8700),
+    "moe_overlap/runtime": Size(40, 8750),
     "moe_overlap/tuner": Size(128, 32940),
     "moe_overlap/tuner/calibrate": Size(14, 2980),
     "moe_overlap/tuner/capture": Size(23, 6910),

@@ -157,6 +157,14 @@ class CountAllToAll:
         self.host_copies = 0
         self._stream: Any = None
 
+    def prepare(self, device: torch.device, experts: int, in_flight: int) -> None:
+        """Have torch pin host memory for so many counts under way together: within a step CUDA might wait for the device."""
+        if device.type == "cuda":
+            numbers = experts * (1 + self.tensor_ranks)
+            # Held together, so that there are so many; freed, torch keeps them for the next of this size.
+            pinned = [torch.empty(numbers, dtype=torch.int64, pin_memory=True) for _ in range(in_flight)]
+            del pinned
+
     def start(self, to_expert_E: Tensor, *, tag: int, name: str) -> Pending[Counts]:
         """Start the all-to-all of one layer's counts.
 
@@ -200,7 +208,7 @@ class CountAllToAll:
             on_device: the same on the device of the tokens.
         """
         self.host_copies += 1
-        values = numbers.numpy().copy()  # pinned memory goes back at once
+        values = numbers.numpy().copy()  # pinned memory goes back with `numbers`
         shape_PQL = (self.expert_ranks, self.tensor_ranks, experts // self.expert_ranks)
         return Counts(
             values[:experts],
@@ -228,14 +236,17 @@ class _CountsFromStream:
     """Counts that the side stream copies to the host; the wait is for the copy's event only. Not yet run on hardware."""
 
     def __init__(self, owner: CountAllToAll, host: Tensor, on_device: Tensor, copied: Any, experts: int) -> None:
-        self._owner, self._host, self._on_device = owner, host, on_device
+        self._owner, self._on_device = owner, on_device
+        self._host: Tensor | None = host
         self._copied, self._experts = copied, experts
         self._counts: Counts | None = None
 
     def wait(self) -> Counts:
         if self._counts is None:
             self._copied.synchronize()
+            assert self._host is not None
             self._counts = self._owner.to_host(self._host, self._on_device, self._experts)
+            self._host = None
         return self._counts
 
 

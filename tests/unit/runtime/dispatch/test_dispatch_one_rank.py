@@ -139,6 +139,16 @@ def test_the_allocator_learns_where_counts_are_read(monkeypatch):
     assert told == ["computing"] * 2
 
 
+def test_memory_of_counts_is_pinned_before_the_first_step(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: pinned.append((shape, options["pin_memory"])))
+    counts = CountAllToAll(SimpleNamespace(size=8), expert_ranks=4, tensor_ranks=2, tensor_rank=0)
+    counts.prepare(torch.device("cpu"), experts=16, in_flight=3)
+    assert pinned == []
+    counts.prepare(torch.device("cuda"), experts=16, in_flight=3)
+    assert pinned == [((16 + 2 * 16,), True)] * 3, "as many numbers as are sent and received"
+
+
 @pytest.mark.parametrize("capacity", [None, 5])
 def test_chunks_are_stretches_of_every_experts_rows(groups, capacity):
     counts = counts_of((5, 0, 9, 1) if capacity is None else (5, 5, 5, 5), (((5, 5),), ((5, 5),)))
