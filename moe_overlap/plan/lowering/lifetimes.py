@@ -96,8 +96,8 @@ def uses_to_record(instructions: Sequence[Instruction]) -> Uses:
 def host_waits(instructions: Sequence[Instruction]) -> Mapping[int, tuple[int, ...]]:
     """Instruction id -> earlier instructions that the device has executed before the host issues it, to bound memory."""
     waits: dict[int, list[int]] = defaultdict(list)
-    # 1. Passes through a layer, each from its first computation on.
-    if not reads_counts(instructions):
+    # 1. Passes through a layer, each from its first computation on. Where counts travel the host waits for them in every layer.
+    if not any(i.operator.kind is COUNT for i in instructions):
         firsts = list(layer_passes(instructions).values())
         for earlier, first in zip(firsts, firsts[LAYERS_AHEAD:], strict=False):
             waits[first[0].id].append(earlier[0].id)
@@ -115,11 +115,6 @@ def host_waits(instructions: Sequence[Instruction]) -> Mapping[int, tuple[int, .
             freed += [i.id] * bool(closed)
             live -= closed
     return {number: tuple(earlier) for number, earlier in waits.items()}
-
-
-def reads_counts(instructions: Sequence[Instruction]) -> bool:
-    """Whether counts travel, for which the host waits in every layer."""
-    return any(i.operator.kind is COUNT for i in instructions)
 
 
 def layer_passes(instructions: Sequence[Instruction]) -> dict[tuple[int, int, bool], list[Instruction]]:

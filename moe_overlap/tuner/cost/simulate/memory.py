@@ -26,7 +26,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer, whole_buffer
 from moe_overlap.plan.lowering.dependencies import last_uses
-from moe_overlap.plan.lowering.lifetimes import LAYERS_AHEAD, layer_passes, reads_counts
+from moe_overlap.plan.lowering.lifetimes import LAYERS_AHEAD, layer_passes
 from moe_overlap.plan.lowering.optimizer_state import part_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices, place_of
 from moe_overlap.tuner.cost.interference import Interference
@@ -143,15 +143,14 @@ def listed_bytes(
     deferred = highest((name, start, end, saved.of(name)) for name, start, end in live)
     # Held operands never exceed the limit, so they raise the peak by at most the limit, wherever the peak is.
     extra = max(0.0, min(unlimited, undeferred + prices.stage.overlap.max_deferred_bytes))
-    return ListedBytes(
-        deferred, extra + (ahead_bytes(prices.instructions, rows.of) if prices.plan.host_runs_ahead else 0.0)
-    )
+    # Counts, which travel otherwise or are read at the gate, keep the host from being ahead of a layer.
+    if prices.plan.host_runs_ahead and prices.plan.static_capacity_factor is not None:
+        extra += ahead_bytes(prices.instructions, rows.of)
+    return ListedBytes(deferred, extra)
 
 
 def ahead_bytes(instructions: Sequence[Instruction], size_of: Size) -> float:
-    """Bytes of rows that the host allocates ahead of the device, at most; 0 where it waits for counts in every layer."""
-    if reads_counts(instructions):
-        return 0.0
+    """Bytes of the rows of LAYERS_AHEAD passes through a layer, of those with most."""
     touched = ({n for i in of_pass for n in (*i.reads, *i.writes)} for of_pass in layer_passes(instructions).values())
     return LAYERS_AHEAD * max(sum(map(size_of, names)) for names in touched)
 
