@@ -35,6 +35,7 @@ test-sweep: .venv/installed
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
 	$(BIN)/python -m tests.gpu.benchmark
+	$(BIN)/python -m tests.gpu.row_sums
 
 # The check of the pins waits for the network most of the time: the others run meanwhile.
 # In front of `|| :` the shell takes the status of a `kill` that finds nothing left for that of the recipe.

@@ -69,6 +69,7 @@ class Machinery:
         parameter_norm: norm of all parameters of the model; collective.
         deferral_figures: figures of the deferred weight gradients so far, by the log's names; empty if none are deferred.
         operation: the operator or communication that runs on this rank, or ran last; None before the first.
+        record_spans: told whether anybody reads the spans of the next steps; returns whether they are recorded.
     """
 
     runner: StepRunner[dict[str, Tensor]]
@@ -78,6 +79,7 @@ class Machinery:
     parameter_norm: Callable[[], float]
     deferral_figures: Callable[[], dict[str, int]]
     operation: Callable[[], str | None]
+    record_spans: Callable[[bool], bool]
 
 
 @dataclass(frozen=True, slots=True)

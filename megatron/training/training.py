@@ -158,6 +158,7 @@ class TrainingLoop:
         tracker = None if self._peak_is_known else self._memory_tracker()
         size = schedule.batch_sizes.at(self.progress.train_samples)
         instructions = schedule.lowered(size, self._left_updates)
+        has_spans = machinery.record_spans(self._reads_spans(iteration))
         begin = time.perf_counter()
         with tracker or contextlib.nullcontext():
             result = machinery.runner.run(instructions, feed, iteration)
@@ -177,8 +178,13 @@ class TrainingLoop:
             machinery.scheduler.step(increment=size)
         samples, skipped = self.progress.train_samples + size, self.progress.skipped + (not result.updated)
         self.progress = replace(self.progress, iteration=iteration, train_samples=samples, skipped=skipped)
-        self._report(result, size, seconds, learning_rate)
+        self._report(result, size, seconds, learning_rate, has_spans)
         return result.spans
+
+    def _reads_spans(self, iteration: int) -> bool:
+        """Whether anything reads the spans of a step; any step may turn out to be the last, whose spans are the trace."""
+        reporting = self.job.reporting
+        return self._config.overlap.trace is not None or reporting.reports.has_timers or reporting.log.shows(iteration)
 
     def _flush(self) -> None:
         """Make the updates that the last step has left to the next one: what follows reads the weights."""
@@ -191,14 +197,14 @@ class TrainingLoop:
                 self._peak_bytes, self._peak_is_known = max(self._peak_bytes, tracker.peak_bytes), True
             self._left_updates = False
 
-    def _report(self, result: StepResult, samples: int, seconds: float, learning_rate: float) -> None:
+    def _report(self, result: StepResult, samples: int, seconds: float, learning_rate: float, has_spans: bool) -> None:
         """Log the step that `progress` has just counted."""
         sequence_length = self._config.model.seq_length
         assert sequence_length is not None
         # As upstream, counts every computed token, even one whose loss is masked.
         tokens_per_second = samples * sequence_length / seconds
         iteration, reporting = self.progress.iteration, self.job.reporting
-        communication, exposed = communication_seconds(result.spans)
+        communication, exposed = communication_seconds(result.spans) if has_spans else (None, None)
         peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes
         resident = resident_bytes()
         reporting.log.log(
@@ -273,6 +279,7 @@ class TrainingLoop:
         self._flush()
         loss = tokens = 0.0
         instructions = job.schedule.lowered(size, False)
+        job.machinery.record_spans(False)
         for _ in range(iterations):
             result = job.machinery.runner.evaluate(instructions, feed, self.progress.iteration)
             # Weighted by tokens: batches may have different numbers of tokens that count.

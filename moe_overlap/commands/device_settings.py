@@ -4,6 +4,7 @@
     hardware queues of streams      --moe-overlap-device-connections   CUDA_DEVICE_MAX_CONNECTIONS, else 32 for lists
     thread blocks beside others     --moe-overlap-nccl-ctas            NCCL_MAX_CTAS, else as many as fit (residency.py)
     kernels loaded at the start     none                               CUDA_MODULE_LOADING, else EAGER for lists of a pipeline
+    memory in growing segments      none                               PYTORCH_ALLOC_CONF, else expandable_segments:True for lists
     sums in a fixed order           --deterministic-mode               off
 
 A variable that contradicts its flag is an error; it is never overwritten. Lists finish with any number of queues
@@ -13,6 +14,9 @@ By default CUDA loads a kernel at its first launch, and may first wait until the
 Programming Guide, 4.7, Lazy Loading: Potential Hazards). A queued transfer may wait for a later launch of this rank, so a
 pipeline could deadlock in any step with a new number of rows, which selects a new kernel. A single stage cannot: its ranks launch
 the same communication in the same order. Not run on hardware.
+
+Every stream has a pool of memory of its own. In segments of fixed size what one pool cannot use is lost to the others, and where
+memory runs out torch gives free segments back to CUDA, which waits for the device: the same hazard. Segments that grow lose less.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ CONNECTIONS, CONNECTIONS_FLAG = "CUDA_DEVICE_MAX_CONNECTIONS", "--moe-overlap-de
 MOST_CONNECTIONS = 32
 """Most hardware queues of CUDA, so that streams of a list share as few as possible. CUDA's default is 8."""
 LOADING, AT_START = "CUDA_MODULE_LOADING", "EAGER"
+ALLOCATOR, GROWING = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+FORMER_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""The name that torch still reads where the other is unset."""
 CTAS, CTAS_FLAG = "NCCL_MAX_CTAS", "--moe-overlap-nccl-ctas"
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
@@ -61,6 +68,8 @@ def settle_environment(config: Config, environment: MutableMapping[str, str], ha
         environment[CONNECTIONS] = str(connections)
     elif may_follow_lists(config):
         environment.setdefault(CONNECTIONS, str(MOST_CONNECTIONS))
+    if may_follow_lists(config) and FORMER_ALLOCATOR not in environment:
+        environment.setdefault(ALLOCATOR, GROWING)
     if may_follow_lists(config) and (config.parallel.pipeline_model_parallel_size > 1 or has_unlike_stages):
         environment.setdefault(LOADING, AT_START)
     if not config.training.deterministic_mode:

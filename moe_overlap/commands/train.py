@@ -377,6 +377,7 @@ def machinery_of(config: Config, context: RunContext, total_steps: int) -> Machi
         parameter_norm=context.optimizer.parameter_norm,
         deferral_figures=context.deferral_figures,
         operation=lambda: context.recorder.operation,
+        record_spans=context.recorder.ask,
     )
 
 

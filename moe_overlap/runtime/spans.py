@@ -2,8 +2,9 @@
 
 One recorder per rank is handed to the layers, the pipeline's communicator and the optimizer. Work that blocks the rank forms
 one serial line: `begin` ends the span before it. Work in the background has spans of its own (`background`). On a CPU a span
-costs two clock reads; on CUDA an event is recorded on the current stream and read at the end of the step, because reading it
-earlier would make the host wait for the device inside the step.
+costs two clock reads. On CUDA an event is recorded on the current stream, and costs the host a call of the driver when it is
+recorded and another when it is read: a step whose spans nobody asks for records none. Events that the device has reached are read
+where the host is about to wait for it anyway (`read_reached`), the rest at the end of the step.
 """
 
 from __future__ import annotations
@@ -59,15 +60,19 @@ class HostClock:
         """Seconds between two marks."""
         return end - start
 
+    def is_reached(self, mark: float) -> bool:
+        """Every mark is readable at once."""
+        return True
+
     def finish(self) -> None:
-        """Do nothing: every mark is readable at once."""
+        """Do nothing: every mark has been reached."""
 
 
 class CudaClock:
     """Events on the current CUDA stream, which every step uses again. Not yet run on hardware.
 
     Args:
-        library: torch.cuda, or a stand-in with its `Event` and `synchronize`.
+        library: torch.cuda, or a stand-in with its `Event` (`record`, `query`, `elapsed_time`) and `synchronize`.
     """
 
     queues = True
@@ -94,6 +99,11 @@ class CudaClock:
         """Seconds between two events, once the stream has reached both."""
         return start.elapsed_time(end) / 1e3
 
+    def is_reached(self, mark: Any) -> bool:
+        """Whether the stream has reached an event; the host does not wait."""
+        reached: bool = mark.query()
+        return reached
+
     def finish(self) -> None:
         """Wait until every mark has been reached: soon, since the host has already read the norm and the loss."""
         self._library.synchronize()
@@ -116,16 +126,32 @@ class SpanRecorder:
         self._in_backward = False
         self._current: _Open | None = None
         self._raw: list[tuple[_Open, Any]] = []
+        self._read: list[Span] = []
         self._background: list[_Open] = []
         self._origin: Any = None
+        self._next_records = self._records = True
+
+    def ask(self, reads_spans: bool) -> bool:
+        """Say whether anybody reads the spans of the next steps.
+
+        Returns:
+            Whether they are recorded: on a CPU always, as they cost next to nothing there.
+        """
+        self._next_records = reads_spans or not self.clock.queues
+        return self._next_records
 
     def start_step(self) -> None:
         """Drop the spans of the step before, and count seconds from now on."""
         self._raw.clear()
+        self._read.clear()
         self._background.clear()
         self.clock.start_step()
         self._current, self._in_backward = None, False
-        self._origin = self.clock.mark()
+        self._records = self._next_records
+        self._origin = self._mark()
+
+    def _mark(self) -> Any:
+        return self.clock.mark() if self._records else None
 
     @property
     def operation(self) -> str | None:
@@ -158,7 +184,7 @@ class SpanRecorder:
         # A layer that is entered twice in a row (a hook inside a recomputed module) continues its span.
         if current is not None and current.place == place:
             return
-        now = self.clock.mark()
+        now = self._mark()
         if current is not None:
             self._raw.append((current, now))
         self._current = _Open(*place, now)
@@ -166,7 +192,7 @@ class SpanRecorder:
     def end(self) -> None:
         """End the current span without beginning another."""
         if self._current is not None:
-            self._raw.append((self._current, self.clock.mark()))
+            self._raw.append((self._current, self._mark()))
             self._current = None
 
     @contextlib.contextmanager
@@ -210,7 +236,7 @@ class SpanRecorder:
 
     def background(self, name: str, channel: str) -> Any:
         """Start a span that runs beside the current one; pass the result to `finish_background`."""
-        opened = _Open(name, channel, self.chunk, self.micro_batch, self._partition, self.clock.mark())
+        opened = _Open(name, channel, self.chunk, self.micro_batch, self._partition, self._mark())
         self._background.append(opened)
         return opened
 
@@ -218,7 +244,7 @@ class SpanRecorder:
         """End a span of `background`: its work has been waited for. A span of an earlier step is dropped."""
         if any(opened is other for other in self._background):
             self._background = [other for other in self._background if other is not opened]
-            self._raw.append((opened, self.clock.mark()))
+            self._raw.append((opened, self._mark()))
 
     def start_inside(self, channel: str, blocks: bool) -> Any:
         """Start a collective inside the operator that computes now; pass the result to `wait_inside`.
@@ -232,7 +258,7 @@ class SpanRecorder:
         current = self._current
         if current is None or current.channel != COMPUTE or channel not in self.covered:
             return None
-        now = self.clock.mark()
+        now = self._mark()
         opened = current.beginning(channel, now)
         if blocks:
             self._raw.append((current, now))
@@ -248,10 +274,10 @@ class SpanRecorder:
             if not any(opened is other for other in self._background):
                 return wait(*timeout)  # of an earlier step, or waited for before
             if waiting is not None:
-                self._raw.append((waiting, self.clock.mark()))
+                self._raw.append((waiting, self._mark()))
                 self._current = None
         answer = wait(*timeout)
-        now = self.clock.mark()
+        now = self._mark()
         self._raw.append((opened, now))
         if not blocks:
             self._background = [other for other in self._background if other is not opened]
@@ -277,25 +303,34 @@ class SpanRecorder:
         self._switch(name, EXPERT if parse_operator(name).kind in EXCHANGE_PARTS else COMPUTE)
 
     def spans(self) -> list[Span]:
-        """End the step and return its spans in order of their start; background work that nobody waited for ends now."""
+        """End the step and return its spans in order of their start; background work that nobody waited for ends now.
+
+        Returns:
+            None of a step that is not recorded.
+        """
         self.end()
         for opened in list(self._background):
             self.finish_background(opened)
+        if not self._records:
+            return []
+        self.read_reached()
         self.clock.finish()
+        self.read_reached()
+        assert len(self._read) == len(self._raw), "the device has reached every mark"
+        return sorted(self._read, key=lambda span: (span.start, span.end))
+
+    def read_reached(self) -> None:
+        """Read the spans that have ended, in order of recording, up to the first that the device has not reached.
+
+        Called where the host waits for the device next: reading them costs no time of the device, which has work then.
+        """
         seconds = self.clock.seconds
-        spans = [
-            Span(
-                opened.name,
-                opened.channel,
-                opened.chunk,
-                opened.micro_batch,
-                seconds(self._origin, opened.start),
-                seconds(self._origin, end),
-                opened.partition,
-            )
-            for opened, end in self._raw
-        ]
-        return sorted(spans, key=lambda span: (span.start, span.end))
+        for opened, end in self._raw[len(self._read) :] if self._records else ():
+            if not self.clock.is_reached(end):
+                return
+            start_seconds, end_seconds = seconds(self._origin, opened.start), seconds(self._origin, end)
+            place = opened.name, opened.channel, opened.chunk, opened.micro_batch
+            self._read.append(Span(*place, start_seconds, end_seconds, opened.partition))
 
 
 class _BackwardMark(torch.autograd.Function):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.validation import validate
+from tests.gpu import row_sums
 from tests.gpu.benchmark import MODEL, RUNS, SIZES
 from tests.gpu.cases import CASES, Case
 from tests.gpu.test_gpu_losses import STEPS
@@ -25,6 +27,16 @@ def test_a_benchmark_is_a_run(name: str) -> None:
     config = parse(words).config
     validate(config, 2)
     assert (config.overlap.moe_gate is None) == (name == "plain"), "plain is megatron-core's own gate and schedule"
+
+
+def test_sums_of_rows_are_those_of_index_add(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is measured computes the same, and the program works."""
+    rows, tokens = row_sums.routed(8, 4, 16, "cpu")
+    expected = row_sums.added(rows, tokens, 8)
+    for way in row_sums.WAYS.values():
+        torch.testing.assert_close(way(rows, tokens, 8), expected)
+    assert row_sums.main(["--repeats", "1"], [(8, 4, 16)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * len(row_sums.WAYS)
 
 
 def test_names_differ() -> None:

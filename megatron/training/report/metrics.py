@@ -46,6 +46,11 @@ class Boards:
                 config=dict(settings),
             )
 
+    @property
+    def exist(self) -> bool:
+        """Whether there is any."""
+        return self._tensorboard is not None or self._wandb is not None
+
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each of several curves at one step."""
         if self._tensorboard is not None:
@@ -106,8 +111,9 @@ class StepMetrics:
     tokens_per_second: float
     grad_norm: float
     learning_rate: float
-    comm_seconds: float
-    exposed_comm_seconds: float
+    comm_seconds: float | None
+    """None where no spans were recorded, as no line or curve shows the step by itself."""
+    exposed_comm_seconds: float | None
     comm_covered: tuple[str, ...]
     """Channels whose communication is measured."""
     peak_bytes: int
@@ -168,12 +174,20 @@ class MetricsLog:
                 values.pop(CURVES["loss_scale"], None)
             self._draw(lambda boards: boards.scalars(values, metrics.step))
         self._untold.append(metrics)
-        if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._total):
+        if self._has_line(metrics.step):
             self._print(step_line(mean_of(self._untold), self._total))
             self._untold.clear()
         elif self._rank == 0:
             text = f"step {metrics.step}/{self._total}, {metrics.step_seconds:.3g} s, loss {metrics.loss:.4f}"
             self._to_console.attempt(lambda: self._line.show(text))
+
+    def shows(self, step: int) -> bool:
+        """Whether a line or curve shows what this step communicated. The console's mean is over the steps that were measured."""
+        draws = self._boards is not None and self._boards.exist and step % self._config.tensorboard_log_interval == 0
+        return self._json is not None or draws or self._has_line(step)
+
+    def _has_line(self, step: int) -> bool:
+        return step % self._config.log_interval == 0 or step in (1, self._total)
 
     def _write_line(self, line: str) -> None:
         file = self._json
@@ -238,7 +252,10 @@ def _appended(path: str | None) -> IO[str] | None:
 
 
 def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
-    """Average the losses and times of consecutive steps, as Megatron-LM's console does; other figures are the last step's."""
+    """Average the losses and times of consecutive steps, as Megatron-LM's console does; other figures are the last step's.
+
+    Seconds of communication are averaged over the steps that measured them, and over these alone: the last is one of them.
+    """
     last, seconds = steps[-1], [step.step_seconds for step in steps]
     tokens = [step.tokens_per_second * step.step_seconds for step in steps]
     return replace(
@@ -247,14 +264,15 @@ def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
         predictions=tuple(fmean(of_depth) for of_depth in zip(*(step.predictions for step in steps), strict=True)),
         step_seconds=fmean(seconds),
         tokens_per_second=sum(tokens) / sum(seconds) if sum(seconds) else last.tokens_per_second,
-        comm_seconds=fmean(step.comm_seconds for step in steps),
-        exposed_comm_seconds=fmean(step.exposed_comm_seconds for step in steps),
+        comm_seconds=fmean(s for s in (step.comm_seconds for step in steps) if s is not None),
+        exposed_comm_seconds=fmean(s for s in (step.exposed_comm_seconds for step in steps) if s is not None),
     )
 
 
 def step_line(metrics: StepMetrics, total: int) -> str:
     """The console's line of a step, or of the mean of several."""
     width = len(str(total))
+    assert metrics.comm_seconds is not None and metrics.exposed_comm_seconds is not None, "a line's step has its spans"
     share = metrics.exposed_comm_seconds / metrics.step_seconds if metrics.step_seconds else 0.0
     optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.extra_figures.items())
     if metrics.deferred:

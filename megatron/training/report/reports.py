@@ -213,6 +213,11 @@ class Reports:
         self._has_boards = bool(config.tensorboard_dir or config.wandb_project)
         self._first_uncounted: int | None = None
 
+    @property
+    def has_timers(self) -> bool:
+        """Whether the timers of phases add up the spans of every step."""
+        return self._level > 0
+
     def curves(self, iteration: int, step_seconds: float, peak_bytes: int, spans: Spans) -> dict[str, float]:
         """The boards' curves of a step besides its metrics; it adds the step's timers, so call it once per step."""
         config, values = self._config, dict[str, float]()

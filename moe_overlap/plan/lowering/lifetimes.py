@@ -12,6 +12,12 @@ allocated it, while another stream may still read it. Such a *foreign use* is sa
 
 `uses_to_record` returns the foreign uses that need 2. They include every computation that reads a buffer of another stream:
 autograd may keep that tensor longer than its last use in the list.
+
+The bound. Registered memory comes back when the device has passed its use, so a host that never waits allocates the buffers of
+all layers it is ahead by. `host_waits` bounds that: a host that waits for no counts is LAYERS_AHEAD passes through a layer ahead
+at most, and of the weights and gradients that are freed after use (ZeRO 2, 3) no more than GROUPS_AHEAD parameter groups are
+allocated ahead of the device. Each wait is for an earlier instruction of the same list, so a list that ends on one hardware queue
+(residency.py) ends with it.
 """
 
 from __future__ import annotations
@@ -21,11 +27,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_buffer
+from moe_overlap.plan.instructions import COMPUTE, BufferRole, Home, Instruction, parse_buffer
 from moe_overlap.plan.lowering.dependencies import COMMUNICATION, INPUTS, last_uses
+from moe_overlap.plan.operators import COUNT
 
 Uses = Mapping[int, frozenset[str]]
 """Instruction id -> buffers to register."""
+LAYERS_AHEAD, GROUPS_AHEAD = 2, 2
+"""Passes through a layer, and parameter groups, whose memory the host allocates at most before the device frees that of earlier
+ones. With one the device would run empty while the host launches the next."""
 
 
 def stream_of(instruction: Instruction) -> str:
@@ -81,6 +91,44 @@ def uses_to_record(instructions: Sequence[Instruction]) -> Uses:
         for name in ends[i.id]:
             drop(name, place)
     return {number: frozenset(names) for number, names in uses.items()}
+
+
+def host_waits(instructions: Sequence[Instruction]) -> Mapping[int, tuple[int, ...]]:
+    """Instruction id -> earlier instructions that the device has executed before the host issues it, to bound memory."""
+    waits: dict[int, list[int]] = defaultdict(list)
+    # 1. Passes through a layer, each from its first computation on. Where counts travel the host waits for them in every layer.
+    if not any(i.operator.kind is COUNT for i in instructions):
+        firsts = list(layer_passes(instructions).values())
+        for earlier, first in zip(firsts, firsts[LAYERS_AHEAD:], strict=False):
+            waits[first[0].id].append(earlier[0].id)
+    # 2. Parameter groups: memory for one more is allocated when the one GROUPS_AHEAD before the last is free.
+    ends = last_uses(instructions)
+    for role in (BufferRole.WEIGHTS, BufferRole.D_WEIGHTS):
+        live: set[str] = set()
+        freed: list[int] = []
+        for i in instructions:
+            opened = {name for name in i.writes if _is_on_device(name, role)} - live
+            if opened and len(freed) >= GROUPS_AHEAD:
+                waits[i.id].append(freed[-GROUPS_AHEAD])
+            live |= opened
+            closed = live.intersection(ends[i.id])
+            freed += [i.id] * bool(closed)
+            live -= closed
+    return {number: tuple(earlier) for number, earlier in waits.items()}
+
+
+def layer_passes(instructions: Sequence[Instruction]) -> dict[tuple[int, int, bool], list[Instruction]]:
+    """(layer, micro-batch, whether backward) -> the computations of a pass through a layer; passes in order of their start."""
+    passes: dict[tuple[int, int, bool], list[Instruction]] = defaultdict(list)
+    for i in instructions:
+        if i.kind == "compute" and i.operator.layer is not None and i.micro_batch is not None:
+            passes[i.operator.layer, i.micro_batch, i.in_backward_pass].append(i)
+    return passes
+
+
+def _is_on_device(name: str, role: BufferRole) -> bool:
+    buffer = parse_buffer(name)
+    return buffer.role is role and buffer.home is Home.DEVICE
 
 
 class StreamOrder:

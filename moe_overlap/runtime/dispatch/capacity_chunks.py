@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_overlap.runtime.dispatch.irregular import Counts, Handle, IrregularDispatcher, Known
+from moe_overlap.runtime.dispatch.row_order import numbers_of_stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def capacity_chunks(stages: IrregularDispatcher, handle: Handle, degree: int) ->
     chunks = []
     for index in range(degree):
         counts = handle.counts.chunk(index, degree)
-        rows_N = _rows_of_chunk(handle.counts, index, degree, handle.row_sources_N.device)
+        rows_N = _rows_of_chunk(handle.counts, counts, index, degree, handle.row_sources_N.device)
         sources = handle.row_sources_N.index_select(0, rows_N)
         places = handle.row_tokens_N.index_select(0, rows_N)
         chunk_handle = replace(
@@ -60,17 +61,21 @@ def join_chunks(chunks: Sequence[CapacityChunk], parts: Sequence[Tensor], rows: 
     routed = sum(part.shape[0] for part in parts)
     joined = parts[0].new_zeros((routed if rows is None else rows, *parts[0].shape[1:]))
     for chunk, part in zip(chunks, parts, strict=True):
+        if chunk.rows_N.is_cuda:
+            # They were made on the stream of the dispatch.
+            chunk.rows_N.record_stream(torch.cuda.current_stream())
         joined.index_copy_(0, chunk.rows_N, part)
     return joined
 
 
-def _rows_of_chunk(counts: Counts, index: int, degree: int, device: torch.device) -> Tensor:
+def _rows_of_chunk(counts: Counts, chunk: Counts, index: int, degree: int, device: torch.device) -> Tensor:
     """Indices of a chunk's rows among the permuted rows: a stretch of every expert's rows."""
-    # The same cut as `Counts.chunk`: the rows sent are those the receiver expects.
-    places, start = [], 0
-    for rows in counts.to_expert:
-        first, last = start + index * rows // degree, start + (index + 1) * rows // degree
-        # Made on the device: a copy of it from the host would wait for all that is queued there.
-        places.append(torch.arange(first, last, device=device))
-        start += rows
-    return torch.cat(places)
+    on_device, of_chunk = counts.for_device(), chunk.for_device()
+    if on_device is None or of_chunk is None:
+        rows = int(counts.to_expert_E[0])
+        first = index * rows // degree
+        numbers = torch.arange(counts.to_expert_E.size * rows, device=device).view(-1, rows)
+        return numbers[:, first : first + int(chunk.to_expert_E[0])].flatten()
+    rows_E, sizes_E = on_device[0], of_chunk[0]
+    ends_E = rows_E.cumsum(0) - rows_E + (index + 1) * rows_E // degree
+    return numbers_of_stretches(ends_E, sizes_E, torch.arange(sum(chunk.sent), device=device))

@@ -24,14 +24,18 @@ T tokens, E experts of the layer, H elements per token, N rows, X columns of a p
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
+import numpy
+import numpy.typing
 import torch
 from torch import Tensor
 
 from moe_overlap.runtime.dispatch.ordered_sums import SelectInOrder, SumInOrder
+from moe_overlap.runtime.dispatch.row_order import ExpertOrder, Reorder, SortUnpack
 from moe_overlap.runtime.dispatch.wire import (
     AllToAll,
     Done,
@@ -39,73 +43,91 @@ from moe_overlap.runtime.dispatch.wire import (
     Pack,
     Pending,
     PermutePacked,
-    Reorder,
-    SortUnpack,
     SumOwnRows,
     TensorRanks,
     Unpack,
-    inverse,
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Counts:
-    """Rows of one dispatch on the host, as one rank sees them. L experts per rank, P expert ranks, Q expert-tensor ranks.
+    """Rows of one dispatch, as one rank sees them. L experts per rank, P expert ranks, Q expert-tensor ranks, S = Q · P sources.
+
+    The host sets shapes by them; the device computes row numbers from its own copy, which spares one from the host.
 
     Attributes:
-        to_expert: [P·L] rows this rank sends to each expert.
-        from_source: [Q][P][L] rows each rank sends to each of this rank's experts.
+        to_expert_E: [P·L] int64 rows this rank sends to each expert.
+        from_source_QPL: [Q, P, L] int64 rows each rank sends to each of this rank's experts.
         tensor_rank: this rank's place among the Q.
+        on_device: the same two on the device of the tokens; None where all numbers of each are equal. Read them by `for_device`.
     """
 
-    to_expert: tuple[int, ...]
-    from_source: tuple[tuple[tuple[int, ...], ...], ...]
+    to_expert_E: numpy.typing.NDArray[numpy.int64]
+    from_source_QPL: numpy.typing.NDArray[numpy.int64]
     tensor_rank: int
+    on_device: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def experts_per_rank(self) -> int:
-        """L."""
-        return len(self.from_source[0][0])
-
-    @property
+    @cached_property
     def sent(self) -> list[int]:
         """[P] rows to each expert rank."""
-        per_rank = self.experts_per_rank
-        return [sum(self.to_expert[start : start + per_rank]) for start in range(0, len(self.to_expert), per_rank)]
+        return _numbers(self.to_expert_E.reshape(self.from_source_QPL.shape[1:]).sum(1))
 
-    @property
+    @cached_property
     def received(self) -> list[int]:
         """[P] rows from each expert rank."""
-        return [sum(experts) for experts in self.from_source[self.tensor_rank]]
+        return _numbers(self.from_source_QPL[self.tensor_rank].sum(1))
 
-    @property
+    @cached_property
     def gathered(self) -> list[int]:
         """[Q] rows each expert-tensor rank receives; every rank computes on all of them."""
-        return [sum(map(sum, sources)) for sources in self.from_source]
+        return _numbers(self.from_source_QPL.sum((1, 2)))
 
-    @property
+    @cached_property
     def per_expert(self) -> list[int]:
         """[L] rows of each expert this rank holds."""
-        sources = [experts for sources in self.from_source for experts in sources]
-        return [sum(rows) for rows in zip(*sources, strict=True)]
+        return _numbers(self.from_source_QPL.sum((0, 1)))
 
-    @property
-    def by_source(self) -> list[int]:
-        """[Q·P·L] sizes of the pieces in the order they arrive."""
-        return [rows for sources in self.from_source for experts in sources for rows in experts]
+    def for_device(self) -> tuple[Tensor, Tensor] | None:
+        """`on_device`, for use on the current stream."""
+        for counts in self.on_device or ():
+            if counts.is_cuda:
+                # The all-to-all of counts allocated them on a stream of its own; they are no buffer of a list.
+                counts.record_stream(torch.cuda.current_stream())
+        return self.on_device
+
+    def order(self, device: torch.device) -> ExpertOrder:
+        """The order of the gathered rows by expert, on the device of the tokens."""
+        *sources_QP, experts = self.from_source_QPL.shape
+        on_device = self.for_device()
+        if on_device is None:
+            return ExpertOrder.of_equal(math.prod(sources_QP), experts, int(self.from_source_QPL[0, 0, 0]), device)
+        return ExpertOrder.of(on_device[1].reshape(-1, experts), sum(self.gathered))
 
     def chunk(self, index: int, degree: int) -> Counts:
         """The counts of one of `degree` chunks of every (source, expert) piece; the chunks add up to these counts."""
-
-        def part(rows: int) -> int:
-            # Differences of rounded prefixes: sender and receiver cut a pair's rows alike without asking each other.
-            return (index + 1) * rows // degree - index * rows // degree
-
+        on_device = self.for_device()
+        if on_device is not None:
+            on_device = (chunk_of(on_device[0], index, degree), chunk_of(on_device[1], index, degree))
         return Counts(
-            tuple(map(part, self.to_expert)),
-            tuple(tuple(tuple(map(part, experts)) for experts in sources) for sources in self.from_source),
+            chunk_of(self.to_expert_E, index, degree),
+            chunk_of(self.from_source_QPL, index, degree),
             self.tensor_rank,
+            on_device,
         )
+
+
+Rows = TypeVar("Rows", Tensor, numpy.typing.NDArray[numpy.int64])
+
+
+def chunk_of(rows: Rows, index: int, degree: int) -> Rows:
+    """The rows of one of `degree` chunks of pieces with so many rows."""
+    # Differences of rounded prefixes: sender and receiver cut a pair's rows alike without asking each other.
+    return (index + 1) * rows // degree - index * rows // degree
+
+
+def _numbers(array: numpy.typing.NDArray[numpy.int64]) -> list[int]:
+    numbers: list[int] = array.tolist()
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +157,14 @@ class CountAllToAll:
         self.host_copies = 0
         self._stream: Any = None
 
+    def prepare(self, device: torch.device, experts: int, in_flight: int) -> None:
+        """Have torch pin host memory for so many counts under way together: within a step CUDA might wait for the device."""
+        if device.type == "cuda":
+            numbers = experts * (1 + self.tensor_ranks)
+            # Held together, so that there are so many; freed, torch keeps them for the next of this size.
+            pinned = [torch.empty(numbers, dtype=torch.int64, pin_memory=True) for _ in range(in_flight)]
+            del pinned
+
     def start(self, to_expert_E: Tensor, *, tag: int, name: str) -> Pending[Counts]:
         """Start the all-to-all of one layer's counts.
 
@@ -161,7 +191,7 @@ class CountAllToAll:
             host.copy_(device, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        return _CountsFromStream(self, host, copied, to_expert_E.shape[0])
+        return _CountsFromStream(self, host, device, copied, to_expert_E.shape[0])
 
     def _start_wire(self, to_expert_E: Tensor, tag: int, name: str) -> Pending[Tensor]:
         # The rows are gathered over the expert-tensor ranks later: each of them must know all counts.
@@ -171,21 +201,21 @@ class CountAllToAll:
         ones = [1] * self.all_to_all.size
         return self.all_to_all.start(rows, ones, ones, tag=tag, name=name)
 
-    def to_host(self, numbers: Tensor, experts: int) -> Counts:
-        """Read the counts of one host tensor: [E] rows sent, then [P, Q, L] rows received. No other place reads counts."""
+    def to_host(self, numbers: Tensor, on_device: Tensor, experts: int) -> Counts:
+        """Read the counts of one host tensor: [E] rows sent, then [P, Q, L] rows received. No other place reads counts.
+
+        Args:
+            on_device: the same on the device of the tokens.
+        """
         self.host_copies += 1
-        values = iter(numbers.tolist())
-        to_expert = tuple(itertools.islice(values, experts))
-        per_rank = experts // self.expert_ranks
-        arrived = {
-            (tensor, expert): tuple(itertools.islice(values, per_rank))
-            for expert in range(self.expert_ranks)
-            for tensor in range(self.tensor_ranks)
-        }
-        sources = tuple(
-            tuple(arrived[tensor, expert] for expert in range(self.expert_ranks)) for tensor in range(self.tensor_ranks)
+        values = numbers.numpy().copy()  # pinned memory goes back with `numbers`
+        shape_PQL = (self.expert_ranks, self.tensor_ranks, experts // self.expert_ranks)
+        return Counts(
+            values[:experts],
+            values[experts:].reshape(shape_PQL).swapaxes(0, 1),
+            self.tensor_rank,
+            (on_device[:experts], on_device[experts:].view(shape_PQL).transpose(0, 1)),
         )
-        return Counts(to_expert, sources, self.tensor_rank)
 
 
 class _CountsOnHost:
@@ -198,21 +228,25 @@ class _CountsOnHost:
     def wait(self) -> Counts:
         if self._counts is None:
             numbers = torch.cat([self._sent, self._wire.wait().flatten()])
-            self._counts = self._owner.to_host(numbers, self._sent.shape[0])
+            self._counts = self._owner.to_host(numbers, numbers, self._sent.shape[0])
         return self._counts
 
 
 class _CountsFromStream:
     """Counts that the side stream copies to the host; the wait is for the copy's event only. Not yet run on hardware."""
 
-    def __init__(self, owner: CountAllToAll, host: Tensor, copied: Any, experts: int) -> None:
-        self._owner, self._host, self._copied, self._experts = owner, host, copied, experts
+    def __init__(self, owner: CountAllToAll, host: Tensor, on_device: Tensor, copied: Any, experts: int) -> None:
+        self._owner, self._on_device = owner, on_device
+        self._host: Tensor | None = host
+        self._copied, self._experts = copied, experts
         self._counts: Counts | None = None
 
     def wait(self) -> Counts:
         if self._counts is None:
             self._copied.synchronize()
-            self._counts = self._owner.to_host(self._host, self._experts)
+            assert self._host is not None
+            self._counts = self._owner.to_host(self._host, self._on_device, self._experts)
+            self._host = None
         return self._counts
 
 
@@ -236,6 +270,7 @@ class Handle:
         tag: first of this handle's tags.
         arriving: the counts in flight; None until `start_counts`.
         summed_into_N: with a static capacity the token to whose sum a row is added, T for unused slots.
+        order: of the rows by expert, once `IrregularDispatcher.sort` has computed it; a copy of the handle has none.
     """
 
     name: str
@@ -247,6 +282,7 @@ class Handle:
     tag: int
     arriving: Pending[Counts] | None = None
     summed_into_N: Tensor | None = None
+    order: ExpertOrder | None = field(default=None, init=False)
 
     @property
     def counts(self) -> Counts:
@@ -347,8 +383,8 @@ class IrregularDispatcher:
         tokens_N = places_N.masked_fill(is_empty, tokens)
         flat = places_N * experts + sources // max(tokens, 1)
         ranks, local = self.wires.rows.size, experts // self.wires.rows.size
-        sources_QPL = (((capacity,) * local,) * ranks,) * self.wires.tensor.size
-        counts = Counts((capacity,) * experts, sources_QPL, self.wires.tensor.rank)
+        sources_QPL = numpy.full((self.wires.tensor.size, ranks, local), capacity)
+        counts = Counts(numpy.full(experts, capacity), sources_QPL, self.wires.tensor.rank)
         return Handle(name, map_TE, to_expert_E, flat, places_N, probs_dtype, self.take_tags(), Known(counts), tokens_N)
 
     def opened_again(self, handle: Handle) -> Handle:
@@ -412,9 +448,8 @@ class IrregularDispatcher:
         """
         if self.wires.tensor.size > 1:
             return self.by_expert(*self.arrive(received_NX, handle), handle)
-        counts = handle.counts
-        rows, probs = SortUnpack.apply(received_NX, handle.probs_dtype, counts.by_source, _expert_major(counts))
-        return rows, torch.tensor(counts.per_expert, dtype=torch.int64), probs
+        rows, probs = SortUnpack.apply(received_NX, handle.probs_dtype, self._order(handle))
+        return rows, torch.tensor(handle.counts.per_expert, dtype=torch.int64), probs
 
     def arrive(self, received_NX: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
         """Rows and probabilities of received packed rows; with expert-tensor ranks, those of all of them."""
@@ -424,11 +459,8 @@ class IrregularDispatcher:
 
     def by_expert(self, rows_MH: Tensor, probs_M: Tensor, handle: Handle) -> tuple[Tensor, Tensor, Tensor]:
         """Reorder the rows of all sources from order of arrival to order of expert; returns the same as `sort`."""
-        counts = handle.counts
-        order = _expert_major(counts)
-        per_expert = torch.tensor(counts.per_expert, dtype=torch.int64)
-        rows, probs = (Reorder.apply(x, counts.by_source, order) for x in (rows_MH, probs_M))
-        return rows, per_expert, probs
+        rows, probs = (Reorder.apply(x, self._order(handle)) for x in (rows_MH, probs_M))
+        return rows, torch.tensor(handle.counts.per_expert, dtype=torch.int64), probs
 
     def unsort(self, output_MH: Tensor, handle: Handle) -> Tensor:
         """Stage 5: the experts' output [M, H] in order of arrival; with expert-tensor ranks, this rank's rows."""
@@ -436,8 +468,7 @@ class IrregularDispatcher:
 
     def by_arrival(self, output_MH: Tensor, handle: Handle) -> Tensor:
         """Undo `by_expert`."""
-        counts = handle.counts
-        returned: Tensor = Reorder.apply(output_MH, *inverse(counts.by_source, _expert_major(counts)))
+        returned: Tensor = Reorder.apply(output_MH, self._order(handle).back)
         return returned
 
     def leave(self, output_MH: Tensor, handle: Handle) -> Tensor:
@@ -485,6 +516,11 @@ class IrregularDispatcher:
             return Done(padded.wait())
         return padded
 
+    def _order(self, handle: Handle) -> ExpertOrder:
+        if handle.order is None:
+            handle.order = handle.counts.order(handle.row_tokens_N.device)
+        return handle.order
+
     def _tensor_ranks(self, handle: Handle) -> TensorRanks:
         return TensorRanks(self.wires.tensor, handle.counts.gathered, handle.tag + _TENSOR, handle.name)
 
@@ -499,10 +535,3 @@ class _WithZeroRows:
         arrived = self._pending.wait()
         missing = self._rows - arrived.shape[0]
         return torch.cat([arrived, arrived.new_zeros((missing, *arrived.shape[1:]))]) if missing else arrived
-
-
-def _expert_major(counts: Counts) -> list[int]:
-    """Pieces in order of arrival (expert-tensor rank, expert rank, expert), listed expert by expert."""
-    per_rank = counts.experts_per_rank
-    pieces = len(counts.by_source)
-    return [piece for expert in range(per_rank) for piece in range(expert, pieces, per_rank)]

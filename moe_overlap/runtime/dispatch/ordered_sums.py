@@ -5,7 +5,8 @@
 
 `index_add`, and `index_select` backward, add in the order in which the threads of a GPU arrive, so that a repeated run gives
 other bits. Here a stable sort puts the rows of a token together in order of their experts, and one thread adds each element of a
-segment. On a CPU `index_add` has the same order: the bits are equal (a test). Not run on hardware.
+segment. Sums are in fp32 at least, and rounded once. On a CPU `index_add` does the same: the bits are equal (a test). Not run on
+hardware.
 
 N rows, T tokens, X elements of a row. tokens_N holds T for a row without token.
 """
@@ -24,9 +25,11 @@ def sum_by_token(rows_NX: Tensor, tokens_N: Tensor, tokens: int) -> Tensor:
     tokens_T = torch.arange(tokens + 1, device=tokens_N.device)
     # Where each token's rows begin, and the end of the last one's: rows without token are sorted last.
     begins = torch.searchsorted(tokens_N.index_select(0, order_N), tokens_T)
+    # segment_reduce adds in the type of its rows: in bf16 it would round at every row.
+    sorted_NX = rows_NX.index_select(0, order_N).to(torch.promote_types(rows_NX.dtype, torch.float32))
     # `unsafe`: to check the lengths the host would have to read them.
-    sorted_NX = rows_NX.index_select(0, order_N)
-    return torch.segment_reduce(sorted_NX, "sum", lengths=begins.diff(), axis=0, unsafe=True, initial=0)
+    sums_TX = torch.segment_reduce(sorted_NX, "sum", lengths=begins.diff(), axis=0, unsafe=True, initial=0)
+    return sums_TX.to(rows_NX.dtype)
 
 
 class SelectInOrder(torch.autograd.Function):

@@ -269,20 +269,35 @@ class Columns:
         return rows, bits
 
 
-def join(rows_NH: Tensor, probs_N: Tensor) -> Tensor:
-    """Packed rows [N, H + X], outside autograd."""
-    columns = Columns.of(rows_NH.dtype, probs_N.dtype)
-    packed = rows_NH.new_empty((rows_NH.shape[0], rows_NH.shape[1] + columns.appended))
-    rows, bits = columns.split(packed)
-    rows.copy_(rows_NH)
-    bits.copy_(_bits(probs_N, rows_NH.dtype, columns.bits))
+def join(rows_TH: Tensor, probs_T: Tensor, places_N: Tensor | None = None, sources_N: Tensor | None = None) -> Tensor:
+    """Packed rows [N, H + X], outside autograd.
+
+    Args:
+        places_N: the row of every packed row; None: each in turn.
+        sources_N: the index of its probability in probs_T; None: each in turn.
+    """
+    columns = Columns.of(rows_TH.dtype, probs_T.dtype)
+    rows = rows_TH.shape[0] if places_N is None else places_N.shape[0]
+    packed = rows_TH.new_empty((rows, rows_TH.shape[1] + columns.appended))
+    rows_NH, bits_NX = columns.split(packed)
+    if places_N is None:
+        rows_NH.copy_(rows_TH)
+    else:
+        torch.index_select(rows_TH, 0, places_N, out=rows_NH)
+    probs_N = probs_T if sources_N is None else probs_T.index_select(0, sources_N)
+    bits_NX.copy_(_bits(probs_N, rows_TH.dtype, columns.bits))
     return packed
 
 
-def cut(packed_NX: Tensor, probs_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows [N, H] and probabilities [N] of packed rows, outside autograd."""
-    rows, bits = Columns.of(packed_NX.dtype, probs_dtype).split(packed_NX)
-    return rows.contiguous(), _probs(bits.contiguous(), probs_dtype)
+def cut(packed_NX: Tensor, probs_dtype: torch.dtype, numbers_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows [M, H] and probabilities [M] of packed rows, outside autograd.
+
+    Args:
+        numbers_M: the packed row of every row; None: each in turn, M = N.
+    """
+    pair = Columns.of(packed_NX.dtype, probs_dtype).split(packed_NX)
+    rows, bits = (x.contiguous() if numbers_M is None else x.index_select(0, numbers_M) for x in pair)
+    return rows, _probs(bits, probs_dtype)
 
 
 def _bits(probs_N: Tensor, rows_dtype: torch.dtype, columns: int) -> Tensor:
@@ -340,70 +355,17 @@ class PermutePacked(torch.autograd.Function):
     def forward(ctx: Any, hidden_TH: Tensor, probs_TE: Tensor, places_N: Tensor, sources_N: Tensor) -> Tensor:
         ctx.save_for_backward(places_N, sources_N)
         ctx.shapes, ctx.probs_dtype = (hidden_TH.shape, probs_TE.shape), probs_TE.dtype
-        ctx.columns = columns = Columns.of(hidden_TH.dtype, probs_TE.dtype)
-        packed = hidden_TH.new_empty((places_N.shape[0], hidden_TH.shape[1] + columns.appended))
-        rows_NH, bits_NX = columns.split(packed)
-        torch.index_select(hidden_TH, 0, places_N, out=rows_NH)
-        bits_NX.copy_(_bits(probs_TE.reshape(-1).index_select(0, sources_N), hidden_TH.dtype, columns.bits))
-        return packed
+        return join(hidden_TH, probs_TE.reshape(-1), places_N, sources_N)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         places_N, sources_N = ctx.saved_tensors
         (packed,), (hidden_shape, probs_shape) = gradients, ctx.shapes
-        drows_NH, bits_NX = ctx.columns.split(packed)
+        drows_NH, bits_NX = Columns.of(packed.dtype, ctx.probs_dtype).split(packed)
         dhidden_TH = packed.new_zeros(hidden_shape).index_add_(0, places_N, drows_NH)
         dprobs_N = _probs(bits_NX.contiguous(), ctx.probs_dtype)
         dprobs = dprobs_N.new_zeros(probs_shape.numel()).index_add_(0, sources_N, dprobs_N)
         return dhidden_TH, dprobs.view(probs_shape), None, None
-
-
-class SortUnpack(torch.autograd.Function):
-    """SortUnpack.apply(packed, probs_dtype, sizes, order) -> rows [N, H], probabilities [N]: `cut` of the pieces in `order`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, packed: Tensor, probs_dtype: torch.dtype, sizes: list[int], order: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        ctx.back = inverse(sizes, order)
-        pair = Columns.of(packed.dtype, probs_dtype).split(packed)
-        rows_NH, bits_NX = (reordered(x, sizes, order).contiguous() for x in pair)
-        return rows_NH, _probs(bits_NX, probs_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        rows_NH, probs_N = gradients
-        columns = Columns.of(rows_NH.dtype, probs_N.dtype)
-        bits_NX = _bits(probs_N, rows_NH.dtype, columns.bits)
-        nothing = rows_NH.new_empty((rows_NH.shape[0], columns.appended - columns.bits))
-        return torch.cat([*(reordered(x, *ctx.back) for x in (rows_NH, bits_NX)), nothing], dim=1), None, None, None
-
-
-class Reorder(torch.autograd.Function):
-    """Reorder.apply(rows, sizes, order): `reordered` under autograd, whose own backward would slice and join piece by piece."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
-        ctx.back = inverse(sizes, order)
-        moved = reordered(rows, sizes, order)
-        return moved.view_as(rows) if moved is rows else moved
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return reordered(gradients[0], *ctx.back), None, None
-
-
-def reordered(rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
-    """Cut `rows` into pieces of `sizes` and put them together in `order`. No autograd."""
-    if order == list(range(len(order))):
-        return rows
-    pieces = rows.split(sizes)
-    return torch.cat([pieces[index] for index in order])
-
-
-def inverse(sizes: list[int], order: list[int]) -> tuple[list[int], list[int]]:
-    """The sizes and the order that undo `reordered`."""
-    return [sizes[piece] for piece in order], sorted(range(len(order)), key=order.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,11 @@ class PlanExecutor:
             in_order=config.deterministic_mode,
             static_capacity=context.plan.static_capacity_factor is not None,
         )
+        if config.num_moe_experts and not self.dispatcher.static_capacity:
+            overlap = context.stage.overlap
+            partitions = max((layer.partitions or 1 for layer in overlap.layers), default=1)
+            in_flight = partitions * overlap.micro_batches_in_flight + 1
+            self.dispatcher.wires.counts.prepare(context.device, config.num_moe_experts, in_flight)
         self._per_token = config.calculate_per_token_loss
         loss = partial(micro_batch_loss, per_token=self._per_token)
         self._graphs = graphs

@@ -9,6 +9,7 @@ gradients, each direction of a boundary) has a stream of its own.
    own, and an earlier wait for that stream would hold up all work in the same hardware queue (plan/lowering/residency.py).
 3. The allocator learns the uses that plan/lowering/lifetimes.py names before the host can drop their tensors.
 4. When the list ends, the compute stream waits for all others.
+5. The host waits for the events that plan/lowering/lifetimes.py names, so that memory is bounded however far it could run ahead.
 
 On a CPU (`HostOrder`) instructions run in the order of the list. Not yet run on hardware: tests run it on stand-ins.
 """
@@ -16,14 +17,14 @@ On a CPU (`HostOrder`) instructions run in the order of the list. Not yet run on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_overlap.plan.instructions import COMPUTE, DATA, EXPERT, PIPELINE, Instruction, channel_group
-from moe_overlap.plan.lowering.lifetimes import Uses, awaited_elsewhere, stream_of, uses_to_record
+from moe_overlap.plan.lowering.lifetimes import Uses, awaited_elsewhere, host_waits, stream_of, uses_to_record
 
 PRIORITIES = {EXPERT: -1, PIPELINE: -1, DATA: 0}
 """Stream priorities by the kind of channel; the lowest runs first, compute has 0. Channels that other ranks wait for come first;
@@ -94,15 +95,17 @@ class ChannelStreams:
         self._events: dict[int, tuple[str, Any]] = {}
         self._awaited: frozenset[int] = frozenset()
         self._recorded: Uses = {}
+        self._host_waits: Mapping[int, tuple[int, ...]] = {}
         # By identity; an entry keeps its list alive, so that no other list gets its identity.
-        self._lists: dict[int, tuple[Sequence[Instruction], frozenset[int], Uses]] = {}
+        self._lists: dict[int, tuple[Sequence[Instruction], frozenset[int], Uses, Mapping[int, tuple[int, ...]]]] = {}
 
     def begin(self, instructions: Sequence[Instruction]) -> None:
         """Find the instructions that need an event, and let every stream wait for the earlier work of the compute stream."""
         if id(instructions) not in self._lists:
-            awaited, uses = awaited_elsewhere(instructions), uses_to_record(instructions)
-            self._lists[id(instructions)] = instructions, awaited, uses
-        _, self._awaited, self._recorded = self._lists[id(instructions)]
+            waits = host_waits(instructions)
+            awaited = awaited_elsewhere(instructions).union(*waits.values())
+            self._lists[id(instructions)] = instructions, awaited, uses_to_record(instructions), waits
+        _, self._awaited, self._recorded, self._host_waits = self._lists[id(instructions)]
         self._idle_events += [event for _, event in self._events.values()]
         self._events.clear()
         computing = self._library.current_stream()
@@ -117,6 +120,8 @@ class ChannelStreams:
     @contextlib.contextmanager
     def running(self, instruction: Instruction) -> Iterator[None]:
         """Issue an instruction on its stream."""
+        for number in self._host_waits.get(instruction.id, ()):
+            self._events[number][1].synchronize()
         channel = stream_of(instruction)
         stream = self._streams[channel]
         for number in instruction.after:

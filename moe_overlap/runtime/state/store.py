@@ -23,9 +23,9 @@ Contract.
    `release` the last use.
 
 - CPU (gloo): a reduction is an all-to-all of rows and a sum in order of rank; gloo's own sends twice the bytes.
-- CUDA (NCCL): a reduce-scatter; memory that another stream still uses is registered with the allocator. The host does not wait
-  for the device, so freed memory may come back late: how many groups are on a device at a time is bounded on CPUs only. Not yet
-  run on hardware.
+- CUDA (NCCL): a reduce-scatter; memory that another stream still uses is registered with the allocator, so freed memory returns
+  late. Before it allocates a group, the host waits until the device has freed all but the last of those that are freed by then
+  (`host_waits` of plan/lowering/lifetimes.py): one group more is there than on a CPU. Not yet run on hardware.
 """
 
 from __future__ import annotations

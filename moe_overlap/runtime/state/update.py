@@ -223,6 +223,8 @@ class StepUpdate:
     def _take_norm(self, instruction: Instruction, state: UpdateState) -> None:
         """Step 2. Norm and loss are collective, so every rank computes both in this order, even if the first is not finite."""
         assert state.is_reduced, "the norm is taken of reduced gradients"
+        # The host waits for the norm next.
+        self._recorder.read_reached()
         with self._recorded(instruction):
             state.gradients = self._optimizer.prepare()
             state.loss, state.tokens, state.predictions = self.mean_losses(state.reports)

@@ -25,7 +25,7 @@ SCRIPT, ARGUMENTS = "launch.sbatch", "megatron_args.txt"
 """Names of the two files; both are in one folder."""
 WRITTEN_BY = "# Written by tools/autotune.py."
 """The line that marks a script as written by this tool."""
-MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+MAX_CONNECTIONS, ALLOCATOR = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"
 DATA = ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path", "--mock-data")
 """Flags that name the training data."""
 AFTER_HOPPER = ("Blackwell",)
@@ -113,6 +113,11 @@ def slurm_script(
     """
     lines = [*_options(job, arguments_to_add(written.flags, target)), "", *_settings(job, target, written), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
+    # This project's program sets it itself. Upstream refuses it beside graphs without a further variable.
+    if target == "megatron-lm" and not any("cuda-graph" in name for name in written.flags):
+        lines.append(
+            f'export {ALLOCATOR}="${{{ALLOCATOR}-expandable_segments:True}}" # less memory lost between tensors'
+        )
     lines += ["# export NCCL_SOCKET_IFNAME=eth0   # the network of the rendezvous, if nodes have several", ""]
     lines += _inline_flags(written) if target == "megatron-lm" else _argument_file_lines()
     if "--save-interval" not in written.flags:

@@ -9,7 +9,15 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules.moe import device_limits_are_in_range
-from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, LOADING, nccl_blocks, settle_environment
+from moe_overlap.commands.device_settings import (
+    ALLOCATOR,
+    CONNECTIONS,
+    CTAS,
+    FORMER_ALLOCATOR,
+    LOADING,
+    nccl_blocks,
+    settle_environment,
+)
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.lowering.residency import BlockLimits, Communicators
 from tests.multiprocess.unlike_runs import UNTIED, Shape, unlike_plan
@@ -41,7 +49,14 @@ def test_without_flags_the_environment_says_it_else_the_default() -> None:
 def test_streams_of_lists_share_no_queue_unless_the_user_says_so(flags: str) -> None:
     for said, told in (({}, "32"), ({CONNECTIONS: "1"}, "1")):
         settle_environment(config(flags), said)
-        assert said == {CONNECTIONS: told}
+        assert said == {CONNECTIONS: told, ALLOCATOR: "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("name", [ALLOCATOR, FORMER_ALLOCATOR])
+def test_the_allocator_is_as_the_user_says(name: str) -> None:
+    said = {name: "max_split_size_mb:512"}
+    settle_environment(config("--defer-weight-gradients"), said)
+    assert said == {name: "max_split_size_mb:512", CONNECTIONS: "32"}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_buffer
+from moe_overlap.plan.instructions import COMPUTE, Home, Instruction, parse_buffer
 from moe_overlap.plan.lowering.dependencies import INPUTS, last_uses
-from moe_overlap.plan.lowering.lifetimes import Uses, awaited_elsewhere, stream_of, uses_to_record
+from moe_overlap.plan.lowering.lifetimes import (
+    StreamOrder,
+    Uses,
+    awaited_elsewhere,
+    host_waits,
+    stream_of,
+    uses_to_record,
+)
 from moe_overlap.plan.lowering.lower import lower
 from tests.unit.plan import plan_samples
 from tests.unit.plan.printed_lists import parse_list
@@ -117,3 +124,25 @@ def test_streams_and_events() -> None:
     assert made[3].id in needed and made[2].id in needed and made[1].id not in needed
     lonely = [dataclasses.replace(i, after=()) for i in made]
     assert awaited_elsewhere(lonely) == frozenset()
+
+
+@pytest.mark.parametrize("word", ["weights", "dweights"])
+def test_memory_of_one_group_is_late_at_most(word: str) -> None:
+    """ZeRO 3: when the host allocates a group's weights or gradients, of all groups freed before one may still be in use."""
+    made = golden("zero3_offload_rank2.txt")
+    waits, ends, order = host_waits(made), last_uses(made), StreamOrder(made)
+    place_of = {i.id: place for place, i in enumerate(made)}
+    live: set[str] = set()
+    freed: list[int] = []
+    late: list[int] = []
+    awaited: set[int] = set()
+    for i in made:
+        assert all(place_of[number] < place_of[i.id] for number in waits.get(i.id, ()))
+        awaited.update(place_of[number] for number in waits.get(i.id, ()))
+        named = {n for n in i.writes if parse_buffer(n).word == word and parse_buffer(n).home is Home.DEVICE}
+        if named - live:
+            late.append(sum(not any(p == a or order.knows(a, p) for a in awaited) for p in freed))
+        live |= named
+        freed += [place_of[i.id] for name in ends[i.id] if name in live]
+        live -= set(ends[i.id])
+    assert len(late) > 3 and max(late) == 1

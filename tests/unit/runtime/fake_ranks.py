@@ -201,6 +201,12 @@ def _unseen() -> Iterator[None]:
 
 def executor_of(flags: str) -> tuple[Any, tuple[Instruction, ...], Any]:
     """The executor of a run with these flags, its instruction list and its micro-batches."""
+    job = job_of(flags)
+    return job.machinery.runner, tuple(job.schedule.instructions), job.batches("train", 0)
+
+
+def job_of(flags: str) -> Any:
+    """The training job of a run with these flags."""
     from megatron.training.cli.arguments import parse
     from megatron.training.cli.validation import validate
     from moe_overlap.commands.train import assemble
@@ -208,8 +214,7 @@ def executor_of(flags: str) -> tuple[Any, tuple[Instruction, ...], Any]:
     parsed = parse(f"{MODEL} {flags}".split())
     validate(parsed.config, dist.get_world_size())
     with contextlib.redirect_stdout(io.StringIO()):
-        job = assemble(parsed, dist.get_rank()).job
-    return job.machinery.runner, tuple(job.schedule.instructions), job.batches("train", 0)
+        return assemble(parsed, dist.get_rank()).job
 
 
 def run_step(

@@ -12,7 +12,7 @@ import torch
 from moe_overlap.plan.lowering import lower
 from moe_overlap.plan.operators import BACKWARD, COMBINE, COUNT, DISPATCH, FORWARD, MERGE
 from moe_overlap.runtime import step
-from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
+from moe_overlap.runtime.dispatch.irregular import CountAllToAll, IrregularDispatcher
 from moe_overlap.runtime.executor import execute
 from tests.unit.runtime.fake_ranks import READ, DeviceMode, HostCopies, executor_of, run_step, two_ranks
 
@@ -50,6 +50,16 @@ def test_the_bytes_of_a_list_with_a_static_capacity_are_those_that_travel() -> N
     # A row of 32 elements takes its probability along, in 16 bytes, where it is dispatched, and its gradient on the way back.
     packed = {DISPATCH: 36, COMBINE: 32}
     assert runner.dispatcher.wires.sent_bytes == sum(i.bytes * packed[i.operator.kind] // 32 for i in rows)
+
+
+def test_memory_of_counts_is_there_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every partition of the micro-batches under way, and one more."""
+    prepared: list[tuple[int, int]] = []
+    monkeypatch.setattr(CountAllToAll, "prepare", lambda counts, device, *sizes: prepared.append(sizes))
+    executor_of(RUNS["partitions around"])
+    executor_of("--moe-overlap-micro-batches 2")
+    executor_of(WITHOUT_COUNTS["chunks of capacity"])
+    assert prepared == [(4, 3), (4, 3)]
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from moe_overlap.runtime.executor.streams import PRIORITIES, ChannelStreams
 from moe_overlap.runtime.spans import CudaClock, SpanRecorder
 from tests.unit.plan import plan_samples
 from tests.unit.plan.printed_lists import parse_list
-from tests.unit.runtime.fake_ranks import executor_of, two_ranks
+from tests.unit.runtime.fake_ranks import executor_of, job_of, two_ranks
+from tests.unit.runtime.test_host_waits import WITHOUT_COUNTS
 
 __all__ = ["two_ranks"]
 RUN = "--moe-overlap-partitions 2 --defer-weight-gradients --moe-overlap-range around"
@@ -38,7 +40,15 @@ class Event:
         self.known = frozenset(stream.known)
         self.time = stream.time
 
+    def synchronize(self) -> None:
+        self.library.host |= self.known
+
+    def query(self) -> bool:
+        return self.time <= self.library.reached
+
     def elapsed_time(self, end: Event) -> float:
+        assert self.query() and end.query(), "CUDA raises for events that the device has not reached"
+        self.library.read += 1
         return (end.time - self.time) * 1e3
 
 
@@ -64,7 +74,10 @@ class Library:
     """A stand-in for torch.cuda."""
 
     def __init__(self) -> None:
-        self.events = self.synchronized = 0
+        self.events = self.synchronized = self.read = 0
+        self.reached = float("inf")
+        self.host: set[int] = set()
+        """Instructions that have ended when the host goes on."""
         self.whole_waits: list[tuple[Stream, Stream]] = []
         self.current = Stream(self)
 
@@ -79,6 +92,7 @@ class Library:
 
     def synchronize(self) -> None:
         self.synchronized += 1
+        self.reached = float("inf")
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -232,6 +246,106 @@ def test_a_collective_inside_an_operator_splits_it_on_a_device() -> None:
         ]
         events = library.events
     assert library.events == events == 5  # the start of the step, two of the operator and two of the collective
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("name", [*WITHOUT_COUNTS, "counts"])
+def test_the_host_is_two_layers_ahead_at_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a pass through a layer begins, the device has begun the one two before; the host waits for nothing later."""
+    library = Library()
+    runner, instructions, feed = executor_of(WITHOUT_COUNTS.get(name, RUN))
+    streams = runner._streams = ChannelStreams(library)
+    begun: dict[Any, int] = {}
+    ahead: list[int] = []
+    running = streams.running
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+    @contextlib.contextmanager
+    def noted(i: Instruction) -> Iterator[None]:
+        with running(i):
+            layer, m = i.operator.layer, i.micro_batch
+            key = layer, m, i.in_backward_pass
+            if i.kind == "compute" and None not in key and key not in begun:
+                ahead.append(sum(number not in library.host for number in begun.values()))
+                begun[key] = i.id
+            yield
+            library.current.known.add(i.id)
+
+    streams.running = noted  # type: ignore[method-assign]
+    for _ in range(2):
+        begun.clear()
+        ahead.clear()
+        for ended in (library.host, *(stream.known for stream in streams._streams.values())):
+            ended.clear()
+        runner.run(instructions, feed, 0)
+        # Where counts travel the host waits for these in every layer, and for no event.
+        assert ahead == ([0, 1, 1, 1, 1, 1, 1, 1] if name in WITHOUT_COUNTS else [*range(8)])
+
+
+def test_events_are_read_as_the_device_reaches_them() -> None:
+    """Where the host is about to wait: three spans of a second, of which the device has ended one, then two."""
+    library = Library()
+    recorder = SpanRecorder(CudaClock(library))
+    recorder.start_step()
+    for name in ("L0.attention", "L0.mlp", "L1.attention"):
+        with recorder.span(name, COMPUTE):
+            library.current.time += 1
+    for reached, read in ((1.5, 2), (2.5, 4), (2.5, 4)):
+        library.reached = reached
+        recorder.read_reached()
+        assert (library.read, library.synchronized) == (read, 0)
+    assert [(span.name, span.start, span.end) for span in recorder.spans()] == [
+        ("L0.attention", 0, 1),
+        ("L0.mlp", 1, 2),
+        ("L1.attention", 2, 3),
+    ]
+    assert (library.read, library.synchronized) == (6, 1)
+    recorder.start_step()
+    assert recorder.spans() == []
+
+
+def loop_of(flags: str, library: Library) -> tuple[Any, Any]:
+    """A training loop whose spans are events of a stand-in for CUDA, and its micro-batches."""
+    from megatron.training.checkpoint.checkpointing import Progress
+    from megatron.training.training import TrainingLoop
+
+    job = job_of(flags)
+    job.machinery.runner.context.recorder.clock = CudaClock(library)
+    return TrainingLoop(job, Progress()), job.batches("train", 0)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_steps_that_nothing_shows_record_no_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines of the first and every third step; one more flag reads the spans of every step. Evaluations record none."""
+    flags = "--train-iters 4 --log-interval 3 --eval-iters 1"
+    for more, recorded in (
+        ("", [True, False, True]),
+        (f"--log-json {tmp_path}/log.json", [True] * 3),
+        (f"--trace {tmp_path}/trace.json", [True] * 3),
+        ("--timing-log-level 1", [True] * 3),
+    ):
+        library = Library()
+        loop, feed = loop_of(f"{flags} {more}", library)
+        for iteration, is_recorded in enumerate(recorded, 1):
+            library.synchronized = 0
+            spans = loop.step(iteration, feed)
+            assert (len(spans) > 50, library.synchronized) == (is_recorded, int(is_recorded)), (more, iteration)
+            assert loop.job.machinery.operation() is not None
+        library.synchronized = 0
+        loop.evaluate("valid")
+        assert library.synchronized == 0
+    assert "comm 0.00 s, exposed 0.00 s" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_events_are_read_before_the_host_waits_for_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    loop, feed = loop_of(RUN, library)
+    optimizer, read = loop.job.machinery.runner.context.optimizer, []
+    prepare = optimizer.prepare
+    monkeypatch.setattr(optimizer, "prepare", lambda: (read.append(library.read), prepare())[1])
+    spans = loop.step(1, feed)
+    assert 0 < 2 * len(spans) - read[0] < len(spans)
 
 
 def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:

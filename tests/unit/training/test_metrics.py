@@ -75,6 +75,19 @@ def test_means_of_steps() -> None:
     assert both.tokens_per_second == 150.0  # of 600 tokens in 4 s, not 200
     assert both.grad_norm == fast.grad_norm
     assert mean_of([slow]) == slow
+    unmeasured = metrics(comm_seconds=None, exposed_comm_seconds=None, predictions=(1.0, 1.0))
+    assert mean_of([unmeasured, slow, unmeasured, fast]).comm_seconds == 0.75
+
+
+def test_steps_whose_communication_is_shown(tmp_path: Path) -> None:
+    def shown(**changes: Any) -> list[int]:
+        log = MetricsLog(LoggingConfig(log_interval=4, **changes), rank=0, total_steps=9)
+        return [step for step in range(1, 10) if log.shows(step)]
+
+    assert shown() == [1, 4, 8, 9]
+    assert shown(tensorboard_log_interval=3) == [1, 4, 8, 9], "no board is there"
+    assert shown(tensorboard_log_interval=3, tensorboard_dir=str(tmp_path)) == [1, 3, 4, 6, 8, 9]
+    assert shown(log_json=str(tmp_path / "log.json")) == list(range(1, 10))
 
 
 def test_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

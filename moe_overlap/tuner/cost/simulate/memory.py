@@ -11,6 +11,8 @@ Overlap (`listed_bytes`) adds the operands of deferred weight gradients, and row
 2. The *surplus* of a list is the peak of its live bytes minus the activations of the micro-batches in flight. The closed form
    already counts all activations of a micro-batch until its backward pass has ended.
 3. The extra bytes are the surplus with overlap minus the surplus without.
+4. A host that runs ahead of its device allocates the rows of LAYERS_AHEAD passes through a layer before the device frees those of
+   earlier ones (plan/lowering/lifetimes.py): `ahead_bytes`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer, whole_buffer
 from moe_overlap.plan.lowering.dependencies import last_uses
+from moe_overlap.plan.lowering.lifetimes import LAYERS_AHEAD, layer_passes
 from moe_overlap.plan.lowering.optimizer_state import part_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices, place_of
 from moe_overlap.tuner.cost.interference import Interference
@@ -139,7 +142,17 @@ def listed_bytes(
     unlimited = surplus(live, flying, prices, lambda name: rows.of(name) + saved.of(name)) - before
     deferred = highest((name, start, end, saved.of(name)) for name, start, end in live)
     # Held operands never exceed the limit, so they raise the peak by at most the limit, wherever the peak is.
-    return ListedBytes(deferred, max(0.0, min(unlimited, undeferred + prices.stage.overlap.max_deferred_bytes)))
+    extra = max(0.0, min(unlimited, undeferred + prices.stage.overlap.max_deferred_bytes))
+    # Counts, which travel otherwise or are read at the gate, keep the host from being ahead of a layer.
+    if prices.plan.host_runs_ahead and prices.plan.static_capacity_factor is not None:
+        extra += ahead_bytes(prices.instructions, rows.of)
+    return ListedBytes(deferred, extra)
+
+
+def ahead_bytes(instructions: Sequence[Instruction], size_of: Size) -> float:
+    """Bytes of the rows of LAYERS_AHEAD passes through a layer, of those with most."""
+    touched = ({n for i in of_pass for n in (*i.reads, *i.writes)} for of_pass in layer_passes(instructions).values())
+    return LAYERS_AHEAD * max(sum(map(size_of, names)) for names in touched)
 
 
 def surplus(live: Iterable[Interval], flying: Iterable[Interval], prices: StagePrices, size_of: Size) -> float:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.runtime.dispatch.irregular import Counts, IrregularDispatcher, Wires
+from moe_overlap.runtime.dispatch.capacity_chunks import capacity_chunks
+from moe_overlap.runtime.dispatch.irregular import CountAllToAll, Handle, IrregularDispatcher, Known, Wires
 from moe_overlap.runtime.dispatch.plug_in import IrregularTokenDispatcher, refuse_padding
-from moe_overlap.runtime.dispatch.wire import AllToAll, AllToAllError
+from moe_overlap.runtime.dispatch.row_order import ExpertOrder, Reorder
+from moe_overlap.runtime.dispatch.wire import AllToAll, AllToAllError, Pack
 from moe_overlap.runtime.megatron_core.moe_layer import adapt_layer
 from moe_overlap.runtime.spans import SpanRecorder
 from tests.unit.runtime import one_process
@@ -66,15 +70,15 @@ def test_one_copy_of_counts_and_no_other_wait(groups, monkeypatch, dropped):
         chosen[3:6] = False
     hidden, probs = torch.randn(tokens, 5, requires_grad=True), torch.rand(tokens, experts, requires_grad=True)
     lists = []
-    stock = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (lists.append(tensor.shape), stock(tensor))[1])
+    stock = torch.Tensor.numpy
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda tensor: (lists.append(tensor.shape), stock(tensor))[1])
     dispatcher = IrregularDispatcher(Wires(groups), takes_bounds=True)
     with HostReads() as reads:
         merged, per_expert = one_pass(dispatcher, hidden, probs, chosen, tokens * k)
     assert reads.found == [] and len(lists) == 1 and dispatcher.wires.counts.host_copies == 1
     weights = (probs * chosen).sum(dim=1, keepdim=True)
     assert torch.allclose(merged, hidden * weights)
-    assert stock(per_expert) == stock(chosen.sum(dim=0))
+    assert per_expert.tolist() == chosen.sum(dim=0).tolist()
     expected = torch.autograd.grad((hidden * weights).sum(), (hidden, probs))
     assert torch.allclose(hidden.grad, expected[0], atol=1e-5) and torch.allclose(probs.grad, expected[1], atol=1e-5)
 
@@ -106,14 +110,131 @@ def test_counts_come_before_rows(groups):
         dispatcher.start_dispatch(rows, handle)
 
 
+def counts_of(to_expert, from_source_PQL, tensor_rank=0):
+    numbers = torch.tensor([*to_expert, *torch.tensor(from_source_PQL).flatten().tolist()])
+    wire = SimpleNamespace(size=len(from_source_PQL) * len(from_source_PQL[0]))
+    reader = CountAllToAll(wire, len(from_source_PQL), len(from_source_PQL[0]), tensor_rank)
+    return reader.to_host(numbers, numbers, len(to_expert))
+
+
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_chunks_add_up(degree):
-    counts = Counts((5, 0, 9, 1), (((5, 0), (3, 2)), ((0, 0), (7, 11))), tensor_rank=1)
+    counts = counts_of((5, 0, 9, 1), (((5, 0), (0, 0)), ((3, 2), (7, 11))), tensor_rank=1)
     chunks = [counts.chunk(index, degree) for index in range(degree)]
-    assert [sum(rows) for rows in zip(*(chunk.to_expert for chunk in chunks), strict=True)] == [5, 0, 9, 1]
-    assert [sum(rows) for rows in zip(*(chunk.by_source for chunk in chunks), strict=True)] == counts.by_source
+    assert sum(chunk.to_expert_E for chunk in chunks).tolist() == [5, 0, 9, 1]
+    assert sum(chunk.from_source_QPL for chunk in chunks).tolist() == [[[5, 0], [3, 2]], [[0, 0], [7, 11]]]
+    for part in (counts, *chunks):
+        assert part.on_device[0].tolist() == part.to_expert_E.tolist()
+        assert part.on_device[1].tolist() == part.from_source_QPL.tolist()
     assert counts.sent == [5, 10] and counts.received == [0, 18] and counts.gathered == [10, 18]
     assert counts.per_expert == [15, 13]
+
+
+def test_the_allocator_learns_where_counts_are_read(monkeypatch):
+    """They are made on the stream of the counts and read on another."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "computing")
+    on_device = tuple(SimpleNamespace(is_cuda=True, record_stream=told.append) for _ in range(2))
+    assert dataclasses.replace(counts_of((1, 2), (((1, 2),),)), on_device=on_device).for_device() is on_device
+    assert told == ["computing"] * 2
+
+
+def test_memory_of_counts_is_pinned_before_the_first_step(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: pinned.append((shape, options["pin_memory"])))
+    counts = CountAllToAll(SimpleNamespace(size=8), expert_ranks=4, tensor_ranks=2, tensor_rank=0)
+    counts.prepare(torch.device("cpu"), experts=16, in_flight=3)
+    assert pinned == []
+    counts.prepare(torch.device("cuda"), experts=16, in_flight=3)
+    assert pinned == [((16 + 2 * 16,), True)] * 3, "as many numbers as are sent and received"
+
+
+@pytest.mark.parametrize("capacity", [None, 5])
+def test_chunks_are_stretches_of_every_experts_rows(groups, capacity):
+    counts = counts_of((5, 0, 9, 1) if capacity is None else (5, 5, 5, 5), (((5, 5),), ((5, 5),)))
+    if capacity is not None:
+        counts = dataclasses.replace(counts, on_device=None)
+    sent = counts.to_expert_E.tolist()
+    numbers = torch.arange(sum(sent))
+    handle = Handle("moe", numbers, numbers, numbers + 100, numbers, torch.float32, 0, Known(counts))
+    dispatcher = IrregularDispatcher(Wires(groups), static_capacity=capacity is not None)
+    handle.order = ExpertOrder()
+    for index, chunk in enumerate(capacity_chunks(dispatcher, handle, 3)):
+        stretches = [(sum(sent[:e]) + index * n // 3, sum(sent[:e]) + (index + 1) * n // 3) for e, n in enumerate(sent)]
+        rows = [row for first, last in stretches for row in range(first, last)]
+        assert chunk.rows_N.tolist() == chunk.handle.row_tokens_N.tolist() == rows
+        assert chunk.handle.row_sources_N.tolist() == [100 + row for row in rows]
+        assert sum(chunk.handle.counts.sent) == len(rows) and chunk.handle.order is None
+
+
+class HostWork(TorchDispatchMode):
+    """Tensors that operators take and return, and calls of functions, which the host pays for whatever their size."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors, self.calls = 0, 0
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
+        returned = function(*arguments, **(named or {}))
+        self.tensors += sum(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((arguments, named, returned)))
+        return returned
+
+    def __enter__(self):
+        sys.setprofile(self.count)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        sys.setprofile(None)
+        super().__exit__(*error)
+
+    def count(self, frame, event, argument):
+        self.calls += event in ("call", "c_call")
+
+
+def work_of_a_pass(groups, ranks, experts, tensors=1, degree=1, capacity=None):
+    """Sort and unsort, forward and backward, of a rank that has received one row, or `capacity`, from each rank and expert."""
+    dispatcher = IrregularDispatcher(Wires(groups), static_capacity=capacity is not None)
+    sizes = torch.full((ranks, tensors, experts), 1 if capacity is None else capacity).tolist()
+    counts = counts_of([row for rows in sizes for row in rows[0]], sizes)
+    rows = sum(counts.gathered)
+    if capacity is not None:
+        counts = dataclasses.replace(counts, on_device=None)
+    nothing = torch.zeros(rows, dtype=torch.int64)
+    handle = Handle("moe", nothing, nothing, nothing, nothing, torch.float32, 0, Known(counts))
+    received = Pack.apply(torch.randn(rows, 4), torch.rand(rows)).requires_grad_()
+    for _ in range(2):  # the first time modules are imported and caches filled
+        part = dataclasses.replace(handle, arriving=Known(dataclasses.replace(counts)))
+        with HostWork() as work:
+            parts = [part] if degree == 1 else [chunk.handle for chunk in capacity_chunks(dispatcher, part, degree)]
+            for chunk in parts:
+                wanted = received[: sum(chunk.counts.gathered)]
+                moved, _, probs = dispatcher.sort(wanted, chunk)
+                output = dispatcher.unsort(moved, chunk)
+                torch.autograd.backward([output, probs], [output.detach(), probs.detach()])
+    return work.tensors, work.calls
+
+
+@pytest.mark.parametrize("kind", [{}, {"degree": 2}, {"capacity": 2}, {"capacity": 2, "degree": 2}])
+def test_the_host_does_not_pay_for_ranks_and_experts(groups, kind):
+    few, many = work_of_a_pass(groups, 4, 2, **kind), work_of_a_pass(groups, 64, 256, **kind)
+    assert 50 < few[0] == many[0] <= 300
+    assert many[1] <= 1.02 * few[1]  # the first pass fills caches
+
+
+def test_unpacked_rows_cost_the_host_no_more(groups):
+    """by_expert, by_arrival: the way of megatron-core's interface."""
+
+    def work(ranks, experts):
+        sizes_SL = torch.ones(ranks, experts, dtype=torch.int64)
+        rows = torch.randn(ranks * experts, 4, requires_grad=True)
+        for _ in range(2):
+            with HostWork() as work:
+                order = ExpertOrder.of(sizes_SL, ranks * experts)
+                Reorder.apply(Reorder.apply(rows, order), order.back).backward(rows.detach())
+        return work.tensors, work.calls
+
+    few, many = work(4, 2), work(64, 256)
+    assert 20 < few[0] == many[0] <= 100 and many[1] <= 1.02 * few[1]
 
 
 def test_tags_do_not_meet(groups):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_overlap.runtime.dispatch.wire import Pack, PermutePacked, Reorder, SortUnpack, Unpack, inverse
+from moe_overlap.runtime.dispatch.row_order import ExpertOrder, Reorder, SortUnpack
+from moe_overlap.runtime.dispatch.wire import Pack, PermutePacked, Unpack
 
 TOKENS, EXPERTS, WIDTH = 6, 4, 3
-SIZES, ORDER = [2, 0, 3, 1], [2, 0, 3, 1]
-ROWS = sum(SIZES)
+SIZES_SL = torch.tensor([[2, 0, 1], [0, 3, 1]])
+ROWS = 7
 TYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -22,8 +23,9 @@ TYPES = [
 
 
 def slowly(rows: Tensor) -> Tensor:
-    """Pieces in order, row by row."""
-    return torch.cat([rows[sum(SIZES[:piece]) : sum(SIZES[: piece + 1])] for piece in ORDER])
+    """Pieces cut one by one, and joined by expert."""
+    pieces = rows.split(SIZES_SL.flatten().tolist())
+    return torch.cat([pieces[source * 3 + expert] for expert in range(3) for source in range(2)])
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +81,7 @@ def test_sort_is_unpack_and_reorder(rows_dtype: torch.dtype, probs_dtype: torch.
         rows_NH, probs_N = Unpack.apply(x, probs_dtype)
         return slowly(rows_NH), slowly(probs_N)
 
-    compared(lambda x: SortUnpack.apply(x, probs_dtype, SIZES, ORDER), slow, packed)
+    compared(lambda x: SortUnpack.apply(x, probs_dtype, ExpertOrder.of(SIZES_SL, ROWS)), slow, packed)
 
 
 @pytest.mark.parametrize(("rows_dtype", "probs_dtype"), TYPES)
@@ -93,5 +95,13 @@ def test_packed_rows_stay_aligned(rows_dtype: torch.dtype, probs_dtype: torch.dt
 
 def test_reordering_is_undone() -> None:
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    compared(lambda x: Reorder.apply(x, SIZES, ORDER), slowly, rows)
-    compared(lambda x: Reorder.apply(Reorder.apply(x, SIZES, ORDER), *inverse(SIZES, ORDER)), lambda x: x * 1, rows)
+    order = ExpertOrder.of(SIZES_SL, ROWS)
+    compared(lambda x: Reorder.apply(x, order), slowly, rows)
+    compared(lambda x: Reorder.apply(Reorder.apply(x, order), order.back), lambda x: x * 1, rows)
+
+
+def test_equal_pieces_need_no_counts_on_the_device() -> None:
+    counted, equal = ExpertOrder.of(torch.full((2, 3), 4), 24), ExpertOrder.of_equal(2, 3, 4, torch.device("cpu"))
+    assert counted.by_expert is not None and equal.by_expert is not None
+    assert counted.by_arrival is not None and equal.by_arrival is not None
+    assert torch.equal(counted.by_expert, equal.by_expert) and torch.equal(counted.by_arrival, equal.by_arrival)

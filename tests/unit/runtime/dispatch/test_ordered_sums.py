@@ -58,7 +58,7 @@ def one_layer(dispatcher: IrregularDispatcher, dtype: torch.dtype) -> tuple[list
     return [output.detach(), hidden.grad, probs.grad], seen.names
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_bits_are_those_of_index_add(wires: Wires, dtype: torch.dtype) -> None:
     plain, by_atomics = one_layer(IrregularDispatcher(wires, takes_bounds=True), dtype)
     ordered, names = one_layer(IrregularDispatcher(wires, takes_bounds=True, in_order=True), dtype)

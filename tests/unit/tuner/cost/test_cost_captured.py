@@ -190,6 +190,20 @@ def test_what_graphs_leave_is_kept_for_every_slot(flags: str, slots: int) -> Non
     assert graphed.peak_bytes_by_category.temporaries - plain.peak_bytes_by_category.temporaries == pytest.approx(kept)
 
 
+@pytest.mark.parametrize(("flags", "buffers"), [(STATIC, 4), ("", 0)])
+def test_rows_that_the_host_allocates_ahead_are_counted(flags: str, buffers: int) -> None:
+    """Of two backward passes through a layer the rows at four places; where counts travel the host is not ahead of a layer."""
+    read = problem(f"{flags} --defer-weight-gradients")
+    assert read.plan.host_runs_ahead
+    ahead, beside = (
+        predict_plan(dataclasses.replace(read.plan, host_runs_ahead=is_ahead), read).predicted.stages[0]
+        for is_ahead in (True, False)
+    )
+    rows_bytes = 2 * 2048 * 4 * tokens_of_rank(read.plan, read.plan.stages[0])
+    added = ahead.peak_bytes_by_category.temporaries - beside.peak_bytes_by_category.temporaries
+    assert added == pytest.approx(2 * buffers * rows_bytes)
+
+
 def test_slots_beyond_the_micro_batches_in_flight_hold_activations() -> None:
     """With 1F1B the first stage has as many micro-batches under way as there are stages, the last one."""
     flags = f"{STATIC} --defer-weight-gradients --pipeline-model-parallel-size 2"

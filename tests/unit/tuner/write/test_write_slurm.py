@@ -58,6 +58,25 @@ def test_the_script_is_bash(target: Target, image: str | None, tmp_path: Path) -
     assert str(ROOT) not in text and "/root" not in text
 
 
+@pytest.mark.parametrize(
+    ("target", "flags", "user", "told"),
+    [
+        ("megatron-lm", [], None, "expandable_segments:True"),
+        ("megatron-lm", [], "max_split_size_mb:64", "max_split_size_mb:64"),
+        ("megatron-lm", ["--cuda-graph-impl", "local"], None, ""),
+        ("moe-overlap", [], None, ""),
+    ],
+)
+def test_memory_in_growing_segments(target: Target, flags: list[str], user: str | None, told: str) -> None:
+    plan, arguments = mixtral()
+    text = slurm_script(JOB, target, argument_file([*MIXTRAL, *flags], plan, arguments, target))
+    exports = "\n".join(line for line in text.splitlines() if line.startswith("export PYTORCH"))
+    variables = {} if user is None else {"PYTORCH_CUDA_ALLOC_CONF": user}
+    script = f'{exports}\nprintf %s "$PYTORCH_CUDA_ALLOC_CONF"'
+    ran = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, check=True)
+    assert ran.stdout == told
+
+
 def test_what_it_asks_slurm_for() -> None:
     plan, arguments = mixtral()
     written = argument_file(MIXTRAL, plan, arguments)
