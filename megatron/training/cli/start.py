@@ -149,6 +149,10 @@ def _not_executed(config: Config) -> Iterator[ConfigError]:
     if precision.fp8 is not None and shares_scales(precision.fp8_recipe, stages):
         rule, fix = "its scales are not reduced over the ranks of one stage alone", "use tensorwise, blockwise or mxfp8"
         yield ConfigError("--fp8-recipe", "delayed", rule, f"{fix}; --dry-run accepts it")
+    if precision.fp8 is not None and not precision.fp8_wgrad:
+        # megatron-core passes it as `override_linear_precision`, which recipes have ignored since before release 2.8.
+        rule = "Transformer Engine computes weight gradients in 8 bits all the same"
+        yield ConfigError("--no-fp8-wgrad", "", rule, DRY_RUN)
     group, stages = parallel.microbatch_group_size_per_vp_stage, parallel.pipeline_model_parallel_size
     if group not in (None, stages):
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"
