@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
+from megatron.training.plan_flags import plan_of_run
 from tests.gpu.benchmark import MODEL, RUNS, SIZES
 from tests.gpu.cases import CASES, Case
+from tests.gpu.one_rank import LISTED
 from tests.gpu.test_gpu_losses import STEPS
 
 
@@ -25,6 +28,14 @@ def test_a_benchmark_is_a_run(name: str) -> None:
     config = parse(words).config
     validate(config, 2)
     assert (config.overlap.moe_gate is None) == (name == "plain"), "plain is megatron-core's own gate and schedule"
+
+
+def test_lists_of_one_rank_are_those_that_are_lowered() -> None:
+    """Without building anything: a case is a list where its plan runs one."""
+    for case in CASES:
+        config = parse([*case.words(), "--train-iters", str(STEPS)]).config
+        plan = plan_of_run(config, describe_model(config, 500, case.name), case.ranks)
+        assert plan.runs_lists == (case in LISTED), case.name
 
 
 def test_names_differ() -> None:

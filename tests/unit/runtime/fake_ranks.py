@@ -183,13 +183,18 @@ def _answered(
 ) -> _Arrived:
     """The rows from a peer that sends what this rank has sent: no more than one copy, and no operator of the executor's own."""
     with torch.no_grad(), _unseen():
-        received.zero_()
-        for peer, (own, part) in enumerate(zip(rows.split(list(sent)), received.split(list(expected)), strict=True)):
-            if own.shape == part.shape or peer == wire.rank:
-                part.copy_(own)
-            elif rows.dtype == torch.int64:
-                part.copy_(rows.split(list(sent))[wire.rank])
+        answer(rows, received, sent, expected, wire.rank)
     return _Arrived(received)
+
+
+def answer(rows: Tensor, received: Tensor, sent: Sequence[int], expected: Sequence[int], rank: int) -> None:
+    """Fill what a rank receives: of each peer what the rank sends it, where the numbers of rows agree, and zeros otherwise."""
+    received.zero_()
+    for peer, (own, part) in enumerate(zip(rows.split(list(sent)), received.split(list(expected)), strict=True)):
+        if own.shape == part.shape or peer == rank:
+            part.copy_(own)
+        elif rows.dtype == torch.int64:
+            part.copy_(rows.split(list(sent))[rank])
 
 
 @contextlib.contextmanager
@@ -200,12 +205,17 @@ def _unseen() -> Iterator[None]:
 
 
 def executor_of(flags: str) -> tuple[Any, tuple[Instruction, ...], Any]:
-    """The executor of a run with these flags, its instruction list and its micro-batches."""
+    """The executor of a run of MODEL with these flags, its instruction list and its micro-batches."""
+    return assembled(f"{MODEL} {flags}".split())
+
+
+def assembled(words: Sequence[str]) -> tuple[Any, tuple[Instruction, ...], Any]:
+    """The executor of a run with this command line, its instruction list and its micro-batches."""
     from megatron.training.cli.arguments import parse
     from megatron.training.cli.validation import validate
     from moe_overlap.commands.train import assemble
 
-    parsed = parse(f"{MODEL} {flags}".split())
+    parsed = parse(words)
     validate(parsed.config, dist.get_world_size())
     with contextlib.redirect_stdout(io.StringIO()):
         job = assemble(parsed, dist.get_rank()).job
