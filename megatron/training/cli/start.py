@@ -57,9 +57,16 @@ def this_machine() -> StartMachine:
     return StartMachine(cuda_is_there(), frozenset(packages), compiler)
 
 
-def cuda_is_there() -> bool:
-    """Whether the NVIDIA driver shows a GPU."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+def cuda_is_there(root: Path = Path("/")) -> bool:
+    """Whether the NVIDIA driver shows a GPU: by a device of each, or in WSL2 by one of Windows and CUDA's library beside it."""
+    # Windows has its device for GPUs of every maker.
+    in_windows = (root / "dev/dxg").exists() and any((root / "usr/lib/wsl").rglob("libcuda.so*"))
+    return numbered_gpus(root) > 0 or in_windows
+
+
+def numbered_gpus(root: Path = Path("/")) -> int:
+    """The GPUs for which the driver has a device; none in WSL2, which does not number them."""
+    return len(list((root / "dev").glob("nvidia[0-9]*")))
 
 
 def few_queues(plan: Plan, environment: Mapping[str, str]) -> str | None:
