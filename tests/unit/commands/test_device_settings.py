@@ -9,7 +9,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules.moe import device_limits_are_in_range
-from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, LOADING, nccl_blocks, settle_environment
+from moe_overlap.commands.device_settings import CONNECTIONS, CTAS, LOADING, RING, nccl_blocks, settle_environment
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.lowering.residency import BlockLimits, Communicators
 from tests.multiprocess.unlike_runs import UNTIED, Shape, unlike_plan
@@ -42,6 +42,18 @@ def test_streams_of_lists_share_no_queue_unless_the_user_says_so(flags: str) -> 
     for said, told in (({}, "32"), ({CONNECTIONS: "1"}, "1")):
         settle_environment(config(flags), said)
         assert said == {CONNECTIONS: told}
+
+
+def test_ring_attention_sends_and_receives_at_once_unless_the_user_says_so() -> None:
+    for flags, unlike, said, told in (
+        ("--context-parallel-size 4", False, None, "1"),
+        ("--context-parallel-size 4", False, "0", "0"),
+        ("", True, None, "1"),
+        ("", False, None, None),
+    ):
+        environment = {} if said is None else {RING: said}
+        settle_environment(config(flags), environment, unlike)
+        assert environment.get(RING) == told
 
 
 @pytest.mark.parametrize(
