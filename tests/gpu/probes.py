@@ -277,24 +277,81 @@ def memory(setting: Setting) -> dict[str, Any]:
     from tests.gpu.one_rank import command_line, measure
 
     case = BY_NAME[SIZED]
-    words = command_line(case, setting.device, setting.is_tiny)
-    command = [sys.executable, "tools/predict.py", *words, "--gpu", "H200", "--num-gpus", str(case.ranks), "--json"]
-    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise RuntimeError(ended.stderr.strip())
-    predicted = json.loads(ended.stdout)
+    forecast = predicted(command_line(case, setting.device, setting.is_tiny), case.ranks)
     measured = measure(case, setting.device, setting.is_tiny, setting.sized(6, 1))
+    return {**forecast, **{name: measured[name] for name in ("peak_bytes", "reserved_bytes", "step_seconds")}}
+
+
+def whole_step(setting: Setting) -> dict[str, Any]:
+    """A run of four layers of Qwen3-30B-A3B on one GPU, as a user starts it: start, steps and memory against their prediction."""
+    sizes = LAYERS_OF_QWEN3 if not setting.is_tiny else TINY_LAYERS
+    words = [*sizes.split(), "--train-iters", str(setting.sized(30, 3))]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log.jsonl")
+        begin = time.perf_counter()
+        run([sys.executable, "pretrain_moe.py", *words, "--log-json", str(log)], {} if not setting.is_tiny else HIDDEN)
+        seconds = time.perf_counter() - begin
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [row["step_seconds"] for row in rows]
+    middle = statistics.median(steps[len(steps) // 3 :])
     return {
-        "predicted": predicted["fullest_stage"],
-        "predicted_step_seconds": predicted["step_seconds"],
-        **{name: measured[name] for name in ("peak_bytes", "reserved_bytes", "step_seconds")},
+        **predicted(words, 1),
+        "step_seconds": middle,
+        "first_step_seconds": steps[0],
+        "seconds_beside_steps": seconds - sum(steps),
+        "last_row": rows[-1],
     }
+
+
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+"""The environment of a program that must not see the GPU."""
+COMMON = """
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
+    --untie-embeddings-and-output-weights --group-query-attention --qk-layernorm --moe-token-dispatcher-type alltoall
+    --moe-aux-loss-coeff 0 --lr 1e-4 --eval-iters 0 --num-workers 0 --mock-data --log-interval 1000000 --micro-batch-size 1
+    --global-batch-size 4
+"""
+LAYERS_OF_QWEN3 = f"""{COMMON} --num-layers 4 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 --num-query-groups 4
+    --seq-length 4096 --max-position-embeddings 4096 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768
+    --vocab-size 151936 --bf16"""
+TINY_LAYERS = f"""{COMMON} --num-layers 1 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 16
+    --max-position-embeddings 16 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --vocab-size 500"""
+
+
+def predicted(words: Sequence[str], ranks: int) -> dict[str, Any]:
+    """Seconds and bytes of a command line on H200s, by a process that sees no GPU."""
+    command = [sys.executable, "tools/predict.py", *words, "--gpu", "H200", "--num-gpus", str(ranks), "--json"]
+    figures = json.loads(run(command, HIDDEN))
+    return {"predicted_step_seconds": figures["step_seconds"], "predicted": figures["fullest_stage"]}
+
+
+def run(command: Sequence[str], variables: dict[str, str]) -> str:
+    """What a program writes.
+
+    Raises:
+        RuntimeError: it failed, with its reason.
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr.strip() or ended.stdout.strip())
+    return ended.stdout
 
 
 PROBES: dict[str, Callable[[Setting], dict[str, Any]]] = {
     probe.__name__: probe
-    for probe in (lists, launched, communicators, blocking_calls, races, grouped, memory, row_sums, attention)
+    for probe in (
+        lists,
+        launched,
+        communicators,
+        blocking_calls,
+        races,
+        grouped,
+        memory,
+        whole_step,
+        row_sums,
+        attention,
+    )
 }
 """In order of information."""
 

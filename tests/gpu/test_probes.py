@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.validation import validate
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
-from tests.gpu.cases import BY_NAME
-from tests.gpu.one_rank import LISTED, measure
-from tests.gpu.probes import MOST_LAUNCHES, PROBES, ROOT, failures
+from tests.gpu.cases import BY_NAME, Case
+from tests.gpu.one_rank import LISTED, command_line, measure
+from tests.gpu.probes import LAYERS_OF_QWEN3, MOST_LAUNCHES, PROBES, ROOT, TINY_LAYERS, failures
 from tests.spawn import HANGS_SECONDS
 from tests.unit.runtime import test_launch_cost
 
@@ -54,6 +56,18 @@ def test_the_bound_of_kernels_is_the_documented_one() -> None:
     assert MOST_LAUNCHES == test_launch_cost.MOST_KERNELS + 1
 
 
+@pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
+def test_a_list_at_real_sizes_is_a_run(case: Case) -> None:
+    config = parse([*command_line(case, "cuda", is_tiny=False), "--deterministic-mode"]).config
+    validate(config, case.ranks)
+    assert config.model.hidden_size == 2048 and (config.optimizer.bf16 or config.precision.fp16)
+
+
+@pytest.mark.parametrize("sizes", [LAYERS_OF_QWEN3, TINY_LAYERS])
+def test_the_whole_step_is_a_run(sizes: str) -> None:
+    validate(parse([*sizes.split(), "--train-iters", "30"]).config, 1)
+
+
 @pytest.mark.slow
 def test_a_wait_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     unpermute = IrregularDispatcher.unpermute
@@ -83,4 +97,6 @@ def test_every_probe_is_rehearsed(tmp_path: Path) -> None:
     counted = {name: of["count_reads"] for name, of in record["probes"]["lists"]["figures"].items()}
     assert counted["partitions, deferred"] == 2 * counted["deferred weight gradients"] > 0
     assert counted["static capacity"] == 0
-    assert record["probes"]["memory"]["figures"]["predicted"]["needed_bytes"] > 0
+    for probe in ("memory", "whole_step"):
+        figures = record["probes"][probe]["figures"]
+        assert figures["predicted"]["needed_bytes"] > 0 and figures["step_seconds"] > 0
