@@ -34,6 +34,7 @@ test-sweep: .venv/installed
 # On a machine with GPUs; elsewhere each test is skipped by its name.
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
+	$(BIN)/python -m tests.gpu.probes --output gpu_probes.json
 	$(BIN)/python -m tests.gpu.benchmark
 	$(BIN)/python -m tests.gpu.row_sums
 

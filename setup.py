@@ -16,6 +16,9 @@ EXAMPLES = ("*.args", "models/*.json", "clusters/*.json")
 # Later wheels of megatron-core ship a megatron.training of their own, which would shadow ours.
 TRAIN = ["megatron-core==0.16.1", "torch>=2.11,<2.14"]
 
+# Releases that megatron-core 0.16.1 names and whose build knows CUDA 13; their torch half compiles against the installed torch.
+GPU = ["transformer-engine[core_cu13,pytorch]>=2.10,<2.12", "triton"]
+
 
 class BuildWithExamples(build_py):
     """Copies the examples into the package; an editable installation reads them in the checkout."""
@@ -85,7 +88,7 @@ setup(
         "train": TRAIN,
         "data": ["pyarrow", "sentencepiece", "tiktoken", "tokenizers", "transformers<5"],
         "logging": ["tensorboard", "wandb"],
-        "gpu": ["transformer-engine[pytorch]", "triton"],
+        "gpu": GPU,
         "completion": ["shtab"],
         # All that `make` installs: to train, to test and to check.
         "dev": [

@@ -6,6 +6,7 @@
     kernels loaded at the start     none                               CUDA_MODULE_LOADING, else EAGER for lists of a pipeline
     memory in growing segments      none                               PYTORCH_ALLOC_CONF, else expandable_segments:True for lists
     sums in a fixed order           --deterministic-mode               off
+    ring attention's transfers      none                               NVTE_BATCH_MHA_P2P_COMM, else in pairs for context ranks
 
 A variable that contradicts its flag is an error; it is never overwritten. Lists finish with any number of queues
 (plan/lowering/residency.py), but with few of them streams delay each other.
@@ -41,6 +42,9 @@ ALLOCATOR, GROWING = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 FORMER_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """The name that torch still reads where the other is unset."""
 CTAS, CTAS_FLAG = "NCCL_MAX_CTAS", "--moe-overlap-nccl-ctas"
+RING, IN_PAIRS = "NVTE_BATCH_MHA_P2P_COMM", "1"
+"""Whether Transformer Engine starts a send and a receive of keys and values together. Communicators that exist from the start, as
+ours do, run the operations of a group one after the other: a ring that starts them apart would take twice as long."""
 IN_ORDER: Mapping[str, tuple[str, ...]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
@@ -72,6 +76,8 @@ def settle_environment(config: Config, environment: MutableMapping[str, str], ha
         environment.setdefault(ALLOCATOR, GROWING)
     if may_follow_lists(config) and (config.parallel.pipeline_model_parallel_size > 1 or has_unlike_stages):
         environment.setdefault(LOADING, AT_START)
+    if config.parallel.context_parallel_size > 1 or has_unlike_stages:
+        environment.setdefault(RING, IN_PAIRS)
     if not config.training.deterministic_mode:
         return
     for name, values in IN_ORDER.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODEL = """
-    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 64
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64
     --max-position-embeddings 64 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --num-experts 8 --moe-router-topk 2
     --moe-ffn-hidden-size 64 --moe-layer-freq [0,1,0,1] --moe-aux-loss-coeff 0 --vocab-size 500
@@ -19,8 +19,20 @@ CAPACITY = "--moe-expert-capacity-factor 1.0"
 STATIC, GRAPHS = f"{CAPACITY} --moe-pad-expert-input-to-capacity", "--moe-overlap-cuda-graphs"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
 EXACT, HALF = 1e-4, 2e-2
 """Largest relative difference of a loss between GPU and CPU: fp32 in another order of sums, and half precision."""
+GROUPED = "--group-query-attention --num-query-groups 2"
+MODELS = {
+    "plain": GROUPED,
+    "normed queries": f"{GROUPED} --qk-layernorm",
+    "latent attention": "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16",
+    "shared expert": f"{GROUPED} --moe-shared-expert-intermediate-size 64",
+    # A partition of 64 tokens reaches no more than half of them.
+    "idle experts": f"{GROUPED} --num-experts 128 --moe-router-topk 1 --moe-router-pre-softmax",
+}
+"""What a case adds to MODEL; cases of one model start from the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +43,8 @@ class Case:
         ranks: as many GPUs, or gloo processes.
         tensor: tensor-parallel ranks, which decide how the vocabulary is padded.
         on_gpu: flags that GPUs get and CPUs do not.
+        model: a name of MODELS.
+        resumes: whether the run stops in the middle, saves, and goes on in another one.
     """
 
     name: str
@@ -39,11 +53,20 @@ class Case:
     tolerance: float = EXACT
     tensor: int = 1
     on_gpu: str = ""
+    model: str = "plain"
+    resumes: bool = False
 
     def words(self, device: str = "cuda") -> list[str]:
         """Its command line; the padded vocabulary is that of all cases."""
         more = self.on_gpu.split() if device == "cuda" else []
-        return [*MODEL, "--make-vocab-size-divisible-by", str(512 // self.tensor), *self.flags.split(), *more]
+        return [
+            *MODEL,
+            *MODELS[self.model].split(),
+            "--make-vocab-size-divisible-by",
+            str(512 // self.tensor),
+            *self.flags.split(),
+            *more,
+        ]
 
 
 CASES = (
@@ -77,7 +100,20 @@ CASES = (
     Case("tensor ranks", 2, f"{TENSOR} --moe-token-dispatcher-type alltoall", tensor=2),
     Case("context ranks", 2, "--context-parallel-size 2 --moe-token-dispatcher-type alltoall"),
     Case("pipeline of partitions", 4, f"{PP} {EP} {IRREGULAR} {TWO} {DEFER}"),
-    Case("virtual stages", 4, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {EP} {IRREGULAR} {DEFER}"),
+    Case("virtual stages", 4, f"{PP} {VIRTUAL} {EP} {IRREGULAR} {DEFER}"),
+    Case("partitions, normed queries", 2, f"{EP} {IRREGULAR} {TWO} {DEFER}", model="normed queries"),
+    Case("partitions, latent attention", 2, f"{EP} {IRREGULAR} {TWO} {DEFER}", model="latent attention"),
+    Case(
+        "partitions, shared expert",
+        2,
+        f"{EP} {IRREGULAR} {TWO} {DEFER}",
+        model="shared expert",
+    ),
+    Case("experts without rows", 2, f"{EP} {IRREGULAR} {TWO} {DEFER} --bf16", HALF, model="idle experts"),
+    Case("partitions over context ranks", 2, f"--context-parallel-size 2 {EP} {IRREGULAR} {TWO} {DEFER}"),
+    Case("saved and loaded", 2, f"{EP} {IRREGULAR} {TWO} {DEFER}", resumes=True),
+    Case("virtual stages under megatron-core", 2, f"{PP} {VIRTUAL} --moe-token-dispatcher-type alltoall"),
+    Case("four context ranks", 4, "--context-parallel-size 4 --moe-token-dispatcher-type alltoall"),
     Case("tensor and expert ranks", 4, f"{TENSOR} {EP} --expert-tensor-parallel-size 1 {IRREGULAR}", tensor=2),
 )
 BY_NAME = {case.name: case for case in CASES}

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
+from megatron.training.plan_flags import plan_of_run
 from tests.gpu import row_sums
 from tests.gpu.benchmark import MODEL, RUNS, SIZES
 from tests.gpu.cases import CASES, Case
+from tests.gpu.one_rank import LISTED
 from tests.gpu.test_gpu_losses import STEPS
 
 
@@ -37,6 +40,14 @@ def test_sums_of_rows_are_those_of_index_add(capsys: pytest.CaptureFixture[str])
         torch.testing.assert_close(way(rows, tokens, 8), expected)
     assert row_sums.main(["--repeats", "1"], [(8, 4, 16)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3 + 2 * len(row_sums.WAYS)
+
+
+def test_lists_of_one_rank_are_those_that_are_lowered() -> None:
+    """Without building anything: a case is a list where its plan runs one."""
+    for case in CASES:
+        config = parse([*case.words(), "--train-iters", str(STEPS)]).config
+        plan = plan_of_run(config, describe_model(config, 500, case.name), case.ranks)
+        assert plan.runs_lists == (case in LISTED), case.name
 
 
 def test_names_differ() -> None:

@@ -30,6 +30,8 @@ LAUNCH_SECONDS = 300
 def launch(folder: Path, device: str, cases: list[Case]) -> str:
     """Train cases of as many ranks in one launch; what it said where it failed."""
     hidden = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    # Transformer Engine multiplies fp32 in TF32, of 10 bits, unless cuBLAS is told not to.
+    hidden |= {"NVIDIA_TF32_OVERRIDE": "0"}
     command = [sys.executable, "-m", "torch.distributed.run", *STANDALONE, "--nproc-per-node", str(cases[0].ranks)]
     command += ["-m", "tests.gpu.train", str(folder), str(STEPS), *(case.name for case in cases)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | hidden

@@ -1,7 +1,8 @@
 """One launch of several cases: `torchrun … -m tests.gpu.train FOLDER STEPS NAME …`, on GPUs where torch sees them, else on CPUs.
 
-Every case loads the weights of FOLDER/weights; the launch that finds none saves those of its first case. The losses of a case
-stand in FOLDER/DEVICE-NUMBER.jsonl, as --log-json writes them.
+Every case loads the weights of its model, FOLDER/weights/MODEL; the first case of a model that finds none saves its own. The
+losses of a case stand in FOLDER/DEVICE-NUMBER.jsonl, as --log-json writes them. A case that resumes stops in the middle and goes
+on in a run that loads what it has saved, FOLDER/DEVICE-NUMBER.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_overlap.commands.exits import end_process
-from tests.gpu.cases import BY_NAME, CASES, Case
+from tests.gpu.cases import BY_NAME, CASES, MODELS, Case
 
 WEIGHTS = "weights"
+LOADS = ("--finetune", "--resume-with-changes", "--ckpt-step", "0")
 
 
 def log_of(folder: Path, device: str, case: Case) -> Path:
     """The losses of a case on `cuda` or `cpu`."""
     return folder / f"{device}-{CASES.index(case):02d}.jsonl"
+
+
+def weights_of(folder: Path, model: str) -> Path:
+    """The checkpoint that all cases of a model start from."""
+    return folder / WEIGHTS / model.replace(" ", "-")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,22 +51,28 @@ def main(argv: Sequence[str]) -> int:
 
     folder, steps = Path(argv[0]), int(argv[1])
     process = None
+    # Before the ranks meet: a rank that is ahead makes these folders.
+    missing = {model for model in MODELS if not weights_of(folder, model).exists()}
     for name in argv[2:]:
-        case = BY_NAME[name]
-        saves = not (folder / WEIGHTS).exists()
-        start = ["--save"] if saves else ["--finetune", "--resume-with-changes", "--ckpt-step", "0", "--load"]
-        device = device_of_this_process().type
-        words = [*case.words(device), "--train-iters", str(steps), *start, str(folder / WEIGHTS)]
-        log = ["--log-json", str(folder / "log.jsonl")]
-        parsed = parse([*words, *log])
-        validate(parsed.config, case.ranks)
-        torch.use_deterministic_algorithms(parsed.config.training.deterministic_mode)
-        process = process or start_process(parsed.config)
-        log[1] = str(log_of(folder, device, case))
-        loop = assemble(parse([*words, *log]), process.rank)
-        if saves:
-            loop.save_now()
-        loop.run()
+        case, device = BY_NAME[name], device_of_this_process().type
+        log = log_of(folder, device, case)
+        words = [*case.words(device), "--train-iters", str(steps)]
+        weights, saved = str(weights_of(folder, case.model)), str(log.with_suffix(""))
+        saves = case.model in missing and not case.resumes
+        missing.discard(case.model)
+        runs = [["--save", weights] if saves else [*LOADS, "--load", weights]]
+        if case.resumes:
+            half = ["--exit-interval", str(steps // 2)]
+            runs = [["--save", saved, *half, *LOADS, "--load", weights], ["--load", saved]]
+        for start in runs:
+            parsed = parse([*words, *start, "--log-json", str(log)])
+            validate(parsed.config, case.ranks)
+            torch.use_deterministic_algorithms(parsed.config.training.deterministic_mode)
+            process = process or start_process(parsed.config)
+            loop = assemble(parsed, process.rank)
+            if saves:
+                loop.save_now()
+            loop.run()
     dist.destroy_process_group()
     return 0
 

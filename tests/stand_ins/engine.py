@@ -14,7 +14,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, ClassVar
@@ -23,63 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.stand_ins.engine_recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from tests.transformer_engine_stand_in import WeightGradStore, left_in_place_of_a_sum
 
 VERSION = "2.20.2"
-
-
-class Format(Enum):
-    """8-bit types: forward, backward."""
-
-    E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
-    HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@dataclass
-class DelayedScaling:
-    """A scale from the maxima of earlier passes. Its products are not rounded here."""
-
-    margin: int = 0
-    fp8_format: Format = Format.HYBRID
-    amax_history_len: int = 1024
-    amax_compute_algo: Any = "max"
-    scaling_factor_compute_algo: Any = None
-    reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = None
-
-
-@dataclass
-class Float8CurrentScaling:
-    """A scale for each tensor."""
-
-    use_power_2_scales: bool = False
-    fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = None
-
-
-@dataclass
-class Float8BlockScaling:
-    """A scale for 128 elements of a row."""
-
-    fp8_format: Format = Format.E4M3
-    backward_override: str | None = None
-
-
-@dataclass
-class MXFP8BlockScaling:
-    """A power of two for 32 elements of a row."""
-
-    margin: int = 0
-    fp8_format: Format = Format.E4M3
-    backward_override: str | None = None
-
-
-class NVFP4BlockScaling:
-    """4 bits; megatron-core asks for the name alone."""
 
 
 @dataclass(frozen=True)
@@ -479,20 +432,22 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: Any = None,
         eps: float = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
-        device: Any = None,
+        hidden_size: int | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
+        assert normalized_shape is None and hidden_size is not None and set(kwargs) <= {"device"}
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalise the last axis."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(input, self.weight.shape, self.weight, self.eps)
 
 
 class DotProductAttention(torch.nn.Module):
@@ -518,12 +473,17 @@ class DotProductAttention(torch.nn.Module):
         assert attn_mask_type == "causal" and not attention_dropout
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, attn_mask_type: str | None = None
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Any = None,
+        attn_mask_type: str | None = None,
     ) -> Tensor:
         """[S, B, heads, channels] -> [S, B, heads · channels]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+        return out.permute(2, 0, 1, 3).reshape(*query_layer.shape[:2], -1)
 
 
 class Fp8Padding(torch.nn.Module):
@@ -565,14 +525,13 @@ class QuantizedTensor(torch.Tensor):
     """The base of weights in 8 bits; no weight here is one."""
 
 
-def install() -> None:
-    """Install the package in this process. Before megatron-core is imported, which asks for it once."""
-    assert "megatron.core" not in sys.modules, "megatron-core has been imported without Transformer Engine"
+def contents() -> dict[str, dict[str, Any]]:
+    """The package: path of a module in it -> its names."""
     tracker = type("CudaRNGStatesTracker", (), {})
     fp8 = {"FP8GlobalStateManager": FP8GlobalStateManager, "fp8_autocast": fp8_autocast}
     recipes = (Format, DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
     modules = (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention, Fp8Padding, Fp8Unpadding)
-    contents: dict[str, dict[str, Any]] = {
+    return {
         "": {"__version__": VERSION},
         "common": {},
         "common.recipe": {recipe.__name__: recipe for recipe in recipes},
@@ -589,7 +548,12 @@ def install() -> None:
         ),
         "pytorch.ops": dict.fromkeys(("Sequential", "FusibleOperation"), _Named),
     }
-    for path, content in contents.items():
+
+
+def install() -> None:
+    """Install the package in this process. Before megatron-core is imported, which asks for it once."""
+    assert "megatron.core" not in sys.modules, "megatron-core has been imported without Transformer Engine"
+    for path, content in contents().items():
         name = f"transformer_engine.{path}".rstrip(".")
         module = ModuleType(name)
         module.__dict__.update(content, __path__=[], __spec__=ModuleSpec(name, None, is_package=True))

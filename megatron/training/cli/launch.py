@@ -15,7 +15,6 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from megatron.training.cli.arguments import ParsedArguments
@@ -25,7 +24,7 @@ from megatron.training.cli.flags.launch import LAUNCH_FLAGS, STANDALONE
 from megatron.training.cli.packages import require_packages
 from megatron.training.cli.rules.checkpoint import start_of
 from megatron.training.cli.sizes import describe_model, known_vocab_size
-from megatron.training.cli.start import cuda_is_there
+from megatron.training.cli.start import cuda_is_there, numbered_gpus
 from megatron.training.data.sources import check_indexed_dataset, data_source, tokenizer_files
 from megatron.training.data.tokenizers import require_readable
 from megatron.training.plan_flags import plan_of_run
@@ -161,7 +160,8 @@ def _processes(text: str, environment: Mapping[str, str]) -> int:
     """A number of processes, or `gpu`: one for each GPU that this process sees."""
     if text == "gpu":
         count = visible_gpus(environment)
-        require(count, PROCESSES, text, "no GPU is visible here", "give a number")
+        rule = "WSL2 does not number its GPUs" if cuda_is_there() else "no GPU is visible here"
+        require(count, PROCESSES, text, rule, "give a number")
         return count
     number = _integer({PROCESSES: text}, PROCESSES, 1, 1)
     require(number <= MOST_PROCESSES, PROCESSES, text, f"is above {MOST_PROCESSES}", "correct the value")
@@ -179,12 +179,12 @@ def _integer(flags: Mapping[str, str], flag: str, default: int, least: int) -> i
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """GPUs that torch would count: the driver's, restricted by CUDA_VISIBLE_DEVICES."""
+    """GPUs that torch would count: the driver's, restricted by CUDA_VISIBLE_DEVICES. 0 where WSL2 numbers none."""
     if not cuda_is_there():
         return 0
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
-        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+        return numbered_gpus()
     devices = [device.strip() for device in chosen.split(",")]
     # CUDA reads the list up to the first entry that names no device.
     return next((place for place, device in enumerate(devices) if device in ("", "-1")), len(devices))

@@ -57,9 +57,16 @@ def this_machine() -> StartMachine:
     return StartMachine(cuda_is_there(), frozenset(packages), compiler)
 
 
-def cuda_is_there() -> bool:
-    """Whether the NVIDIA driver shows a GPU."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+def cuda_is_there(root: Path = Path("/")) -> bool:
+    """Whether the NVIDIA driver shows a GPU: by a device of each, or in WSL2 by one of Windows and CUDA's library beside it."""
+    # Windows has its device for GPUs of every maker.
+    in_windows = (root / "dev/dxg").exists() and any((root / "usr/lib/wsl").rglob("libcuda.so*"))
+    return numbered_gpus(root) > 0 or in_windows
+
+
+def numbered_gpus(root: Path = Path("/")) -> int:
+    """The GPUs for which the driver has a device; none in WSL2, which does not number them."""
+    return len(list((root / "dev").glob("nvidia[0-9]*")))
 
 
 def few_queues(plan: Plan, environment: Mapping[str, str]) -> str | None:
@@ -149,6 +156,10 @@ def _not_executed(config: Config) -> Iterator[ConfigError]:
     if precision.fp8 is not None and shares_scales(precision.fp8_recipe, stages):
         rule, fix = "its scales are not reduced over the ranks of one stage alone", "use tensorwise, blockwise or mxfp8"
         yield ConfigError("--fp8-recipe", "delayed", rule, f"{fix}; --dry-run accepts it")
+    if precision.fp8 is not None and not precision.fp8_wgrad:
+        # megatron-core passes it as `override_linear_precision`, which recipes have ignored since before release 2.8.
+        rule = "Transformer Engine computes weight gradients in 8 bits all the same"
+        yield ConfigError("--no-fp8-wgrad", "", rule, DRY_RUN)
     group, stages = parallel.microbatch_group_size_per_vp_stage, parallel.pipeline_model_parallel_size
     if group not in (None, stages):
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"

@@ -15,6 +15,7 @@ from moe_overlap.commands.device_settings import (
     CTAS,
     FORMER_ALLOCATOR,
     LOADING,
+    RING,
     nccl_blocks,
     settle_environment,
 )
@@ -57,6 +58,18 @@ def test_the_allocator_is_as_the_user_says(name: str) -> None:
     said = {name: "max_split_size_mb:512"}
     settle_environment(config("--defer-weight-gradients"), said)
     assert said == {name: "max_split_size_mb:512", CONNECTIONS: "32"}
+
+
+def test_ring_attention_sends_and_receives_at_once_unless_the_user_says_so() -> None:
+    for flags, unlike, said, told in (
+        ("--context-parallel-size 4", False, None, "1"),
+        ("--context-parallel-size 4", False, "0", "0"),
+        ("", True, None, "1"),
+        ("", False, None, None),
+    ):
+        environment = {} if said is None else {RING: said}
+        settle_environment(config(flags), environment, unlike)
+        assert environment.get(RING) == told
 
 
 @pytest.mark.parametrize(

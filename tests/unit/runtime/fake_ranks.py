@@ -183,13 +183,18 @@ def _answered(
 ) -> _Arrived:
     """The rows from a peer that sends what this rank has sent: no more than one copy, and no operator of the executor's own."""
     with torch.no_grad(), _unseen():
-        received.zero_()
-        for peer, (own, part) in enumerate(zip(rows.split(list(sent)), received.split(list(expected)), strict=True)):
-            if own.shape == part.shape or peer == wire.rank:
-                part.copy_(own)
-            elif rows.dtype == torch.int64:
-                part.copy_(rows.split(list(sent))[wire.rank])
+        answer(rows, received, sent, expected, wire.rank)
     return _Arrived(received)
+
+
+def answer(rows: Tensor, received: Tensor, sent: Sequence[int], expected: Sequence[int], rank: int) -> None:
+    """Fill what a rank receives: of each peer what the rank sends it, where the numbers of rows agree, and zeros otherwise."""
+    received.zero_()
+    for peer, (own, part) in enumerate(zip(rows.split(list(sent)), received.split(list(expected)), strict=True)):
+        if own.shape == part.shape or peer == rank:
+            part.copy_(own)
+        elif rows.dtype == torch.int64:
+            part.copy_(rows.split(list(sent))[rank])
 
 
 @contextlib.contextmanager
@@ -200,18 +205,27 @@ def _unseen() -> Iterator[None]:
 
 
 def executor_of(flags: str) -> tuple[Any, tuple[Instruction, ...], Any]:
-    """The executor of a run with these flags, its instruction list and its micro-batches."""
-    job = job_of(flags)
-    return job.machinery.runner, tuple(job.schedule.instructions), job.batches("train", 0)
+    """The executor of a run of MODEL with these flags, its instruction list and its micro-batches."""
+    return parts_of(job_of(flags))
 
 
 def job_of(flags: str) -> Any:
-    """The training job of a run with these flags."""
+    """The training job of a run of MODEL with these flags."""
+    return assembled(f"{MODEL} {flags}".split())
+
+
+def parts_of(job: Any) -> tuple[Any, tuple[Instruction, ...], Any]:
+    """The executor of a training job, its instruction list and its micro-batches."""
+    return job.machinery.runner, tuple(job.schedule.instructions), job.batches("train", 0)
+
+
+def assembled(words: Sequence[str]) -> Any:
+    """The training job of this command line."""
     from megatron.training.cli.arguments import parse
     from megatron.training.cli.validation import validate
     from moe_overlap.commands.train import assemble
 
-    parsed = parse(f"{MODEL} {flags}".split())
+    parsed = parse(words)
     validate(parsed.config, dist.get_world_size())
     with contextlib.redirect_stdout(io.StringIO()):
         return assemble(parsed, dist.get_rank()).job

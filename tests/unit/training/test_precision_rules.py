@@ -131,6 +131,21 @@ def test_delayed_scaling_starts_on_one_stage_only() -> None:
     assert str(obstacle) == f"--fp8-recipe delayed: {rule}; {fix}"
 
 
+def test_weight_gradients_in_16_bits_are_refused_and_not_ignored() -> None:
+    gpu = StartMachine(cuda=True, packages=frozenset({"transformer_engine"}))
+    (obstacle,) = obstacles(parse(f"{BASE} {TENSORWISE} --no-fp8-wgrad".split()), gpu)
+    rule = "Transformer Engine computes weight gradients in 8 bits all the same"
+    assert str(obstacle) == f"--no-fp8-wgrad: {rule}; drop the flag; --dry-run accepts it"
+
+
+def test_settings_of_scales_that_no_recipe_reads_are_listed() -> None:
+    settings = "--fp8-interval 4 --fp8-margin 1 --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
+    delayed = dict(idle_flags(parse(f"{BASE} --bf16 --fp8-format hybrid {settings}".split())))
+    assert delayed.keys() == {"--fp8-interval"}
+    others = idle_flags(parse(f"{BASE} {TENSORWISE} {settings}".split()))
+    assert {flag for flag, _ in others} == set(settings.split()[::2])
+
+
 def test_overlap_in_8_bits_is_looked_at_anywhere_and_starts_where_the_library_is() -> None:
     words = f"{MXFP8} --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --defer-weight-gradients"
     parsed, out = parse(f"{BASE} {words}".split()), io.StringIO()

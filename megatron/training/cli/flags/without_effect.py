@@ -76,10 +76,24 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
                 yield spelling(f"optimizer.{name}"), "counts with --lr-decay-style WSD only"
     if config.optimizer.optimizer == "adam" and is_active(config, "optimizer.sgd_momentum"):
         yield "--sgd-momentum", "counts with --optimizer sgd only"
+    yield from _scales(config)
     yield from _overlap(config)
     pairs = zip(config.moe.moe_router_load_balancing_type, config.moe.moe_aux_loss_coeff, strict=True)
     if config.moe.num_experts is not None and any(kind in ("sinkhorn", "none") and factor for kind, factor in pairs):
         yield "--moe-aux-loss-coeff", "this --moe-router-load-balancing-type has no auxiliary loss"
+
+
+def _scales(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings of scales that megatron-core hands to no recipe, or to delayed scaling alone."""
+    precision = config.precision
+    if precision.fp8 is None:
+        return
+    if precision.fp8_interval != 1:
+        yield "--fp8-interval", "Transformer Engine updates the scales in every step"
+    if precision.fp8_recipe != "delayed":
+        for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"):
+            if is_active(config, f"precision.{name}"):
+                yield spelling(f"precision.{name}"), "counts with --fp8-recipe delayed only"
 
 
 def _overlap(config: Config) -> Iterator[tuple[str, str]]:
