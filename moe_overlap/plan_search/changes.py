@@ -1,4 +1,4 @@
-"""The difference between a user's flags and a chosen plan's, decision by decision, each predicted alone.
+"""The user's own layout, and the difference between its flags and a chosen plan's, decision by decision, each predicted alone.
 
 1. Flags are grouped by decision (`DECISIONS`); flags that are only right together, such as the numbers of stages and of model
    chunks, are one decision.
@@ -12,11 +12,15 @@ Nothing here changes what is trained: a plan has no such decision.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Unpack
 
 from moe_overlap.api import Options, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.job import ALWAYS_SHARDED, without_graphs
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan_search.flags import Target, as_run, flags_of
 from moe_overlap.plan_search.results import Change
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
@@ -46,6 +50,37 @@ DEFAULTS: Final[Flags] = {
     "--micro-batch-size": ("1",),
 }
 """Flag -> the value that it stands for where it is not written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """The user's own layout as the target runs it.
+
+    Attributes:
+        prediction, plan: None if the layout does not run on the cluster, or the flags have none.
+        refusal: why the layout does not run; empty if it does, or if the flags have none.
+    """
+
+    prediction: Prediction | None = None
+    plan: Plan | None = None
+    refusal: str = ""
+
+
+def baseline_of(arguments: Sequence[str], cluster: Cluster, target: Target, options: Options) -> Baseline:
+    """The user's own layout, predicted."""
+    refusal = ""
+    # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
+    for attempted in (arguments, without_graphs(arguments)[0]):
+        try:
+            executed = as_run(attempted, target)
+            problem = problem_of(executed, cluster, options)
+            prediction = predict_plan(problem.plan, problem)
+        except ConfigError as error:
+            refusal = str(error)
+            continue
+        assumed = (ALWAYS_SHARDED,) if len(executed) > len(attempted) else ()
+        return Baseline(prediction=replace(prediction, assumed=assumed), plan=problem.plan)
+    return Baseline(refusal=refusal if flags_of(arguments).keys() & layout_flags() else "")
 
 
 def changes_of(

@@ -31,13 +31,13 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from moe_overlap.api import Options, machine_for, problem_of
+from moe_overlap.api import Options, machine_for
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.host_launches import launching_of
-from moe_overlap.job import ALWAYS_SHARDED, Job, without_graphs
+from moe_overlap.job import Job
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan_search.changes import changes_of
+from moe_overlap.plan_search.changes import Baseline, baseline_of, changes_of
 from moe_overlap.plan_search.finalists import (
     does_not_fit,
     in_order,
@@ -72,9 +72,7 @@ from moe_overlap.plan_search.task import (
 )
 from moe_overlap.plan_search.upstream_states import search_states
 from moe_overlap.tuner.capture.library import Libraries
-from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Dispatcher
-from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import (
@@ -94,7 +92,6 @@ from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import NARROW_DEFAULT, SEARCH_SPACES, SearchSpace, UniformLayout
 from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
-from moe_overlap.tuner.write.argument_file import layout_flags
 from moe_overlap.tuner.write.upstream_rules import PAIRED
 
 REFUSALS = 1000
@@ -510,7 +507,9 @@ def _answer(
         (chosen.plan, chosen.prediction) if tuned is None else (tuned.chosen.decided, tuned.chosen.prediction)
     )
     assert prediction is not None
-    baseline = _baseline(request) if settings.has_baseline else Baseline()
+    baseline = Baseline()
+    if settings.has_baseline:
+        baseline = baseline_of(request.arguments, request.cluster, settings.target, request.user_options)
     sharding = None
     if request.space.shards_operators:
         sharding = search_sharding(chosen.problem, plans.task, deadline, overlapped.is_interrupted)
@@ -543,37 +542,6 @@ def _answer(
     step = prediction.predicted.step_seconds
     launching = launching_of(plan, answer.problem, step, request.job.flags, replays_lists=False)
     return dataclasses.replace(answer, launching=launching)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Baseline:
-    """The user's own layout as the target runs it.
-
-    Attributes:
-        prediction, plan: None if the layout does not run on the cluster, or the flags have none.
-        refusal: why the layout does not run; empty if it does, or if the flags have none.
-    """
-
-    prediction: Prediction | None = None
-    plan: Plan | None = None
-    refusal: str = ""
-
-
-def _baseline(request: SearchRequest) -> Baseline:
-    """The user's own layout, predicted."""
-    refusal = ""
-    # Where they overlap nothing, flags that ask for captured graphs are those of the run without them.
-    for arguments in (request.arguments, without_graphs(request.arguments)[0]):
-        try:
-            executed = as_run(arguments, request.settings.target)
-            problem = problem_of(executed, request.cluster, request.user_options)
-            prediction = predict_plan(problem.plan, problem)
-        except ConfigError as error:
-            refusal = str(error)
-            continue
-        assumed = (ALWAYS_SHARDED,) if len(executed) > len(arguments) else ()
-        return Baseline(prediction=dataclasses.replace(prediction, assumed=assumed), plan=problem.plan)
-    return Baseline(refusal=refusal if flags_of(request.arguments).keys() & layout_flags() else "")
 
 
 def _wider_space(plan: Plan, settings: SearchSettings) -> str:

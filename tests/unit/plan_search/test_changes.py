@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.plan_search.changes import PIPELINE, by_decision, changes_of
+from moe_overlap.job import ALWAYS_SHARDED
+from moe_overlap.plan_search.changes import PIPELINE, baseline_of, by_decision, changes_of
+from moe_overlap.plan_search.flags import Target, as_run
 from moe_overlap.plan_search.results import Change
 from moe_overlap.report.changes import change_lines, changes_json
+from moe_overlap.report.search import closing_lines
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.prediction import predict_plan
 from moe_overlap.tuner.write.argument_file import layout_flags
-from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.plan_search.test_plan_search import H100, OPTIONS, SMALL, searched
 
 PLAN = "--micro-batch-size 2 --expert-model-parallel-size 4 --pipeline-model-parallel-size 1".split()
 PLAN.append("--use-distributed-optimizer")
@@ -108,3 +111,20 @@ def test_every_flag_of_a_layout_has_a_decision(flag: str) -> None:
         "layers are cut",
     )
     assert (decision == PIPELINE) == any(part in flag for part in of_pipeline)
+
+
+def test_the_users_layout_is_predicted_as_the_target_runs_it() -> None:
+    """This fork shards the optimizer's states whether or not a flag says so; Megatron-LM where it does."""
+    words = [word for word in SMALL if word not in ("--use-distributed-optimizer", "--overlap-param-gather")]
+    levels = {}
+    for target in get_args(Target):
+        baseline = baseline_of(words, H100, target, {**OPTIONS})
+        assert baseline.plan is not None and baseline.prediction is not None
+        levels[target] = baseline.plan.stages[0].zero_level
+        assert baseline.prediction.assumed == ((ALWAYS_SHARDED,) if levels[target] else ())
+        told = closing_lines(dataclasses.replace(searched("moe-overlap"), baseline=baseline.prediction), None, [])
+        assert (f"; assumed: {ALWAYS_SHARDED}" in "".join(told)) == bool(levels[target])
+    assert levels == {"moe-overlap": 1, "megatron-lm": 0, "any": 0}
+    # A plan beside the flags says its own level, and so does Megatron-FSDP.
+    for words in (["--plan", "plan.json"], ["--use-megatron-fsdp"], ["--use-distributed-optimizer"]):
+        assert as_run(words, "moe-overlap") == words

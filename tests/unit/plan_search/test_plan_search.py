@@ -26,16 +26,16 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.job import ALWAYS_SHARDED, read_job
+from moe_overlap.job import read_job
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan_search import task as search_task
 from moe_overlap.plan_search.finalists import in_order
-from moe_overlap.plan_search.flags import Target, as_priced, as_run, without_layout
-from moe_overlap.plan_search.request import SearchSettings, read_request
+from moe_overlap.plan_search.flags import Target, as_priced, without_layout
+from moe_overlap.plan_search.request import SearchSettings
 from moe_overlap.plan_search.results import Finalist, PlanSearch
-from moe_overlap.plan_search.search import _baseline, search_plan
+from moe_overlap.plan_search.search import search_plan
 from moe_overlap.report.answer import UNTRIED
 from moe_overlap.report.changes import helpful
 from moe_overlap.report.search import (
@@ -272,7 +272,7 @@ def test_another_level_is_run_from_the_file_and_by_instruction_lists(tmp_path: P
 )
 def test_what_cannot_be_answered_is_one_line(words: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
-        search_plan([*SMALL, *words], H100, SearchSettings(), **OPTIONS)
+        search_plan([*SMALL, *words], H100, SearchSettings(space="stages"), **OPTIONS)
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
@@ -519,23 +519,6 @@ def test_the_answer_says_what_of_the_users_flags_costs_most() -> None:
         assert f"in your flags, {first.effect(search.baseline)}" in " ".join(
             search.written.text.replace("# ", "").split()
         )
-
-
-def test_the_users_layout_is_predicted_as_the_target_runs_it() -> None:
-    """This fork shards the optimizer's states whether or not a flag says so; Megatron-LM where it does."""
-    words = [word for word in SMALL if word not in ("--use-distributed-optimizer", "--overlap-param-gather")]
-    levels = {}
-    for target in get_args(Target):
-        baseline = _baseline(read_request(words, H100, SearchSettings(target=target), math.inf, **OPTIONS))
-        assert baseline.plan is not None and baseline.prediction is not None
-        levels[target] = baseline.plan.stages[0].zero_level
-        assert baseline.prediction.assumed == ((ALWAYS_SHARDED,) if levels[target] else ())
-        told = closing_lines(dataclasses.replace(searched("moe-overlap"), baseline=baseline.prediction), None, [])
-        assert (f"; assumed: {ALWAYS_SHARDED}" in "".join(told)) == bool(levels[target])
-    assert levels == {"moe-overlap": 1, "megatron-lm": 0, "any": 0}
-    # A plan beside the flags says its own level, and so does Megatron-FSDP.
-    for words in (["--plan", "plan.json"], ["--use-megatron-fsdp"], ["--use-distributed-optimizer"]):
-        assert as_run(words, "moe-overlap") == words
 
 
 def test_a_plan_file_is_of_the_users_layout_alone(tmp_path: Path) -> None:
