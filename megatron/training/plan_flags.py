@@ -324,6 +324,14 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
         _require_bytes(source, plan, config)
     if plan.has_stores:
         require_flags_of_stores(source, config)
+        moves, rule = any(stage.offload.optimizer for stage in plan.stages), f"{source} offloads the moments of Adam"
+        require(
+            not moves or config.optimizer.optimizer == "adam",
+            "--optimizer",
+            config.optimizer.optimizer,
+            rule,
+            "use adam",
+        )
     if any(layer.mechanism == "partitioned" for layer in layers):
         require_cuttable(listed_run(config))
 

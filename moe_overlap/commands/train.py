@@ -38,7 +38,8 @@ from moe_overlap.commands.exits import (
 )
 from moe_overlap.commands.missing import says_what_is_missing
 from moe_overlap.commands.slurm_tasks import take_slurm_ranks
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.files import printable, whole_number
 from moe_overlap.describe.model import require_bounded_layers
 
@@ -233,6 +234,29 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     return 0
 
 
+def memory_of_host() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_host_memory(plan: Plan, model: ModelDescription, source: str, rank: int, memory: int) -> None:
+    """Refuse a plan whose ranks on this machine keep more weights and optimizer states in its memory than it has.
+
+    Raises:
+        ConfigError: with the stage and the state that need the most.
+    """
+    from moe_overlap.plan.lowering.optimizer_state import host_bytes
+
+    together = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world_size))
+    node = rank // together
+    indices = [plan.stage_of(other) for other in range(node * together, min((node + 1) * together, plan.world_size))]
+    by_stage = {index: host_bytes(plan, index, model) for index in set(indices)}
+    needed = sum(sum(by_stage[index].values()) for index in indices)
+    index, what = max(((i, what) for i in by_stage for what in by_stage[i]), key=lambda key: by_stage[key[0]][key[1]])
+    rule = f"needs {needed / GIB:.1f} GiB of host memory on node {node}, which has {memory / GIB:.1f}"
+    require(needed <= memory, source, "", rule, f"lower offload.{what} of stages[{index}]")
+
+
 def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     """Build a run from its flags. Collective over the default process group.
 
@@ -274,6 +298,8 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         config = config_of_stage(config, plan, plan.stage_of(rank))
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
 
+    if config.overlap.plan is not None:
+        require_host_memory(plan, model, config.overlap.plan, rank, memory_of_host())
     # A plan that cannot be lowered is refused before anything is built.
     lists = lower_together(plan, model, rank, updates=False)
     lists_by_size = {(plan.global_batch_size, False): lists[rank]}

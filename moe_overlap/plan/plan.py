@@ -5,6 +5,7 @@ Ranges are half open, `(first, last)` -> first, …, last - 1. Ranks are global;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Literal
@@ -60,6 +61,15 @@ class Offload:
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+
+
+OFFLOADED = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+}
+"""Field of `Offload` -> what it moves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,3 +285,18 @@ class Plan:
             if rank in stage.devices.ranks:
                 return index
         raise ValueError(f"no stage holds rank {rank}")
+
+
+def of_stages(values: Sequence[object]) -> str:
+    """One value where all stages have it; else `0+2+1`, stage after stage."""
+    texts = [str(value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else "+".join(texts)
+
+
+def states_of_stages(plan: Plan) -> list[str]:
+    """The ZeRO levels of the stages, and the shares on the host: `ZeRO-1`, `50+100 % of optimizer states on the host`."""
+    texts = [f"ZeRO-{of_stages([stage.zero_level for stage in plan.stages])}"]
+    for name, described in OFFLOADED.items():
+        shares = [f"{100 * getattr(stage.offload, name):.0f}" for stage in plan.stages]
+        texts += [f"{of_stages(shares)} % of {described} on the host"] if set(shares) != {"0"} else []
+    return texts

@@ -23,7 +23,7 @@ from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.figures import VISIBLE_BYTES, difference
 from moe_overlap.plan.capabilities import GRAPHS_FLAG
 from moe_overlap.plan.overlap import Mechanism
-from moe_overlap.plan.plan import Offload, Plan, StagePlan
+from moe_overlap.plan.plan import Plan, StagePlan, states_of_stages
 from moe_overlap.plan_search.results import TIE, Leeway
 from moe_overlap.report.balance import balance_of
 from moe_overlap.report.prediction import (
@@ -167,13 +167,11 @@ def plan_sentence(plan: Plan) -> str:
     stage = plan.stages[0]
     count, size = stage.gradient_accumulation_steps, stage.micro_batch_size
     batches = f"{count} micro-batch{'es' if count > 1 else ''} of {size} sample{'s' if size > 1 else ''}"
-    parts = [*_sizes(plan, stage), batches, f"ZeRO-{stage.zero_level}", _recomputations(plan)]
-    if stage.offload != Offload():
-        shares = {name: getattr(stage.offload, name) for name in ("weights", "gradients", "optimizer", "activations")}
-        parts += [f"{100 * share:.0f} % of {name} on the host" for name, share in shares.items() if share]
+    level, *shares = states_of_stages(plan)
+    parts = [*_sizes(plan, stage), batches, level, _recomputations(plan), *shares]
     overlap = _overlap(plan)
     parts += [f"overlap: {' and '.join(overlap)}"] if overlap else []
-    unlike = len({(other.tensor, other.data, other.zero_level, other.offload) for other in plan.stages}) > 1
+    unlike = len({(other.tensor, other.data) for other in plan.stages}) > 1
     return "; ".join(parts) + (" (stage 0; other stages differ)" if unlike else "")
 
 

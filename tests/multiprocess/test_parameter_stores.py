@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -32,6 +32,14 @@ ROUNDING = 1e-6
 """Largest relative difference of a loss in fp32 that another order of sums makes."""
 NO_CLIP = "--clip-grad 0 --untie-embeddings-and-output-weights"
 """Flags without which the bits depend on the cut of the shards: the norm's order of sums, and the order of a tied weight's."""
+HALF = Offload(weights=0.5, optimizer=0.5, activations=0.5)
+OFFLOADS = {
+    "weights": Offload(weights=0.25),
+    "optimizer": Offload(optimizer=0.5),
+    "activations": Offload(activations=0.5),
+    "half": HALF,
+    "all": Offload(weights=1.0, optimizer=1.0, activations=1.0),
+}
 Answers = dict[str, list[Trained]]
 Levels = Sequence[Sequence[int]]
 
@@ -202,10 +210,11 @@ SAVED = "--micro-batch-size 1 --global-batch-size 4 --lr-decay-iters 8"
 
 
 def test_zero_3_goes_on_with_what_zero_2_has_saved(tmp_path: Path) -> None:
-    """Adam's third step depends on the moments of two; weights that are loaded reach the rows."""
+    """Adam's third step depends on the moments of two; weights that are loaded reach the rows, and the host."""
     flags = f"{DENSE} {SAVED}"
     words = {str(level): planned(tmp_path, flags, 2, (level,)) for level in (2, 3)}
-    assert crossed(words, [("2", "3")], 2, tmp_path)["2", "3"] < 2 * ROUNDING
+    words["half"] = planned(tmp_path, flags, 2, (3,), [OFFLOADS["half"]])
+    assert max(crossed(words, [("2", "3"), ("2", "half"), ("half", "2")], 2, tmp_path).values()) < 2 * ROUNDING
 
 
 @pytest.mark.slow
@@ -214,6 +223,7 @@ def test_any_levels_load_what_others_saved(form: str, tmp_path: Path) -> None:
     flags = f"{form} {SAVED}"
     words = {} if "--bf16" in form else {"ddp": flags}
     words |= {str(level): planned(tmp_path, flags, 2, (level,)) for level in (0, 2, 3)}
+    words["all"] = planned(tmp_path, flags, 2, (1,), [OFFLOADS["all"]])
     differences = crossed(words, [*permutations(words, 2)], 2, tmp_path)
     assert len(differences) >= 6 and max(differences.values()) < 2 * ROUNDING, differences
 
@@ -231,6 +241,57 @@ def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
         assert answer["0"].moving == 0 < answer["2"].moving < answer["3"].moving
 
 
+def offloaded(folder: Path, flags: str, levels: Sequence[int], names: Iterable[str]) -> dict[str, Run]:
+    """Runs of plans of one stage: of ZeRO levels, and of the same with offloaded shares."""
+    runs: dict[str, Run] = {"ddp": (flags, 3, False)}
+    for level in levels:
+        runs[str(level)] = (planned(folder, flags, 2, (level,)), 3, level == 1)
+        for name in names:
+            runs[f"{level} {name}"] = (planned(folder, flags, 2, (level,), [OFFLOADS[name]]), 3, False)
+    return runs
+
+
+def require_the_bits_of_the_level(answers: Answers) -> None:
+    """Assert that offloading changes no bit of the weights."""
+    for name in answers:
+        level = name.partition(" ")[0]
+        assert level == "ddp" or weights(answers, name) == weights(answers, level), name
+
+
+def test_offloaded_shares_change_no_bit(tmp_path: Path) -> None:
+    """Partitions, deferred weight gradients, experts of one replica beside layers that are gathered, and an evaluation."""
+    flags = f"{MOE} --moe-overlap-partitions 2 --defer-weight-gradients --global-batch-size 8"
+    answers = compared(offloaded(tmp_path, flags, (2, 3), ("half",)), 2)
+    require_the_bits_of_the_level(answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form", ["context ranks", "modules again", "partitions", "partitions again", "pairs", "per token"]
+)
+def test_the_product_of_levels_and_shares(form: str, tmp_path: Path) -> None:
+    """An activation is saved by a forward pass alone: recomputed layers save theirs when they are back."""
+    flags = f"{TWO_RANKS[form]} {NO_CLIP} --global-batch-size 8"
+    require_the_bits_of_the_level(compared(offloaded(tmp_path, flags, (1, 2, 3), OFFLOADS), 2))
+
+
+@pytest.mark.slow
+def test_shares_of_bf16_weights(tmp_path: Path) -> None:
+    """The master weights move with the moments, and the weights by themselves."""
+    flags = f"{DENSE} {NO_CLIP} --bf16 --micro-batch-size 1 --global-batch-size 4"
+    answers = run(2, trained_each, offloaded(tmp_path, flags, (1, 3), OFFLOADS))
+    require_the_bits_of_the_level({name: [answer[name] for answer in answers] for name in answers[0]})
+
+
+@pytest.mark.slow
+def test_shares_that_differ_by_stage(tmp_path: Path) -> None:
+    flags = f"{DENSE} --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8"
+    runs: dict[str, Run] = {"ddp": (flags, 2, False)}
+    for levels, shares in (((1, 3), (HALF, Offload())), ((2, 1), (OFFLOADS["activations"], OFFLOADS["all"]))):
+        runs[str(levels)] = (planned(tmp_path, flags, 4, levels, shares), 2, False)
+    compared(runs, 4)
+
+
 def test_offloaded_shares_leave_the_device(tmp_path: Path) -> None:
     """Between steps the shares that stay are there; in a step also what the list has at a time."""
     flags = f"{SIZES} --bf16 --num-layers 6 --hidden-size 128 --micro-batch-size 1 --global-batch-size 4"
@@ -241,7 +302,6 @@ def test_offloaded_shares_leave_the_device(tmp_path: Path) -> None:
     }
     for answer in run(2, memory_each, words):
         for name, measured in answer.items():
-            print(name, measured)
             assert measured.held == pytest.approx(measured.stored, rel=0.04), name
             assert measured.moving == pytest.approx(measured.used, rel=0.04), name
 
@@ -251,6 +311,7 @@ def test_a_step_that_is_not_finite_moves_nothing(tmp_path: Path) -> None:
     flags = f"{DENSE} {NO_CLIP} --no-check-for-nan-in-loss-and-grad --micro-batch-size 1 --global-batch-size 2"
     runs: dict[str, Run] = {"ddp": (flags, 3, False, 2)}
     runs |= {str(level): (planned(tmp_path, flags, 2, (level,)), 3, False, 2) for level in (2, 3)}
+    runs["half"] = (planned(tmp_path, flags, 2, (2,), [HALF]), 3, False, 2)
     answers = run(2, trained_each, runs)
     for answer in answers:
         assert len({answer[name].weights for name in runs}) == 1
@@ -261,6 +322,7 @@ def test_evaluations_and_larger_batches_meet_updates_that_wait(tmp_path: Path) -
     flags = f"{DENSE} --micro-batch-size 1 --global-batch-size 4 --rampup-batch-size 2 2 8 --eval-interval 2"
     flags = f"{flags.replace('--train-iters 8', '--train-samples 32')} --lr-decay-samples 40 --log-params-norm"
     words = {"ddp": flags} | {str(level): planned(tmp_path, flags, 2, (level,)) for level in (0, 2, 3)}
+    words["half"] = planned(tmp_path, flags, 2, (2,), [HALF])
     for answer in run(2, whole_runs, words):
         assert len(answer["ddp"]) == 10
         for name in words:

@@ -33,7 +33,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription, ParameterCount, Share, model_parameters, rank_parameters
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.overlap import NO_OVERLAP
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Plan, states_of_stages
 
 HIGHEST_RATE = 1.0
 """Learning rate beyond which a dry run asks: rates of Adam end near 1e-2, those of SGD near 1."""
@@ -137,11 +137,7 @@ def layout_line(layout: ParallelLayout, config: Config, zero: str = "ZeRO-1") ->
 
 def planned_layout_line(plan: Plan, config: Config) -> str:
     """The same for a plan; for stages of different shape `3 processes in 2 unlike stages: DP 2, micro-batch 1 × 8 | TP 1, …`."""
-    levels = dict.fromkeys(stage.zero_level for stage in plan.stages)
-    if len(levels) == 1:
-        zero = f"ZeRO-{plan.stages[0].zero_level}"
-    else:
-        zero = f"ZeRO {', '.join(str(stage.zero_level) for stage in plan.stages)} by stage"
+    zero = " and ".join(states_of_stages(plan))
     if not plan.transfers:
         return layout_line(parallel_layout(config, plan.world_size), config, zero)
     stages = []

@@ -26,7 +26,7 @@ Buffers: `parameters.L3`, `gradient.L3`, `state.L3` are the shares that stay on 
 on the device and `host.*` on the host; `weights.L3` are gathered weights; `dweights.L3.m0` is the gradient of one micro-batch
 before the reduce-scatter. Channels: `h2d` and `d2h` for copies, `optimizer` for optimizer steps, `dp` for collectives.
 
-Parameter stores (runtime/state/store.py) execute such a list; copies are not executed yet (capabilities.py).
+Parameter stores (runtime/state/store.py) execute such a list, but for offloaded gradients (capabilities.py).
 
 Source: Mist, section 5.1. Differences: the first gradient sum of a step is not fetched, and optimizer steps have their own
 channel.
@@ -219,6 +219,17 @@ class PartDrafts:
 
     def _size(self, part: str) -> PartSize:
         return payload.part_size(part, self.plan, self.stage, self.model)
+
+
+def host_bytes(plan: Plan, stage_index: int, model: ModelDescription) -> dict[Copied, float]:
+    """Bytes that one rank of a stage keeps on the host of each state; activations, which depend on the capture, are left out."""
+    stage = plan.stages[stage_index]
+    sizes = [payload.part_size(part, plan, stage, model) for part in optimizer_parts(plan, stage_index, model)]
+    return {
+        what: getattr(stage.offload, what) * sum(size.stored_bytes(stage, what, plan.precision) for size in sizes)
+        for what in Copied
+        if what is not Copied.ACTIVATIONS
+    }
 
 
 def _at(draft: Draft, use: Use | None) -> Draft:

@@ -433,7 +433,7 @@ def test_a_plan_in_a_sentence() -> None:
     )
     assert plan_sentence(dataclasses.replace(plan, stages=stages)) == (
         "64 GPUs = 4 pipeline stages × TP 2 × DP 8; experts over EP 8 × 2 replicas; 32 micro-batches of 1 sample; ZeRO-2; "
-        "recompute 3 of 8 layers a chunk; 50 % of optimizer on the host; "
+        "recompute 3 of 8 layers a chunk; 50 % of optimizer states on the host; "
         "overlap: partitions of a micro-batch and deferred weight gradients"
     )
     paired = StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel"),), micro_batches_in_flight=2)
@@ -441,8 +441,9 @@ def test_a_plan_in_a_sentence() -> None:
     assert plan_sentence(dataclasses.replace(plan, stages=stages)).endswith(
         "overlap: capacity chunks and two micro-batches at a time"
     )
-    unlike = (dataclasses.replace(plan.stages[0], zero_level=3), *plan.stages[1:])
-    assert plan_sentence(dataclasses.replace(plan, stages=unlike)).endswith("(stage 0; other stages differ)")
+    unlike = (dataclasses.replace(plan.stages[0], zero_level=3, offload=Offload(weights=0.5)), *plan.stages[1:])
+    sentence = plan_sentence(dataclasses.replace(plan, stages=unlike))
+    assert "; ZeRO-3+1+1+1; no recomputation; 50+0+0+0 % of weights on the host" in sentence
 
 
 def test_sizes_of_a_plan_multiply_to_its_gpus() -> None:
