@@ -12,7 +12,7 @@ import pytest
 
 from megatron.training.plan_values import arguments_of, layout_values
 from moe_overlap.job import read_job
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.tuner.write.argument_file import argument_file
 from tests.end_to_end.program import PROGRAM, ROOT, Ended, environment
@@ -31,20 +31,11 @@ def command(*words: str, folder: Path = ROOT) -> Ended:
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
-@pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the default search for GPT-2.7B on 4 L4."""
-    folder = tmp_path_factory.mktemp("answer")
-    words = [
-        "--megatron-args",
-        "examples/mist-gpt-2.7b.args",
-        "--gpu",
-        "L4",
-        "--num-gpus",
-        "4",
-        "--output",
-        str(folder),
-    ]
+@pytest.fixture(scope="module", params=[("2.7b", 4), ("7b", 8)], ids=["GPT-2.7B", "GPT-7B"])
+def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the default search for a model on L4."""
+    folder, (size, gpus) = tmp_path_factory.mktemp("answer"), request.param
+    words = f"--megatron-args examples/mist-gpt-{size}.args --gpu L4 --num-gpus {gpus} --output {folder}".split()
     ended = command("tools/autotune.py", *words, "--json")
     assert ended.status == 0, ended.err
     (folder / "answer.json").write_text(ended.out)
@@ -55,11 +46,14 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_answer_has_unlike_stages_and_starts_as_written(answer: Path) -> None:
     said = json.loads((answer / "answer.json").read_text())
     plan = load_plan(answer / "plan.json")
-    assert said["not_executed"] is None and said["step_seconds"] < 0.95 * said["equal_stages_step_seconds"]
+    assert said["not_executed"] is None and said["step_seconds"] < 0.97 * said["equal_stages_step_seconds"]
     assert len({stage.recompute for stage in plan.stages}) > 1 and len({len(stage.layers) for stage in plan.stages}) > 1
     ended = command(str(PROGRAM), f"@{answer / 'megatron_args.txt'}", "--dry-run", folder=answer)
     assert ended.status == 0, ended.err
-    assert "4 processes: PP 4" in ended.out
+    assert f"{plan.world_size} processes: PP 4" in ended.out
+    # Eight times three bytes of GPT-7B's states have no room on eight L4 beside its activations.
+    offloads = any(stage.offload != Offload() for stage in plan.stages)
+    assert offloads == (plan.world_size == 8) == ("% of optimizer states on the host" in ended.out)
     others = f"@{answer / 'megatron_args.txt'} --recompute-granularity full --recompute-method block --recompute-num-layers 2"
     refused = command(str(PROGRAM), *others.split(), "--dry-run", folder=answer)
     assert refused.status == 2 and refused.err.count("\n") == 1
