@@ -15,8 +15,8 @@ autograd may keep that tensor longer than its last use in the list.
 
 The bound. Registered memory comes back when the device has passed its use, so a host that never waits allocates the buffers of
 all layers it is ahead by. `host_waits` bounds that: a host that waits for no counts is LAYERS_AHEAD passes through a layer ahead
-at most, and of the weights and gradients that are freed after use (ZeRO 2, 3) no more than GROUPS_AHEAD parameter groups are
-allocated ahead of the device. Each wait is for an earlier instruction of the same list, so a list that ends on one hardware queue
+at most, and of what is freed after use (weights and gradients with ZeRO 2 and 3, offloaded shares) no more than GROUPS_AHEAD
+parameter groups are allocated ahead of the device. Each wait is for an earlier instruction of the same list, so a list that ends on one hardware queue
 (residency.py) ends with it.
 """
 
@@ -36,6 +36,15 @@ Uses = Mapping[int, frozenset[str]]
 LAYERS_AHEAD, GROUPS_AHEAD = 2, 2
 """Passes through a layer, and parameter groups, whose memory the host allocates at most before the device frees that of earlier
 ones. With one the device would run empty while the host launches the next."""
+
+FREED = (
+    (Home.DEVICE, BufferRole.WEIGHTS),
+    (Home.DEVICE, BufferRole.D_WEIGHTS),
+    (Home.MOVED, BufferRole.WEIGHTS),
+    (Home.MOVED, BufferRole.STATE),
+    (Home.MOVED, BufferRole.ACTIVATIONS),
+)
+"""Buffers whose memory is given back within a step."""
 
 
 def stream_of(instruction: Instruction) -> str:
@@ -103,11 +112,11 @@ def host_waits(instructions: Sequence[Instruction]) -> Mapping[int, tuple[int, .
             waits[first[0].id].append(earlier[0].id)
     # 2. Parameter groups: memory for one more is allocated when the one GROUPS_AHEAD before the last is free.
     ends = last_uses(instructions)
-    for role in (BufferRole.WEIGHTS, BufferRole.D_WEIGHTS):
+    for home, role in FREED:
         live: set[str] = set()
         freed: list[int] = []
         for i in instructions:
-            opened = {name for name in i.writes if _is_on_device(name, role)} - live
+            opened = {name for name in i.writes if _is_kind(name, home, role)} - live
             if opened and len(freed) >= GROUPS_AHEAD:
                 waits[i.id].append(freed[-GROUPS_AHEAD])
             live |= opened
@@ -126,9 +135,9 @@ def layer_passes(instructions: Sequence[Instruction]) -> dict[tuple[int, int, bo
     return passes
 
 
-def _is_on_device(name: str, role: BufferRole) -> bool:
+def _is_kind(name: str, home: Home, role: BufferRole) -> bool:
     buffer = parse_buffer(name)
-    return buffer.role is role and buffer.home is Home.DEVICE
+    return buffer.role is role and buffer.home is home
 
 
 class StreamOrder:
