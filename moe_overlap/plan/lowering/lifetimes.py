@@ -16,8 +16,8 @@ autograd may keep that tensor longer than its last use in the list.
 The bound. Registered memory comes back when the device has passed its use, so a host that never waits allocates the buffers of
 all layers it is ahead by. `host_waits` bounds that: a host that waits for no counts is LAYERS_AHEAD passes through a layer ahead
 at most, and of what is freed after use (weights and gradients with ZeRO 2 and 3, offloaded shares) no more than GROUPS_AHEAD
-parameter groups are allocated ahead of the device. Each wait is for an earlier instruction of the same list, so a list that ends on one hardware queue
-(residency.py) ends with it.
+parameter groups are allocated ahead of the device. Each wait is for an earlier instruction of the same list, so a list that ends
+on one hardware queue (residency.py) ends with it.
 """
 
 from __future__ import annotations

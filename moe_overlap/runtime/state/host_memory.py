@@ -6,9 +6,8 @@ Contract.
 2. `fetch` and `store` copy, `release` gives the device memory back: content is lost only if it was changed since the last copy.
 3. Copies are asynchronous on CUDA and run on the current stream, from and to pinned memory. The instruction list orders them.
 
-`resize_` moves the elements that stay to another block: for that moment the storage exists twice, up to the tail. Pinned memory is
-allocated when a store is built; that of activations in the first step, and again where more is saved than before. Not yet run on
-hardware.
+`resize_` moves the elements that stay to another block: for that moment the storage exists twice, up to the tail. Memory is pinned
+when a store is built; that of activations in the first step, and again where more is saved than before. Not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ class HostMemory:
         memory = torch.empty(elements, dtype=dtype)
         if torch.cuda.is_available() and elements:
             # torch's own allocator of pinned memory rounds up to a power of two.
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+            error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            if error:
+                raise RuntimeError(f"{memory.nbytes} bytes of host memory cannot be pinned: CUDA's error {error}")
         self._blocks.append(memory)
         self.storages.add(memory.untyped_storage()._cdata)
         self.bytes += memory.nbytes
