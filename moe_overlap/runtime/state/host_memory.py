@@ -6,8 +6,9 @@ Contract.
 2. `fetch` and `store` copy, `release` gives the device memory back: content is lost only if it was changed since the last copy.
 3. Copies are asynchronous on CUDA and run on the current stream, from and to pinned memory. The instruction list orders them.
 
-`resize_` moves the elements that stay to another block: for that moment the storage exists twice, up to the tail. Memory is pinned
-when a store is built; that of activations in the first step, and again where more is saved than before. Not yet run on hardware.
+`resize_` moves the elements that stay to another block: for that moment the storage exists twice, up to the tail. Memory is
+pinned when a store is built; that of activations in the first step, and again where more is saved than before.
+Not yet run on hardware.
 """
 
 from __future__ import annotations
