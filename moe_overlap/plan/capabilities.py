@@ -111,12 +111,17 @@ STORED = Limits(
             "use bf16, or write zero_level 1 and no offload",
         ),
         Limit(
-            "mtp_stage", _only(None), "executed with ZeRO 1 alone", "write zero_level 1, or drop the prediction layers"
+            "mtp_stage",
+            _only(None),
+            "executed with ZeRO 1 on the device alone",
+            "write zero_level 1, or drop the prediction layers",
         ),
     ),
     stage=(
-        Limit("overlap.gradient_chunk_bytes", _only(0), "buckets are executed with ZeRO 1 alone", "write 0"),
-        Limit("overlap.overlap_param_gather", _only(False), "executed with ZeRO 1 alone", "write false"),
+        Limit(
+            "overlap.gradient_chunk_bytes", _only(0), "buckets are executed with ZeRO 1 on the device alone", "write 0"
+        ),
+        Limit("overlap.overlap_param_gather", _only(False), "executed with ZeRO 1 on the device alone", "write false"),
     ),
     layer=(),
 )

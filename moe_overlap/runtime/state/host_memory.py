@@ -68,7 +68,7 @@ class OffloadedTail:
         return self._flat
 
     @torch.no_grad()
-    def open(self) -> None:
+    def make_room(self) -> None:
         """Make room for the tail on the device; its content is undefined."""
         if not self.is_on_device:
             self._resize(self._flat.numel())
@@ -77,7 +77,7 @@ class OffloadedTail:
     @torch.no_grad()
     def fetch(self) -> None:
         """Bring the tail back."""
-        self.open()
+        self.make_room()
         self._flat[self._boundary :].copy_(self._host, non_blocking=True)
 
     @torch.no_grad()

@@ -235,7 +235,7 @@ class ParameterStore:
     def open_weights(self) -> None:
         """Make room for weights that an update writes."""
         for tail in self._tails.get(Copied.WEIGHTS, ()):
-            tail.open()
+            tail.make_room()
 
     def put_away(self) -> None:
         """Move every offloaded share that is on the device to the host."""

@@ -60,17 +60,17 @@ def test_every_zero_level_is_executed_on_every_stage(levels: tuple[int, int]) ->
         (
             {"zero_level": 0},
             {"mtp_stage": 1},
-            "mtp_stage 1: executed with ZeRO 1 alone; write zero_level 1, or drop the prediction layers",
+            "mtp_stage 1: executed with ZeRO 1 on the device alone; write zero_level 1, or drop the prediction layers",
         ),
         (
             {"zero_level": 0, "overlap": StageOverlap(gradient_chunk_bytes=4096)},
             {},
-            "stages[0].overlap.gradient_chunk_bytes 4096: buckets are executed with ZeRO 1 alone; write 0",
+            "stages[0].overlap.gradient_chunk_bytes 4096: buckets are executed with ZeRO 1 on the device alone; write 0",
         ),
         (
             {"zero_level": 2, "data": 2, "overlap": StageOverlap(overlap_param_gather=True)},
             {},
-            "stages[0].overlap.overlap_param_gather True: executed with ZeRO 1 alone; write false",
+            "stages[0].overlap.overlap_param_gather True: executed with ZeRO 1 on the device alone; write false",
         ),
         (
             {"offload": Offload(gradients=0.5)},

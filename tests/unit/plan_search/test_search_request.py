@@ -15,9 +15,13 @@ from tests.unit.plan_search.test_plan_search import H100, HALF, OPTIONS, SMALL
 @pytest.mark.parametrize(
     ("words", "precision", "rule"),
     [
-        ([*SMALL, "--moe-ffn-hidden-size", "4096"], "fp8", "precision fp8 is executed with ZeRO 1 alone"),
-        (HALF, None, "precision fp16 is executed with ZeRO 1 alone"),
-        ([*SMALL, "--mtp-num-layers", "1"], None, "a model with --mtp-num-layers is executed with ZeRO 1 alone"),
+        ([*SMALL, "--moe-ffn-hidden-size", "4096"], "fp8", "precision fp8 is executed with ZeRO 1 on the device alone"),
+        (HALF, None, "precision fp16 is executed with ZeRO 1 on the device alone"),
+        (
+            [*SMALL, "--mtp-num-layers", "1"],
+            None,
+            "a model with --mtp-num-layers is executed with ZeRO 1 on the device alone",
+        ),
     ],
 )
 def test_zero_levels_are_not_searched_for_what_runs_with_one(

@@ -44,7 +44,7 @@ def test_a_tail_that_is_opened_is_not_fetched() -> None:
     tail = OffloadedTail(flat, 1.0, HostMemory())
     tail.store()
     tail.release()
-    tail.open()
+    tail.make_room()
     flat.fill_(3.0)
     tail.store()
     tail.release()
