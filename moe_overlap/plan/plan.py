@@ -5,8 +5,8 @@ Ranges are half open, `(first, last)` -> first, …, last - 1. Ranks are global;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import lcm
 from typing import Literal
 
@@ -287,16 +287,19 @@ class Plan:
         raise ValueError(f"no stage holds rank {rank}")
 
 
-def of_stages(values: Sequence[object]) -> str:
-    """One value where all stages have it; else `0+2+1`, stage after stage."""
-    texts = [str(value) for value in values]
-    return texts[0] if len(set(texts)) == 1 else "+".join(texts)
-
-
 def states_of_stages(plan: Plan) -> list[str]:
-    """The ZeRO levels of the stages, and the shares on the host: `ZeRO-1`, `50+100 % of optimizer states on the host`."""
-    texts = [f"ZeRO-{of_stages([stage.zero_level for stage in plan.stages])}"]
+    """The ZeRO levels, and the shares on the host: `ZeRO-1`, `weights on the host: 50 % in stages 0-7, 100 % in stage 8`."""
+    levels = [str(stage.zero_level) for stage in plan.stages]
+    texts = [f"ZeRO-{levels[0] if len(set(levels)) == 1 else '+'.join(levels)}"]
     for name, described in OFFLOADED.items():
-        shares = [f"{100 * getattr(stage.offload, name):.0f}" for stage in plan.stages]
-        texts += [f"{of_stages(shares)} % of {described} on the host"] if set(shares) != {"0"} else []
+        shares = [getattr(stage.offload, name) for stage in plan.stages]
+        if len(set(shares)) == 1:
+            texts += [f"{100 * shares[0]:.0f} % of {described} on the host"] if shares[0] else []
+            continue
+        parts = []
+        for share, run in groupby(range(len(shares)), key=shares.__getitem__):
+            first, *others = run
+            stages = f"stages {first}-{others[-1]}" if others else f"stage {first}"
+            parts += [f"{100 * share:.0f} % in {stages}"] if share else []
+        texts.append(f"{described} on the host: {', '.join(parts)}")
     return texts

@@ -209,7 +209,7 @@ def stores_refusal(job: Job) -> ConfigError | None:
         described = "a model with --mtp-num-layers" if field == "mtp_stage" else f"{field} {error.value}"
         return ConfigError(field, error.value, f"{described} is {error.rule}", error.fix)
     try:
-        require_flags_of_stores("it", job.config)
+        require_flags_of_stores("such a plan", job.config)
     except ConfigError as error:
         return ConfigError(error.subject, "", f"{error.subject}: {error.rule}", error.fix)
     return None

@@ -443,7 +443,11 @@ def test_a_plan_in_a_sentence() -> None:
     )
     unlike = (dataclasses.replace(plan.stages[0], zero_level=3, offload=Offload(weights=0.5)), *plan.stages[1:])
     sentence = plan_sentence(dataclasses.replace(plan, stages=unlike))
-    assert "; ZeRO-3+1+1+1; no recomputation; 50+0+0+0 % of weights on the host" in sentence
+    assert "; ZeRO-3+1+1+1; no recomputation; weights on the host: 50 % in stage 0" in sentence
+    shares = (Offload(), Offload(optimizer=1.0), Offload(optimizer=1.0), Offload(optimizer=0.5))
+    stages = tuple(dataclasses.replace(s, offload=o) for s, o in zip(plan.stages, shares, strict=True))
+    sentence = plan_sentence(dataclasses.replace(plan, stages=stages))
+    assert "; optimizer states on the host: 100 % in stages 1-2, 50 % in stage 3" in sentence
 
 
 def test_sizes_of_a_plan_multiply_to_its_gpus() -> None:
