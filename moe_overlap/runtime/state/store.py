@@ -101,7 +101,7 @@ class ParameterStore:
         self._offload, self._host = offload, host
         self.weights = torch.empty(0)
         self.zero_level = zero_level if replicas.size > 1 else min(zero_level, 1)
-        # The other kind of the group is gathered behind the fetch of both, and this one is read where it is stored.
+        # Its group is gathered for each use, but this kind has no replicas: it is read where it is stored.
         self.is_read_while_gathered = zero_level == 3 and self.zero_level < 3
         self._ranges: dict[torch.nn.Parameter, tuple[int, int]] = {}
         end = 0
