@@ -32,7 +32,7 @@ class Trained:
     """What a rank knows of a run.
 
     Attributes:
-        losses, norms: of each step.
+        losses, norms: of each step, and the norm of all parameters after the last.
         evaluated: loss of an evaluation after them.
         weights: digest of this rank's weights after all updates.
         follows: whether the recorded spans of every step are those of its list, each once.
@@ -106,6 +106,7 @@ def trained(words: str, steps: int, on_stores: bool = False, spoiled: int = 0) -
         assert addresses == [p.data_ptr() for chunk in job.machinery.chunks for p in chunk.module.parameters()]
     losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
     loop._flush()
+    norms.append(job.machinery.parameter_norm())
     result = job.machinery.runner.evaluate(job.schedule.instructions, feed, steps)
     digest = hashlib.sha256()
     with job.checkpoints._whole_weights():

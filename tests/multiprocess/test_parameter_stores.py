@@ -187,7 +187,7 @@ def test_unlike_stages_train_as_one_process_does(flags: str, tmp_path: Path) -> 
         words = f"{MODEL} --train-iters 3 {written(tmp_path, {name: plan}, flags)[name]}"
         for answer in run(plan.world_size, trained_each, {name: (words, 3, False)}):
             assert answer[name].follows, name
-            steps = zip(answer[name].losses, answer[name].norms, strict=True)
+            steps = zip(answer[name].losses, answer[name].norms[:-1], strict=True)
             assert [*steps] == [pytest.approx(step, rel=2 * ROUNDING) for step in reference[:3]], name
             assert answer[name].evaluated == pytest.approx(reference[3][0], rel=2 * ROUNDING), name
 

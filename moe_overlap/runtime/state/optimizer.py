@@ -155,13 +155,17 @@ class MegatronLayerwiseOptimizer:
 
         Left out are replicas of parameters on tensor-parallel ranks, and the embedding that a last stage has for its head.
         """
-        squares = [
-            shard.float().pow(2).sum()
-            for inner in self.megatron.chained_optimizers
-            for shard in inner.get_parameters()
-            if param_is_not_shared(shard) and param_is_not_tensor_parallel_duplicate(shard, tp_group=inner.tp_group)
-        ]
         device = next(self._chunks[0].parameters()).device
+        squares = []
+        for inner in self.megatron.chained_optimizers:
+            # Parameter stores may keep the end of a shard in host memory, where the tensor does not reach.
+            store_of = {id(shard.main): store for store, shard in getattr(inner, "stores", ())}
+            for shard in inner.get_parameters():
+                if param_is_not_shared(shard) and param_is_not_tensor_parallel_duplicate(
+                    shard, tp_group=inner.tp_group
+                ):
+                    values = store_of[id(shard)].read_state(shard) if store_of else shard
+                    squares.append(values.float().pow(2).sum().to(device))
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
         dist.all_reduce(total)
         return float(total.sqrt())
