@@ -183,6 +183,10 @@ def predict_job(arguments: Sequence[str], cluster: Cluster, options: Options) ->
             leeway.may_interleave,
             lambda changed: _predict_captured(changed, cluster, options),
         )
+        if cluster.measured is not None:
+            # They have measured operators between which those of the job were interpolated: the next answer would be another.
+            problem = _problem(job, cluster, options)
+            prediction = dataclasses.replace(prediction, predicted=predict_plan(problem.plan, problem).predicted)
         prediction = dataclasses.replace(prediction, alternatives=alternatives)
     return PredictedJob(job=job, problem=problem, prediction=prediction, leeway=leeway)
 
