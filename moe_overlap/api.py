@@ -161,10 +161,8 @@ def predict_job(arguments: Sequence[str], cluster: Cluster, options: Options) ->
         ConfigError: the flags or the files of the options are wrong, or the model cannot be captured.
     """
     job = _job_on(arguments, cluster, options)
-    problem = _problem(job, cluster, options)
-    prediction = predict_plan(problem.plan, problem)
-    launching = launching_of(problem.plan, problem, prediction.predicted.step_seconds, job.flags)
-    prediction = dataclasses.replace(prediction, assumed=job.assumed, not_run=job.not_run, launching=launching)
+    problem, prediction = _predicted(job, cluster, options)
+    remedy, tried, alternatives = prediction.remedy, prediction.tried, prediction.alternatives
     if not prediction.fits:
         remedy, tried = cheapest_change(
             prediction,
@@ -172,7 +170,6 @@ def predict_job(arguments: Sequence[str], cluster: Cluster, options: Options) ->
             lambda plan: _captured(job, plan, cluster, options),
             lambda change, plan: _features_with(change, plan, arguments, job, problem, cluster, options),
         )
-        prediction = dataclasses.replace(prediction, remedy=remedy, tried=tried)
     leeway = leeway_of(arguments, job, problem)
     if prediction.fits and options.get("plan") is None and "--plan" not in job.flags:
         alternatives = alternatives_of(
@@ -183,12 +180,19 @@ def predict_job(arguments: Sequence[str], cluster: Cluster, options: Options) ->
             leeway.may_interleave,
             lambda changed: _predict_captured(changed, cluster, options),
         )
-        if cluster.measured is not None:
-            # They have measured operators between which those of the job were interpolated: the next answer would be another.
-            problem = _problem(job, cluster, options)
-            prediction = dataclasses.replace(prediction, predicted=predict_plan(problem.plan, problem).predicted)
-        prediction = dataclasses.replace(prediction, alternatives=alternatives)
+    if cluster.measured is not None:
+        # Changes measure operators between which those of the job were interpolated: the next answer would be another.
+        problem, prediction = _predicted(job, cluster, options)
+    prediction = dataclasses.replace(prediction, remedy=remedy, tried=tried, alternatives=alternatives)
     return PredictedJob(job=job, problem=problem, prediction=prediction, leeway=leeway)
+
+
+def _predicted(job: Job, cluster: Cluster, options: Options) -> tuple[Problem, Prediction]:
+    """The tuner's problem of a job, and its prediction without any change."""
+    problem = _problem(job, cluster, options)
+    prediction = predict_plan(problem.plan, problem)
+    launching = launching_of(problem.plan, problem, prediction.predicted.step_seconds, job.flags)
+    return problem, dataclasses.replace(prediction, assumed=job.assumed, not_run=job.not_run, launching=launching)
 
 
 def _predict_captured(arguments: Sequence[str], cluster: Cluster, options: Options) -> Prediction:

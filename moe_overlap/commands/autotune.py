@@ -401,9 +401,8 @@ def _spaces_help() -> str:
     """Each search space, and the targets that it needs."""
     texts = []
     for name, row in SEARCH_SPACES.items():
-        upstream = "megatron-lm or any" if row.megatron_lm is not None else "any"
-        needs = "" if row.moe_overlap is not None else f"; of the target {upstream}"
-        texts.append(f"{name} ({row.about}{needs})")
+        lacking = "" if row.megatron_lm is not None else "; not for megatron-lm"
+        texts.append(f"{name} ({row.about}{lacking})")
     return f"beside the layout: {', '.join(texts)}; default full for moe-overlap, {NARROW_DEFAULT} for others"
 
 

@@ -107,7 +107,7 @@ class SearchRequest:
 
     @property
     def predicts_plans(self) -> bool:
-        """Whether finalists are predicted as plans and not as flags: for `any`, and in this runtime's space of ZeRO levels."""
+        """Whether finalists are predicted as plans and not as flags: for `any`, and in this runtime's spaces of other states."""
         is_wide = self.space != narrow_space(self.space)
         return self.settings.target == "any" or (self.settings.target == "moe-overlap" and is_wide)
 

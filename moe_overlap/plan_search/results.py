@@ -246,7 +246,7 @@ class Change:
         )
 
     def saved(self, baseline: Prediction) -> str:
-        """What the change adds to a step and its memory, such as `-0.231 s a step and +9.7 GiB on the fullest stage`."""
+        """The seconds and bytes that the change adds, such as `-0.231 s a step and +9.7 GiB on the fullest stage`."""
         assert self.prediction is not None
         seconds = self.prediction.predicted.step_seconds - baseline.predicted.step_seconds
         memory = self.prediction.fullest.needed_bytes - baseline.fullest.needed_bytes

@@ -6,8 +6,8 @@
 2. `SearchRules.of` prepares the prices of layouts, captures what most of them share, and has the rules of the target: this
    runtime, or unmodified Megatron-LM.
 3. `_search_uniform` searches uniform plans under every dispatcher (tuner/search/uniform.py).
-4. `_search_wider` adds plans with unlike stages or other ZeRO levels (free.py); for Megatron-LM states that it shards or
-   offloads (upstream_states.py); for `--target any` plans that nothing executes.
+4. `_search_wider` adds plans with unlike stages, other ZeRO levels or shares in host memory (free.py); for Megatron-LM states
+   that it shards or offloads (upstream_states.py); for `--target any` plans that nothing executes.
 5. `_finalists` writes the fastest as flags and reads those like any command line, so that rules across flags refuse them here and
    not at the start of the run. Each is predicted, by the closed form where states move; plans that no flags express are predicted
    as they are.

@@ -162,7 +162,7 @@ def tuned_lines(tuned: Tuned, folder: Path | None, cluster: Cluster, files: Sequ
 
 
 def _overlap_sentence(tuned: Tuned) -> str:
-    """What the chosen overlap gains, and among how many it was chosen."""
+    """The gain of the chosen overlap, and the number of those it was chosen among."""
     chosen = tuned.chosen
     gained = f"{chosen.name}: {tuned.plain_seconds / chosen.seconds:.2f} times as fast as {PLAIN} ({tuned.plain_seconds:.3f} s)"
     refused = sum(other.prediction is None for other in tuned.others)

@@ -36,7 +36,7 @@ def numbers_of_stretches(ends: Tensor, sizes: Tensor, places_M: Tensor) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """Where the rows of all sources stand in order of their expert, and where these stand in order of arrival.
+    """Row numbers that sort the rows of all sources by expert, and that put them back in order of arrival.
 
     Attributes:
         by_expert: [M] the number on arrival of every sorted row; None: both orders are the same.

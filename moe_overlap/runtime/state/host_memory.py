@@ -46,6 +46,11 @@ class HostMemory:
         self.bytes += memory.nbytes
         return memory
 
+    def settle(self) -> None:
+        """Wait until copies have ended, before the host itself reads or writes: outside of lists all streams precede this one."""
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
 
 class OffloadedTail:
     """The last elements of a flat storage, which are on the host between their uses.
@@ -57,7 +62,7 @@ class OffloadedTail:
 
     def __init__(self, flat: Tensor, share: float, host: HostMemory) -> None:
         step = max(1, ALIGNMENT // flat.element_size())
-        self._flat = flat
+        self._flat, self._memory = flat, host
         self._boundary = min(round((1.0 - share) * flat.numel() / step) * step, flat.numel())
         self._host = host.allocate(flat.numel() - self._boundary, flat.dtype)
         self.is_on_device = True
@@ -104,32 +109,28 @@ class OffloadedTail:
     @torch.no_grad()
     def read(self, part: Tensor) -> Tensor:
         """A copy on the host of a view [m] of the storage, wherever its elements are."""
-        first = part.storage_offset()
-        last = first + part.numel()
-        staying, moved = self._cut(first, last)
-        tail = (
-            self._flat[moved].cpu()
-            if self.is_on_device
-            else self._host[moved.start - self._boundary : moved.stop - self._boundary]
-        )
-        return torch.cat([self._flat[staying].cpu(), tail])
+        self._memory.settle()
+        staying, moved = self._cut(part)
+        tail = self._flat[self._boundary :].cpu() if self.is_on_device else self._host
+        return torch.cat([self._flat[staying].cpu(), tail[moved]])
 
     @torch.no_grad()
     def write(self, part: Tensor, values: Tensor) -> None:
         """Store the values of a view [m] of the storage, wherever its elements are."""
-        first = part.storage_offset()
-        staying, moved = self._cut(first, first + part.numel())
-        self._flat[staying].copy_(values[: staying.stop - staying.start])
+        self._memory.settle()
+        staying, moved = self._cut(part)
+        stay = staying.stop - staying.start
+        self._flat[staying].copy_(values[:stay])
+        self._host[moved].copy_(values[stay:])
         if self.is_on_device:
-            self._flat[moved].copy_(values[staying.stop - staying.start :])
-        self._host[moved.start - self._boundary : moved.stop - self._boundary].copy_(
-            values[staying.stop - staying.start :]
-        )
+            self._flat[self._boundary :][moved].copy_(values[stay:])
 
-    def _cut(self, first: int, last: int) -> tuple[slice, slice]:
-        """The elements that stay, and those of the tail."""
+    def _cut(self, part: Tensor) -> tuple[slice, slice]:
+        """The elements of a view that stay, and its elements of the tail, which are counted from the tail's first."""
+        first = part.storage_offset()
+        last = first + part.numel()
         between = min(max(first, self._boundary), last)
-        return slice(first, between), slice(between, last)
+        return slice(first, between), slice(max(0, between - self._boundary), max(0, last - self._boundary))
 
     def _resize(self, elements: int) -> None:
         if self._flat.is_cuda:

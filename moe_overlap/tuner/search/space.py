@@ -91,8 +91,8 @@ STAGES = SearchSpace("stages", recomputes=True, frees_stages=True, meshes=(Restr
 ZERO = SearchSpace("zero", recomputes=True, zero_levels=LEVELS)
 OFFLOAD = replace(ZERO, name="offload", offloads=ON_HOST)
 FULL = replace(OFFLOAD, name="full", frees_stages=True, meshes=tuple(Restriction))
-# The norm of the step reads all gradients on the device.
 EXECUTED_OFFLOADS = tuple(name for name in ON_HOST if name != "gradients")
+"""Tensors that this fork offloads: the norm of the step reads all gradients on the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,12 +102,12 @@ class SpaceOfTargets:
     Attributes:
         about: its decisions in addition to the layout, for `--help`.
         any_target: the space of the target `any`.
-        moe_overlap, megatron_lm: the part that this fork, or Megatron-LM, executes; None if it adds no plan for that target.
+        moe_overlap, megatron_lm: the part that this fork, or Megatron-LM, executes; None if it adds no plan for Megatron-LM.
     """
 
     about: str
     any_target: SearchSpace
-    moe_overlap: SearchSpace | None = None
+    moe_overlap: SearchSpace
     megatron_lm: SearchSpace | None = None
 
     def of(self, target: str) -> SearchSpace | None:

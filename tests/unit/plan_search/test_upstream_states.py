@@ -125,7 +125,7 @@ def test_this_fork_finds_and_writes_plans_of_all_zero_levels(tmp_path: Path) -> 
 def test_this_fork_offloads_where_nothing_else_fits(tmp_path: Path) -> None:
     """The norm of the step reads the gradients, so these stay."""
     wide = SEARCH_SPACES["full"].moe_overlap
-    assert wide is not None and "gradients" not in wide.offloads
+    assert "gradients" not in wide.offloads
     space = dataclasses.replace(wide, all_layers=True, zero_levels=(0, 1), frees_stages=False, meshes=())
     found = search_plan(DEEP, with_memory(5.0), SearchSettings(space=space), **OPTIONS)
     assert found.plan.stages[0].offload == Offload(optimizer=0.5)

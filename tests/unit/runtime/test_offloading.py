@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -36,6 +38,29 @@ def test_what_is_written_elsewhere_is_there_after_the_next_fetch() -> None:
         tail.write(view, torch.full((32,), 1.0 + away))
         tail.fetch()
         assert flat.unique().tolist() == [0.0, 1.0 + away] and int((flat > 0).sum()) == 32
+
+
+def test_the_host_waits_for_copies_before_it_reads_or_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a list may be under way when a save reads the host's memory, or a load writes it."""
+    events: list[str] = []
+
+    class Observed(HostMemory):
+        def settle(self) -> None:
+            events.append("settled")
+
+    flat = torch.arange(64.0)
+    tail = OffloadedTail(flat, 1.0, Observed())
+    tail.store()
+    tail.release()
+    assert not events
+    tail.read(flat)
+    tail.write(flat, torch.zeros(64))
+    assert events == ["settled", "settled"]
+    device = SimpleNamespace(synchronize=lambda: events.append("synchronized"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device)
+    HostMemory().settle()
+    assert events[-1] == "synchronized"
 
 
 def test_a_tail_that_is_opened_is_not_fetched() -> None:
